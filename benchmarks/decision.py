@@ -40,7 +40,7 @@ from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules import Derived
 from specstop.train.fit.plan import FEATURES
-from specstop.train.heads.kinds.boosted import flatten
+from specstop.train.heads.boosted import flatten
 
 WIDE = (
     "mean_accepted", "mean_full", "top1", "top2", "margin", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "depth",
@@ -95,7 +95,7 @@ def make_trees(names: Sequence[str], x: np.ndarray[Any, Any], y: np.ndarray[Any,
     """As `make_logistic`, of two boosters."""
     options = {"objective": "binary:logistic", "max_depth": DEPTH, "eta": 0.1, "nthread": 1, "base_score": 0.5}
     boosters = [xgb.train(options, xgb.DMatrix(x, label), TREES) for label in y]
-    arrays = [flatten(b) for b in boosters]
+    arrays = [flatten(b, DEPTH) for b in boosters]
     tensors = {name: np.stack([np.asarray(a[name]) for a in arrays]) for name in arrays[0]}
     row = x[:1].copy()
     return (

@@ -36,8 +36,8 @@ from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.decode import Pair, load_drafter, load_pair
 from specstop.decode.drafters.networks import output_layer
 from specstop.policies.display import Progress
-from specstop.train import FitOptions, train_drafter
-from specstop.train.drafters.run import KEPT_STATES
+from specstop.train import train_drafter
+from specstop.train.drafters.fit import KEPT_STATES
 from specstop.train.drafters.texts import record_texts
 
 DEPTH, TREE = 4, "medusa-63"
@@ -107,7 +107,7 @@ def trained(
                 shutil.copytree(texts, work / KEPT_STATES)  # the same texts for all
             made = train_drafter(
                 pair, prompts, room / kind, kind, depth=DEPTH, max_new_tokens=24 if quick else 128, progress=progress,
-                fit_options=FitOptions(epochs=1 if quick else None, checkpoints=work, resume=work.exists()),
+                epochs=1 if quick else None, work=work, resume=work.exists(),
             )  # fmt: skip
             fitted[kind] = time.process_time() - began
         took = f"in {fitted[kind]:.0f} s of CPU" if kind in fitted else "before"

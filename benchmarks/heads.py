@@ -44,13 +44,13 @@ from specstop.policies.profile import Profile
 from specstop.train.demo.pair import shipped_pair
 from specstop.train.evaluate.analysis import survival
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.fit.continuation.values import achievable_estimate
-from specstop.train.fit.held_out import REPORT_SHARE, split_report
-from specstop.train.fit.plan import FEATURES
+from specstop.train.fit.achievable import achievable_estimate
+from specstop.train.fit.plan import FEATURES, REPORT_SHARE, split_report
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
-from specstop.train.heads.calibration.scores import survival_scores
-from specstop.train.heads.head_specs import head_spec, usual_features
+from specstop.train.fit.settle import PRICED, solve_rate
+from specstop.train.heads import head_class
+from specstop.train.heads.calibration import survival_scores
 from specstop.train.heads.rows import visits
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
@@ -96,10 +96,9 @@ OURS = {
     "xgboost": Ours("xgboost"),
     "xgboost-wide": Ours("xgboost", features=WIDE),
     TOKENS: Ours("tokens", features=(*WIDE[4:], *TOKEN_FEATURES)),
-    "tokens-lean": Ours("tokens", features=usual_features("tokens", FEATURES)),
+    "tokens-lean": Ours("tokens", features=head_class("tokens").default_features(FEATURES)),
     HIDDEN: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN,)),
     BOTH: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN, TARGET_HIDDEN)),
-    "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),
 }
 
 
@@ -206,7 +205,7 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
     named = max(validated, key=validated.__getitem__)
     published = {}
     for name in PUBLISHED:
-        if scalars and head_spec(name).hidden:
+        if scalars and head_class(name).hidden:
             continue
         published[name] = train(place.train, profile, head=name, name=name, seed=SEED).policy
     profile = profile.with_measured_decisions(

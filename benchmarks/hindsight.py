@@ -19,8 +19,8 @@ from specstop.policies.heads.base import Array
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
-from specstop.train.fit.continuation.values import LATEST, UNVISITED
-from specstop.train.heads.calibration.scores import Scored
+from specstop.train.fit.achievable import LATEST, UNVISITED
+from specstop.train.heads.calibration import Scored
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.cost_to_go import CostToGo, Played
 from specstop.train.replay.run import replay

@@ -34,10 +34,10 @@ from specstop.policies.display import Progress
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.pair import shipped_pair
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.achievable_batch import NAME as ESTIMATE
+from specstop.train.fit.achievable import NAME as ESTIMATE
+from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.rates import best_of, fixed_grid
-from specstop.train.fit.tuning.settled import settle
+from specstop.train.fit.settle import settle
 from specstop.train.replay.traces.arrays import trace_arrays
 
 MODES = ("block", "match")

@@ -36,7 +36,7 @@ from specstop.policies.files import prepare_output_dir, staged_folder
 from specstop.train.demo.demo import Offline, run_offline
 from specstop.train.demo.live import compare_live
 from specstop.train.demo.resume import Sizes
-from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import seen_features
 

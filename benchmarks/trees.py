@@ -45,12 +45,11 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import Measurements, decision_prices
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.fit.held_out import REPORT_SHARE, split_report
+from specstop.train.fit.plan import REPORT_SHARE, split_report, tree_features
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
-from specstop.train.fit.trees.choice import TreeChoice, choose_tree
-from specstop.train.fit.trees.fit import fit_tree, tree_features
-from specstop.train.fit.trees.solve import solve_tree
-from specstop.train.fit.tuning.rates import fixed_grid, solve_rate
+from specstop.train.fit.settle import solve_rate
+from specstop.train.fit.tree_rules import TreeChoice, choose_tree, fit_tree, solve_tree
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.static_tree import best_static_tree, drafted_alone, likeliest_nodes
 from specstop.train.replay.run import Replayed, replay

@@ -26,7 +26,7 @@ from specstop.policies.published.online import Online
 from specstop.policies.published.specdecpp import Product
 from specstop.policies.published.svip import EntropyBound
 from specstop.policies.tree_rules import Gain
-from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.replay.run import Replayed, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, typical_context
 

@@ -298,9 +298,9 @@ def achievable(bench: Bench) -> None:
     from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
     from specstop.train.evaluate.evaluate import evaluate
-    from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
-    from specstop.train.fit.rates import Part
-    from specstop.train.fit.tuning.batches import batch_rate
+    from specstop.train.fit.achievable import NAME, achievable_in_batches
+    from specstop.train.fit.batch_rules import batch_rate
+    from specstop.train.fit.rules import Part
     from specstop.train.replay.traces.arrays import trace_arrays
 
     told = ("--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)

@@ -342,7 +342,7 @@ class Sampling:
             raise InputError(f"{option}: expected a text file, which cannot be read: {reason}") from None
 
 
-def key_values(name: str, items: Sequence[str] | None, keys: Collection[str]) -> dict[str, Any]:
+def key_values(name: str, items: Sequence[str] | None, keys: Collection[str] | None = None) -> dict[str, Any]:
     """Return the values of a repeatable option `name` of the form key=value. A value is read as JSON if possible.
 
     Raises:
@@ -353,7 +353,7 @@ def key_values(name: str, items: Sequence[str] | None, keys: Collection[str]) ->
         key, equals, text = item.partition("=")
         if not equals or key in values:
             raise InputError(f"{name}: expected key=value with each key once, not {item!r}")
-        if key not in keys:
+        if keys is not None and key not in keys:
             raise InputError(f"{name}: expected one of {', '.join(keys)}, not {key!r}{close_match(key, keys)}")
         try:
             values[key] = json.loads(text)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .errors import InputError, PolicyError, close_match
+from .errors import InputError, PolicyError
 
 MAX_ROWS = 1024
 """Tokens of a round, the anchor included."""
@@ -132,16 +132,18 @@ LIMITS: Mapping[str, Limit] = {
 
 PARAMS: Mapping[str, Limit] = {
     "C": Limit(1e-9, 1e9),
+    "batch_size": LIMITS["batch-size"],
     "blocks": Limit(1, 32),
     "buckets": Limit(0, 65_521),
     "colsample_bytree": _POSITIVE_SHARE,
     "dropout": Limit(0.0, 0.99),
     "eta": Limit(1e-6, 1.0),
-    "lambda": Limit(0.0, 1e9),
+    "epochs": LIMITS["epochs"],
     "layers": Limit(1, 32),
     "learning_rate": LIMITS["learning-rate"],
     "max_depth": Limit(1, 10),  # trees are stored complete
     "min_child_weight": Limit(0.0, 1e9),
+    "reg_lambda": Limit(0.0, 1e9),
     "subsample": _POSITIVE_SHARE,
     "trees": Limit(1, 2000),
     "weight_decay": Limit(0.0, 100.0),
@@ -151,12 +153,10 @@ PARAMS: Mapping[str, Limit] = {
 
 
 def check_params(params: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a hyper-parameter of `--param` is unknown or out of range."""
+    """Raise `InputError` if a hyper-parameter is out of range; those without limits are ignored."""
     for name, value in params.items():
-        if name not in PARAMS:
-            match, known = close_match(name, PARAMS), ", ".join(PARAMS)
-            raise InputError(f"--param: unknown hyper-parameter {name!r}{match}; known: {known}")
-        PARAMS[name].check(f"--param {name}", value)
+        if name in PARAMS:
+            PARAMS[name].check(f"--param {name}", value)
 
 
 def check_limits(low: Mapping[str, int] = MappingProxyType({}), /, **values: Any) -> None:

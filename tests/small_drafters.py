@@ -15,7 +15,7 @@ from specstop.decode.drafters.spec import NETWORKS
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology
-from specstop.train.drafters.initial import initialize
+from specstop.train.drafters.fit import initialize
 from torch import nn
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")

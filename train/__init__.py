@@ -12,16 +12,14 @@ from ..policies import attach
 if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
-    from .drafters.run import train_drafter as train_drafter
+    from .drafters.fit import train_drafter as train_drafter
     from .evaluate.places import Place as Place, PlaceTable as PlaceTable, evaluate_places as evaluate_places
     from .evaluate.records import Line as Line, Report as Report
     from .evaluate.report_comparison import compare_reports as compare_reports, read_report as read_report
     from .export.deploy import deploy as deploy
-    from .fit.run import train as train
-    from .fit.trained import Trained as Trained
-    from .heads.fitting import FitOptions as FitOptions
-    from .heads.kinds.classifiers import StopClassifier as StopClassifier
-    from .heads.kinds.mlp import StopHeadModule as StopHeadModule, TraceDataModule as TraceDataModule
+    from .fit.run import Trained as Trained, train as train
+    from .heads import head_class as head_class, make_head as make_head
+    from .heads.base import HeadEstimator as HeadEstimator
     from .replay.bounds.oracle import oracle_seconds as oracle_seconds
     from .replay.run import Replayed as Replayed
     from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
@@ -30,13 +28,11 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "drafters.choice": "SureChoice choose_sure",
-        "drafters.run": "train_drafter",
+        "drafters.fit": "train_drafter",
         "export.deploy": "deploy",
-        "fit.run": "train",
-        "fit.trained": "Trained",
-        "heads.kinds.classifiers": "StopClassifier",
-        "heads.fitting": "FitOptions",
-        "heads.kinds.mlp": "StopHeadModule TraceDataModule",
+        "fit.run": "Trained train",
+        "heads": "head_class make_head",
+        "heads.base": "HeadEstimator",
         "evaluate.places": "Place PlaceTable evaluate_places",
         "evaluate.report_comparison": "compare_reports read_report",
         "replay.traces.arrays": "TraceArrays trace_arrays",

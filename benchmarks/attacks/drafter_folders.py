@@ -18,7 +18,7 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.train.drafters.initial import initialize
+from specstop.train.drafters.fit import initialize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .policy_folders import damage_folders

@@ -29,7 +29,7 @@ from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.train.heads.exported import with_ranges
+from specstop.train.heads.base import with_ranges
 
 COUNT, QUICK = 1000, 100
 """Damaged folders in a full run, and in a quick one."""

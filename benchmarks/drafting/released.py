@@ -15,8 +15,7 @@ from specstop.decode import Pair, Settings, Speculator, Tally, with_drafter
 from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.drafters.networks import CTCNetwork
 from specstop.policies import FixedLength
-from specstop.train.drafters.acceptance import positions_for, right_proposals
-from specstop.train.drafters.proposals import Module, positions
+from specstop.train.drafters.proposals import Module, positions, positions_for, right_proposals
 from specstop.train.drafters.texts import Batch, Text
 from specstop.train.evaluate.statistics import Resamples
 

@@ -21,9 +21,9 @@ from specstop.policies.published.tetris import Tetris
 from specstop.policies.registry import load_policy
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.fit.achievable_batch import NAME as ESTIMATE, achievable_in_batches
-from specstop.train.fit.rates import Part
-from specstop.train.fit.tuning.batches import settle_batch
+from specstop.train.fit.achievable import NAME as ESTIMATE, achievable_in_batches
+from specstop.train.fit.batch_rules import settle_batch
+from specstop.train.fit.rules import Part
 from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays

@@ -17,8 +17,7 @@ from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train_arrays
-from specstop.train.heads.fitting import HEAD_KINDS, FitOptions
-from specstop.train.heads.head_specs import head_spec, usual_features
+from specstop.train.heads import HEADS, make_head
 from specstop.train.heads.rows import SOFT_COLUMNS
 from specstop.train.replay.traces.arrays import TraceArrays
 from torch import Tensor
@@ -97,21 +96,20 @@ def noise_trace(names: Sequence[str], seed: int) -> TraceArrays:
 
 def auc_of(head: str, seed: int) -> float:
     """Return the AUC of `accept` on report prompts."""
-    spec = head_spec(head)
+    model = make_head(head)
     table = CostTable(10.0, (0.1, 0.11), 0.0, tuple(1.0 + 0.01 * k for k in range(DEPTH + 1)))
     decisions = {name: 1e-3 for name in (head, FixedLength(1).cost_name)}
     profile = Profile(table, table, 0.01, 0.02, (1.0, 0.01), decisions, 0.0, {"device": "simulated"})
-    names = usual_features(head, FEATURES)
+    names = model.default_features(FEATURES)
     arrays = noise_trace(dict.fromkeys([*names, *(("anchor_token",) if "above_token" in names else ())]), seed)  # type: ignore[arg-type]
-    hidden = spec.hidden
+    hidden = model.hidden
     if not hidden:
         arrays = dataclasses.replace(arrays, hidden={})
-    if not spec.soft:
+    if not model.soft:
         arrays = dataclasses.replace(arrays, extra={})
-    options = FitOptions(epochs=20)
-    plan = Plan(
-        head, "survival", 0.5, names, head, seed, fit=options, hidden=hidden, report_share=REPORT_SHARE, passes=1
-    )
+    if "epochs" in model.param_names():
+        model.set_params(epochs=20)
+    plan = Plan(model, "survival", 0.5, names, head, seed, hidden=hidden, report_share=REPORT_SHARE, passes=1)
     metrics = train_arrays(plan, arrays, profile, [0.0]).metrics
     return float(metrics["accept_auc"])
 
@@ -119,7 +117,7 @@ def auc_of(head: str, seed: int) -> float:
 def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
     """Add a bar for every kind of head and return what was compared."""
     traces = QUICK if options.quick else TRACES
-    heads = ("logistic", "xgboost") if options.quick else HEAD_KINDS
+    heads = ("logistic", "xgboost") if options.quick else HEADS.builtin
     for head in heads:
         scores = np.array([auc_of(head, seed) for seed in range(traces)])
         error = float(scores.std(ddof=1)) / traces**0.5 if traces > 1 else 0.1

@@ -65,7 +65,7 @@ def import_(
         return
     if dtype != "float32":
         raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
-    from ...train.released.convert import import_weights
+    from ...train.released import import_weights
 
     with config_saved(out):
         done = import_weights(
@@ -112,7 +112,7 @@ def _import_records(source: Path, out: Path, target: str, draft: str, overwrite:
 
 def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool, json: bool) -> None:
     """Import Medusa's heads."""
-    from ...train.released.medusa import import_medusa
+    from ...train.released import import_medusa
 
     with config_saved(out):
         models = Models(target, drafter="lookup", dtype=dtype)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...policies.errors import InputError
 from ..options import (
     Device,
     DeviceMap,
@@ -18,12 +19,13 @@ from ..options import (
     Overwrite,
     PromptSource,
     Quiet,
+    Resume,
     Seed,
     Target,
     config_saved,
+    key_values,
 )
 from ..output import flat, next_step, output, print_json, progress_bars, table
-from ..training import Training
 
 if TYPE_CHECKING:
     from ...decode.drafters.folder import TrainedDrafter
@@ -42,7 +44,17 @@ def train_drafter(
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature of half of the target's texts; the other half is greedy.")
     ] = 0.7,
-    training: Training,
+    epochs: Annotated[int | None, typer.Option(help="Maximum epochs; training stops early.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts in a training step.")] = 2,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate at its peak.")] = 1e-3,
+    trainer: Annotated[
+        list[str],
+        typer.Option(help="Argument of lightning's Trainer as key=value, such as accelerator=gpu; repeatable."),
+    ] = [],  # noqa: B006
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder that keeps the recorded texts and the checkpoints, for --resume.")
+    ] = None,
+    resume: Resume = False,
     seed: Seed = 0,
     device: Device = "cpu",
     device_map: DeviceMap = None,
@@ -55,34 +67,36 @@ def train_drafter(
 
     Example: specstop train-drafter --target T --prompts train.jsonl --kind medusa --out drafter
     """
-    options = training.fit_options()
-    from ...train.drafters.run import check_asked, train_drafter as run
+    if resume and checkpoints is None:
+        raise InputError("--resume: name the folder of the interrupted run with --checkpoints")
+    arguments = key_values("--trainer", trainer)
+    from ...train.drafters.fit import check_arguments, train_drafter as run
 
-    check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
+    check_arguments(out, kind, depth, max_new_tokens, temperature, seed, checkpoints, overwrite)
     with progress_bars(quiet or json) as progress, config_saved(out):
         models = Models(target, None, "lookup", device, device_map, dtype)  # without a draft model
         prompts = source.read(models, "train")
         pair = models.open(models.find(progress), "plain")
         trained = run(
-            pair, source.apply_template(prompts, pair), out, kind,
-            depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, fit_options=options,
-            overwrite=overwrite, progress=progress,
+            pair, source.apply_template(prompts, pair), out, kind, depth=depth, max_new_tokens=max_new_tokens,
+            temperature=temperature, seed=seed, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
+            trainer=arguments, work=checkpoints, resume=resume, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:
         print_json(dict(trained.metrics))
         return
     show_drafter(trained, out)
-    # The shipped pair brings prompts of its own.
-    told = ("PROMPT", "--target", target, *(("--chat",) if source.chat else ())) if target else ()
-    next_step("decode", *told, "--drafter", f"{kind}:{out}")
+    # The shipped pair has its own prompts.
+    words = ("PROMPT", "--target", target, *(("--chat",) if source.chat else ())) if target else ()
+    next_step("decode", *words, "--drafter", f"{kind}:{out}")
 
 
 def show_drafter(trained: TrainedDrafter, out: Path) -> None:
-    """Print what was trained, and acceptance by depth."""
+    """Print the metrics of a drafter, and acceptance by depth."""
     metrics = dict(trained.metrics)
     shares = metrics.pop("acceptance", [])
     table(f"{out}: a {trained.kind} drafter", ("what", "value"), flat(metrics))
     rows = [(str(depth), f"{share:.3f}") for depth, share in enumerate(shares, 1)]
-    if rows:  # none where no text was long enough to measure it
+    if rows:  # there are none if no text was long enough to measure it
         table("acceptance by depth, greedy texts of prompts held out", ("depth", "P(A >= depth)"), rows)
     output().print(f"the drafter is in {out}; its README.md has this table")

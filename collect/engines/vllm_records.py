@@ -139,9 +139,7 @@ class _Record:
                 "`--per-request-spec-decode-metrics detailed`, or leave the line out"
             )
         if max(self.drafted, default=0) >= MAX_ROWS or not all(0 <= n < 2**31 for n in (self.prompt, self.tokens)):
-            raise InputError(
-                f"path: {where}: expected steps of less than {MAX_ROWS} tokens, and texts of 0 to 2^31"
-            )
+            raise InputError(f"path: {where}: expected steps of less than {MAX_ROWS} tokens, and texts of 0 to 2^31")
         self.name, self.sample = names.assign(raw.get("id"), raw.get("prompt_id"), raw.get("sample"), where)
         if not is_text(self.name + self.sample):
             raise InputError(f"path: {where}: the id has {SURROGATE}")

@@ -12,7 +12,7 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS
-from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 

@@ -21,7 +21,7 @@ from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.arguments import LIMITS, PARAMS, check_params
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.train.heads.fitting import FitOptions
+from specstop.train.heads import make_head
 
 HUGE = 10**20
 COLD = "--temperature: expected 0 or more"
@@ -41,10 +41,13 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no end of repeats": (f"profile --out {{new}} --repeats {HUGE}", "--repeats: expected a whole number"),
     "a large seed": (f"collect --out {{new}} --seed {HUGE}", "--seed: expected a whole number"),
     "a seed below 0": ("evaluate --traces {new} --profile {new} --out {new} --seed -1", "--seed: expected"),
-    "no end of epochs": (f"train --traces {{new}} --profile {{new}} --out {{new}} --epochs {HUGE}", "--epochs: expected"),
+    "no end of epochs": (
+        f"train --traces {{new}} --profile {{new}} --out {{new}} --param epochs={HUGE}",
+        "--param epochs: expected",
+    ),
     "a rate of nothing": (
-        "train --traces {new} --profile {new} --out {new} --learning-rate 1e-320",
-        "--learning-rate: expected",
+        "train --traces {new} --profile {new} --out {new} --param learning_rate=1e-320",
+        "--param learning_rate: expected",
     ),
     "a penalty of nothing": (
         "decode w7 --sampling repetition_penalty=1e-320",
@@ -95,8 +98,8 @@ def test_functions_refuse_the_same_temperatures(temperature: float, pair: Pair, 
         (lambda: SamplingParams(top_k=10**5000), "top_k: expected"),
         (lambda: Choice(split_seed=-1), "split_seed: expected"),
         (lambda: Choice(test_share=1.0), "test_share: expected"),
-        (lambda: FitOptions(learning_rate=0.0), "learning_rate: expected"),
-        (lambda: FitOptions(batch_size=0), "batch_size: expected"),
+        (lambda: make_head("mlp", {"learning_rate": 0.0}), "learning_rate: expected"),
+        (lambda: make_head("mlp", {"batch_size": 0}), "batch_size: expected"),
     ],
 )
 def test_functions_refuse_numbers_out_of_range(make: Any, message: str) -> None:

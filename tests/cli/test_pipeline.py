@@ -280,7 +280,7 @@ def test_a_process_of_its_own_collects_decodes_and_trains_an_mlp_in_silence(
     same = [*models, "--max-new-tokens", 9, "--temperature", 0.7, "--verification", "match", "--json"]
     decode = ["decode", "w7 w8 w9", "--policy", home / "policy", *same]
     train = ["train", "--traces", home / "fit", "--profile", home / "costs.json", "--out", tmp_path / "p",
-             "--head", "mlp", "--epochs", 2, "--folds", 2, "--json"]  # fmt: skip
+             "--head", "mlp", "--param", "epochs=2", "--json"]  # fmt: skip
     info = ["info", tmp_path / "t", "--json"]
     lines = json.dumps([[str(word) for word in words] for words in (collect, info, decode, train)])
     command = [sys.executable, "-c", EACH, lines]

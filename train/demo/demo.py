@@ -44,9 +44,9 @@ from ...policies.profile import Profile
 from ...policies.storage import load_policy_folder
 from ..evaluate.evaluate import evaluate
 from ..evaluate.records import Report
+from ..fit.rules import best_of, fixed_grid
 from ..fit.run import train
-from ..fit.tuning.rates import best_of, fixed_grid
-from ..fit.tuning.settled import settle
+from ..fit.settle import settle
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from .live import LiveLine, compare_live
 from .pair import check_pair, shipped_pair

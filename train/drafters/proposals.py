@@ -1,20 +1,27 @@
-"""What a network proposes at every position of known texts: all of them at once, each going on by itself.
+"""Proposals of a drafter's network at every position of known texts, its loss, and the acceptance of greedy proposals.
 
-At position s the target has read token s and drawn token s + 1, the root. A drafter that stands there proposes tokens s + 2,
-s + 3 and so on. Fed with the text's own tokens, it is asked what it would be asked live as long as its candidates are
-accepted.
+At position s the target has read token s and drawn token s + 1, the root. A drafter there proposes tokens s + 2, s + 3, ...
+It is fed with the text's own tokens, so that it sees what it would see in decoding as long as its candidates are accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ...decode.drafters.ctc import Prefixes, collapsed_length, first_positions
 from ...decode.drafters.networks import CTCNetwork, LayerNetwork, MedusaHeads
-from .texts import Batch
+from .texts import Batch, Text
+
+FADE = 0.8
+"""Weight of a depth relative to the one before (Medusa)."""
+
+SPARE = 2
+"""Positions of the CTC-drafter beyond the tokens that it is fitted to propose: room for blanks."""
 
 Module = Callable[[Tensor], Tensor]
 """The target's embeddings, or its output layer."""
@@ -28,27 +35,22 @@ def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> 
         batch: texts.
         embedding, output: of the target.
     """
-    if isinstance(network, MedusaHeads):
-        yield from _by_heads(network, batch, embedding)
-        return
-    for depth, states in enumerate(unrolled(network, batch, embedding, None)):
-        yield output(states[:, : batch.tokens.shape[1] - 2 - depth])
-
-
-def _by_heads(network: MedusaHeads, batch: Batch, embedding: Module) -> Iterator[Tensor]:
     count = batch.tokens.shape[1]
+    if not isinstance(network, MedusaHeads):
+        for depth, states in enumerate(unrolled(network, batch, embedding, None)):
+            yield output(states[:, : count - 2 - depth])
+        return
     embedded = embedding(batch.tokens) if network.reads_path else None
     for head in range(min(network.shape.depth, count - 2)):
-        known = count - 2 - head
-        path = None
+        rows, path = count - 2 - head, None
         if embedded is not None:
-            # Of tokens s + 1 .. s + 1 + head: [B, known, head + 1, H].
-            path = torch.stack([embedded[:, 1 + at : 1 + at + known] for at in range(head + 1)], 2)
-        yield network.outputs[head](network.state(head, batch.states[:, :known], path))
+            # Of tokens s + 1 .. s + 1 + head: [B, rows, head + 1, H].
+            path = torch.stack([embedded[:, 1 + at : 1 + at + rows] for at in range(head + 1)], 2)
+        yield network.outputs[head](network.state(head, batch.states[:, :rows], path))
 
 
 def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
-    """Return [B, n - 1, T, V + 1] the log-probabilities of the symbols at T positions after each root."""
+    """Return [B, n - 1, T, V + 1], the log-probabilities of the symbols at T positions after each root."""
 
     def next_symbols(states: Tensor) -> Tensor:
         symbols.append(network.with_blank(output(states), states).log_softmax(-1))
@@ -56,56 +58,176 @@ def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Modu
 
     symbols: list[Tensor] = []
     for depth, states in enumerate(unrolled(network, batch, embedding, next_symbols), 1):
-        if depth == network.shape.depth:  # nothing reads on from there
+        if depth == network.shape.depth:  # the last one has no successor that calls it
             next_symbols(states)
     return torch.stack(symbols, 2)
 
 
 def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, next_read: Module | None) -> Iterator[Tensor]:
-    """Yield by depth the layer's states [B, n - 1, H], each position reading its own of the depth before.
+    """Yield by depth the layer's states [B, n - 1, H], where each position reads its own state of the depth before.
 
     Args:
         network: the layer.
         batch: texts.
         embedding: of the target.
-        next_read: makes of the states the embeddings to read next; None = those of the text's own tokens.
+        next_read: returns the embeddings to read next, from the states; None = those of the text's own tokens.
     """
-    count, beside = batch.tokens.shape[1] - 1, _Beside()
+    count, attention = batch.tokens.shape[1] - 1, _TextAttention()
     cos, sin = network.rotations(count + network.shape.depth, batch.states.device, batch.states.dtype)
-    own = embedding(torch.nn.functional.pad(batch.tokens, (0, network.shape.depth)))
-    # Position s reads the state of token s with token s + 1, its root; at each further depth one token on.
+    own = embedding(functional.pad(batch.tokens, (0, network.shape.depth)))
+    # Position s reads the state of token s with token s + 1, its root; at each further depth the next token.
     states, read = batch.states[:, :-1], own[:, 1 : 1 + count]
     for depth in range(network.shape.depth):
         rotation = cos[depth : depth + count], sin[depth : depth + count]
-        states = network(read, states, rotation, beside.attend)
-        if depth + 1 == network.shape.depth:
-            yield states
-            return
-        read = own[:, 2 + depth : 2 + depth + count] if next_read is None else next_read(states)
+        states = network(read, states, rotation, attention.attend)
+        if depth + 1 < network.shape.depth:
+            read = own[:, 2 + depth : 2 + depth + count] if next_read is None else next_read(states)
         yield states
 
 
-class _Beside:
-    """Attention of positions that see the text before them, and of later depths what they read there themselves."""
+class _TextAttention:
+    """Attention of positions that see the text before them, and at later depths what they read there themselves."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `networks.Attend`; called once a depth."""
+        """See `networks.Attend`; called once per depth."""
         self._keys.append(keys)
         self._values.append(values)
-        scale = queries.shape[-1] ** -0.5
-        count = queries.shape[1]
+        scale, count = queries.shape[-1] ** -0.5, queries.shape[1]
         late = torch.ones(count, count, dtype=torch.bool, device=queries.device).triu(1)
         text = torch.einsum("bqhd,bkhd->bhqk", queries, self._keys[0]).masked_fill(late, -torch.inf)  # [B, heads, n, n]
-        if len(self._keys) == 1:
-            return torch.einsum("bhqk,bkhd->bqhd", (text * scale).softmax(-1), values)
-        # Of later depths a position sees its own keys alone, one a depth: [B, heads, n, depths].
-        own = torch.stack([(queries * k).sum(-1).transpose(1, 2) for k in self._keys[1:]], -1)
-        weights = (torch.cat([text, own], -1) * scale).softmax(-1)
+        # Of later depths a position sees its own keys only, one per depth: [B, heads, n, depths].
+        own = [(queries * k).sum(-1).transpose(1, 2)[..., None] for k in self._keys[1:]]
+        weights = (torch.cat([text, *own], -1) * scale).softmax(-1)
         out = torch.einsum("bhqk,bkhd->bqhd", weights[..., :count], self._values[0])
         for at, value in enumerate(self._values[1:]):
             out = out + weights[..., count + at].transpose(1, 2)[..., None] * value
         return out
+
+
+# Losses
+
+
+def drafter_loss(network: Any, batch: Batch, embedding: Module, output: Module) -> Tensor:
+    """Return the loss of a network on a batch, given the target's embeddings and output layer.
+
+    It is the mean cross-entropy with the target's own distributions, weighted by depth; of the CTC-drafter see `_ctc_loss`.
+    """
+    if isinstance(network, CTCNetwork):
+        return _ctc_loss(network, batch, embedding, output)
+    with torch.no_grad():
+        target = output(batch.states[:, 1:]).softmax(-1)  # [B, n - 1, V]; row s is of token s + 2
+    total, weights = batch.states.new_zeros(()), 0.0
+    for depth, scores in enumerate(proposals(network, batch, embedding, output)):
+        expected = target[:, depth : depth + scores.shape[1]]  # row s is of token s + 2 + depth
+        nats = -(expected * scores.log_softmax(-1)).sum(-1)
+        exists = torch.arange(scores.shape[1], device=nats.device) + 2 + depth < batch.length[:, None]
+        total = total + FADE**depth * nats[exists].mean()
+        weights += FADE**depth
+    return total / weights
+
+
+def _ctc_loss(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
+    """Return the mean CTC loss per token over windows of the text after each root, and the loss of the first position.
+
+    The blank is the last symbol. `torch.nn.CTCLoss` sums over all alignments of T positions with the window's tokens. It
+    hardly determines where each token stands, so the first position is also fitted to the target's distribution of the next
+    token (the released code distils ten times as much as it aligns).
+    """
+    symbols = positions(network, batch, embedding, output)
+    with torch.no_grad():
+        target = output(batch.states[:, 1:-1]).softmax(-1)  # [B, n - 2, V]; row s is of token s + 2
+    nats = -(target * symbols[:, :-1, 0, :-1]).sum(-1)
+    exists = torch.arange(nats.shape[1], device=nats.device) + 2 < batch.length[:, None]
+    blank, tokens = symbols.shape[-1] - 1, max(1, network.shape.depth - SPARE)
+    windows = batch.tokens[:, 2:].unfold(1, tokens, 1)  # [B, n - 1 - tokens, tokens], row s is of tokens from s + 2 on
+    whole = torch.arange(windows.shape[1], device=windows.device) + 2 + tokens <= batch.length[:, None]
+    rows = symbols[:, : windows.shape[1]][whole]
+    lengths = torch.full((len(rows),), symbols.shape[2], device=rows.device)
+    # Equal neighbours need a blank between them: a window with many has no alignment, and an infinite loss that is set to 0.
+    loss: Tensor = functional.ctc_loss(
+        rows.transpose(0, 1), windows[whole], lengths, torch.full_like(lengths, tokens), blank=blank, zero_infinity=True
+    )
+    return loss + nats[exists].mean()
+
+
+# Acceptance of greedy proposals
+
+
+class Accepted(NamedTuple):
+    """Acceptance of a drafter's greedy proposals.
+
+    Attributes:
+        shares: by depth, the share of positions whose first proposals up to there are the tokens that follow.
+        tokens_per_call: of rounds of full depth from the first position on, each of which skips what it commits.
+    """
+
+    shares: list[float]
+    tokens_per_call: float
+
+
+@torch.no_grad()
+def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Accepted | None:
+    """Return the acceptance of a drafter's proposals; None if no text is longer than its proposals.
+
+    Args:
+        network: of a drafter.
+        texts: those decoded greedily count, after their prompts.
+        embedding, output: of the target.
+    """
+    hits = [right.cumprod(1) for right in right_proposals(network, texts, embedding, output)]
+    if not hits:
+        return None
+    rounds = []
+    for accepted in hits:
+        committed, at = (accepted.sum(1) + 1).tolist(), 0
+        while at < len(committed):
+            rounds.append(committed[at])
+            at += committed[at]
+    return Accepted(torch.cat(hits).double().mean(0).tolist(), sum(rounds) / len(rounds))
+
+
+@torch.no_grad()
+def right_proposals(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Iterator[Tensor]:
+    """Yield by text [P, K] bool: at P positions, whether each depth's proposal is the text's, fed the tokens before it."""
+    for text in texts:
+        if not text.greedy or len(text.tokens) < max(text.prompt, network.shape.depth) + 3:
+            continue  # at none of its positions can all depths be compared
+        right, first = [], max(0, text.prompt - 1)  # the first root that the target has drawn
+        batch = Batch.of([text])
+        if isinstance(network, CTCNetwork):
+            best = _best_after_prefix(network, batch, embedding, output)
+        else:
+            best = (scores[0].argmax(-1) for scores in proposals(network, batch, embedding, output))
+        for depth, tokens in enumerate(best):
+            count = len(text.tokens) - 2 - depth
+            right.append(tokens[:count] == text.tokens[2 + depth :])  # position s proposes token s + 2 + depth
+        last = min(map(len, right))  # positions at which all depths can be compared
+        if first < last:
+            yield torch.stack([row[first:last] for row in right], 1)
+
+
+def _best_after_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Iterator[Tensor]:
+    """Yield by depth the likeliest token after the prefix of the text itself."""
+    symbols = positions(network, batch, embedding, output)[0].double().exp()  # [N, T, V + 1]
+    best, blank = symbols.argmax(-1).tolist(), network.shape.vocabulary
+    # Past the end of the text the prefixes mean nothing; `right_proposals` leaves those positions out.
+    upcoming = functional.pad(batch.tokens[0], (0, symbols.shape[1]))
+    for depth in range(symbols.shape[1]):
+        drawn = torch.tensor([positions_for(depth + 1, own, blank) for own in best])
+        rows = first_positions(symbols, drawn)
+        prefixes = Prefixes.empty(rows)
+        for before in range(depth):
+            prefixes = prefixes.extended(upcoming[2 + before : 2 + before + len(rows)], rows)
+        next_tokens = prefixes.next(rows).argmax(-1)
+        del rows, prefixes  # as large as the text times the vocabulary: not two at once
+        yield next_tokens
+
+
+def positions_for(tokens: int, best: list[int], blank: int) -> int:
+    """Return how many positions are drawn for a number of tokens, if these are the likeliest symbols."""
+    enough = (count for count in range(1, len(best)) if collapsed_length(best[:count], blank) >= tokens)
+    return next(enough, len(best))

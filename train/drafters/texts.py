@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ...collect.prompts.read import Prompt
 from ...decode.models.cuda import open_cache
@@ -25,8 +26,9 @@ from ...policies.errors import InputError
 from ...policies.files import read_json, write_atomic, write_json
 
 LIST = "texts.json"
-TOGETHER = 16
-"""Prompts that are decoded side by side, at most; their texts make a file."""
+
+PROMPTS_PER_FILE = 16
+"""Maximum of prompts that are decoded side by side; their texts make a file."""
 
 TASK = "texts of the target"
 
@@ -48,6 +50,64 @@ class Text:
     states: Tensor
 
 
+class Batch(NamedTuple):
+    """Texts side by side, padded at their ends: tokens [B, n] int64, states [B, n, H], lengths of the texts [B] int64."""
+
+    tokens: Tensor
+    states: Tensor
+    length: Tensor
+
+    @staticmethod
+    def of(texts: Sequence[Text]) -> Batch:
+        """Return texts as a batch."""
+        pad = torch.nn.utils.rnn.pad_sequence
+        tokens = pad([text.tokens for text in texts], batch_first=True)
+        states = pad([text.states for text in texts], batch_first=True)
+        return Batch(tokens, states, torch.tensor([len(text.tokens) for text in texts]))
+
+
+class Texts(Dataset[Text]):
+    """Recorded texts; each is read from its file when it is used.
+
+    Args:
+        files: of `record_texts`.
+        shortest: minimum of tokens, prompt included; shorter texts are left out.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+
+    def __init__(self, files: Sequence[Path], shortest: int = 0) -> None:
+        self.files = list(files)
+        self.index: list[tuple[Path, int, int, int, bool]] = []  # file, first row, length, prompt length, greedy
+        for path in self.files:
+            try:
+                with safe_open(path, "pt") as file:
+                    sizes = file.get_tensor("sizes").tolist()
+            except (OSError, SafetensorError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"--checkpoints: {path} cannot be read ({reason}); remove it and record it again"
+                ) from None
+            start = 0
+            for prompt, length, greedy in sizes:
+                if length >= shortest:
+                    self.index.append((path, start, length, prompt, bool(greedy)))
+                start += length
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, number: int) -> Text:
+        path, start, length, prompt, greedy = self.index[number]
+        with safe_open(path, "pt") as file:
+            tokens, states = (file.get_slice(name)[start : start + length] for name in ("tokens", "states"))
+        return Text(tokens.long(), prompt, greedy, states.float())
+
+    def __iter__(self) -> Iterator[Text]:
+        return (self[number] for number in range(len(self)))
+
+
 def record_texts(
     pair: Pair,
     prompts: Sequence[tuple[Prompt, list[int]]],
@@ -58,59 +118,56 @@ def record_texts(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Texts:
-    """Decode every prompt greedily and at a temperature, and keep texts and states; what is there already is not made again.
+    """Decode every prompt greedily and at a temperature, and keep texts and states; existing files are used again.
 
     Args:
         pair: whose target it is.
         prompts: with their token ids.
-        folder: for the files, one for each few prompts; each is there whole or not at all.
+        folder: for the files, one per group of prompts; each is written whole.
         max_new_tokens: limit of each text.
-        temperature: of the sampled ones; 0 = greedy ones alone.
+        temperature: of the sampled texts; 0 = greedy ones only.
         seed: of the sampling.
         progress: see `Progress`.
 
     Raises:
         InputError: the folder holds texts of another run.
     """
-    said = [[prompt.id, prompt.sample, ids] for prompt, ids in prompts]
+    ids = [[prompt.id, prompt.sample, tokens] for prompt, tokens in prompts]
     facts = {
         "target": pair.fingerprint["target"], "dtype": str(pair.target.dtype), "max_new_tokens": max_new_tokens,
-        "temperature": temperature, "seed": seed, "prompts": json.dumps(said),
+        "temperature": temperature, "seed": seed, "prompts": json.dumps(ids),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / LIST).exists():
-        if read_json(folder / LIST, "--checkpoints") != facts:
-            raise InputError(
-                f"--checkpoints: {folder} has texts of another target, prompts or settings; choose another"
-            )
-    else:
+    if not (folder / LIST).exists():
         write_json(folder / LIST, facts)
-    # At least eight files where there are as many prompts: whole files are held out.
-    size = max(1, min(TOGETHER, len(prompts) // 8))
+    elif read_json(folder / LIST, "--checkpoints") != facts:
+        raise InputError(f"--checkpoints: {folder} has texts of another target, prompts or settings; choose another")
+    # At least eight files if there are as many prompts, because whole files are held out.
+    size = max(1, min(PROMPTS_PER_FILE, len(prompts) // 8))
     parts = [prompts[at : at + size] for at in range(0, len(prompts), size)]
     files = [folder / f"texts-{number:05d}.safetensors" for number in range(len(parts))]
     for number, (file, part) in enumerate(zip(files, parts, strict=True)):
         progress(TASK, number, len(parts))
         if not file.exists():
-            write_atomic(file, safetensors.torch.save(_written(pair, part, max_new_tokens, temperature, seed)))
+            write_atomic(file, safetensors.torch.save(_record(pair, part, max_new_tokens, temperature, seed)))
     progress(TASK, len(parts), len(parts))
     return Texts(files)
 
 
 @torch.inference_mode()
-def _written(
-    pair: Pair, part: Sequence[tuple[Prompt, list[int]]], most: int, temperature: float, seed: int
+def _record(
+    pair: Pair, part: Sequence[tuple[Prompt, list[int]]], max_new_tokens: int, temperature: float, seed: int
 ) -> dict[str, Tensor]:
-    """Return what a file holds of some prompts."""
+    """Return the tensors of a file."""
     ids = [ids for _, ids in part]
     keys = [stream_key(seed, prompt.stream_name) for prompt, _ in part]
     tokens, states, sizes = [], [], []
-    for sampled in dict.fromkeys((0.0, temperature)):  # once where both are greedy
-        made = plain_texts(pair, ids, keys, most, sampled)
-        for prompt, text in zip(ids, made.tokens, strict=True):
+    for sampled in dict.fromkeys((0.0, temperature)):  # once if both are greedy
+        texts = plain_texts(pair, ids, keys, max_new_tokens, sampled).tokens
+        for prompt, text in zip(ids, texts, strict=True):
             whole = [*prompt, *text]
             tokens += whole
-            # Decoding keeps no states of the prompt, which fitting reads too: the text is read once more as a whole.
+            # Decoding keeps no states of the prompt, which fitting reads too, so the whole text is read again.
             states.append(_states(pair, whole))
             sizes.append([len(prompt), len(whole), int(sampled == 0.0)])
     return {
@@ -126,69 +183,3 @@ def _states(pair: Pair, text: Sequence[int]) -> Tensor:
     model.read(upload([list(text)], pair.device), rows=1)
     assert model.states is not None
     return stored(model.states[0]).cpu()
-
-
-class Texts:
-    """Recorded texts by file, read when they are wanted.
-
-    Args:
-        files: of `record_texts`.
-        shortest: tokens that a text has at least, prompt included; shorter ones are left out.
-    """
-
-    def __init__(self, files: Sequence[Path], shortest: int = 0) -> None:
-        self.files, self.shortest = list(files), shortest
-
-    def read(self, number: int) -> list[Text]:
-        """Return the texts of a file that are long enough.
-
-        Raises:
-            InputError: it cannot be read.
-        """
-        path = self.files[number]
-        try:
-            held: dict[str, Any] = safetensors.torch.load_file(path)
-            sizes = held["sizes"].tolist()
-            lengths = [length for _, length, _ in sizes]
-            tokens, states = held["tokens"].long().split(lengths), held["states"].float().split(lengths)
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(
-                f"--checkpoints: {path} cannot be read ({reason}); remove it and record it again"
-            ) from None
-        return [
-            Text(text, prompt, bool(greedy), state)
-            for text, state, (prompt, length, greedy) in zip(tokens, states, sizes, strict=True)
-            if length >= self.shortest
-        ]
-
-    def __iter__(self) -> Iterator[Text]:
-        for number in range(len(self.files)):
-            yield from self.read(number)
-
-    def divided(self, held_out: int) -> tuple[Texts, Texts]:
-        """Return all but the last `held_out` files, and those."""
-        return Texts(self.files[:-held_out], self.shortest), Texts(self.files[-held_out:], self.shortest)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Texts side by side, filled up at their ends.
-
-    Attributes:
-        tokens: [B, n] int64.
-        states: [B, n, H].
-        length: [B] int64, of the texts.
-    """
-
-    tokens: Tensor
-    states: Tensor
-    length: Tensor
-
-    @staticmethod
-    def of(texts: Sequence[Text]) -> Batch:
-        """Return some texts as a batch."""
-        pad = torch.nn.utils.rnn.pad_sequence
-        tokens = pad([text.tokens for text in texts], batch_first=True)
-        states = pad([text.states for text in texts], batch_first=True)
-        return Batch(tokens, states, torch.tensor([len(text.tokens) for text in texts]))

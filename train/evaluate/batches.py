@@ -50,7 +50,7 @@ def by_batch(
         profile: with batches of these sizes.
         sizes: texts side by side.
         arrivals: of the requests.
-        estimate: the achievable estimate (`fit.achievable_batch`) and the trace that it reads.
+        estimate: the achievable estimate (`fit.achievable`) and the trace that it reads.
         clusters: to resample; None = the prompts.
         primary: see `evaluate`.
         seed: of the order of the texts and of the bootstrap.

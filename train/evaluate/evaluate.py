@@ -24,8 +24,8 @@ from ...policies.host import is_trusted, validate_policy
 from ...policies.learned import LearnedPolicy, shaping_text
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
-from ..fit.tuning.rates import tune_confidence
-from ..fit.tuning.settled import settle_for
+from ..fit.rules import tune_confidence
+from ..fit.settle import settle_for
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
@@ -89,7 +89,7 @@ def evaluate(
             saved rates are used and there is no tuned confidence threshold.
         out: folder for the report's files.
         seed: of the bootstrap.
-        achievable: add the achievable estimate (`continuation.values.achievable_estimate`; it takes minutes). A policy
+        achievable: add the achievable estimate (`fit.achievable.achievable_estimate`; it takes minutes). A policy
             above it beyond its interval is a finding.
         detailed: compute `Report.details`; by default if there is an `out`.
         sweep: add from which cost of a draft step each policy pays.
@@ -157,7 +157,7 @@ def evaluate(
     if batch:
         estimate = None
         if achievable:
-            from ..fit.achievable_batch import achievable_in_batches  # imports xgboost
+            from ..fit.achievable import achievable_in_batches  # imports xgboost
 
             progress("achievable estimate of batches", 0, 1)
             estimate = achievable_in_batches(arrays, profile, seed)
@@ -285,7 +285,7 @@ def _compare_texts(
     lines = comparison.lines(_counts(fixed[0].result), _counts(best.result), best.result.name, counts, notes)
     to_achievable = {}
     if achievable:
-        from ..fit.continuation.values import achievable_estimate  # imports xgboost
+        from ..fit.achievable import achievable_estimate  # imports xgboost
 
         progress("achievable estimate", 0, 1)
         seconds = achievable_estimate(arrays, profile, seed=seed).seconds

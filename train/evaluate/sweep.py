@@ -17,8 +17,7 @@ from ...policies.errors import InputError
 from ...policies.fixed import FixedLength
 from ...policies.host import with_costs
 from ...policies.profile import Profile
-from ..fit.tuning.rates import is_priced, solve_rate
-from ..fit.tuning.settled import settle_for, unfitted_prompts
+from ..fit.settle import is_priced, settle_for, solve_rate, unfitted_prompts
 from ..replay.log import play, scaled
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .pricing import Priced, ProfileBootstrap

@@ -22,7 +22,7 @@ from ...policies.profile import Profile
 from ..evaluate.decision_costs import with_prices
 from ..evaluate.pricing import Priced, ProfileBootstrap
 from ..evaluate.statistics import Resamples
-from ..fit.tuning.settled import settle_for
+from ..fit.settle import settle_for
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed

@@ -1,236 +1,286 @@
-"""Networks on rows that are more than scalars, through Lightning: one module and one data module for all of them."""
+"""Heads that are networks: the lightning module that fits all of them, and the heads mlp and resnet."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import lightning
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from ...policies.errors import TraceError
-from .batches import Batches
-from .fitting import FitTask
+from ...policies.display import Progress
+from ...policies.features import HIDDEN_STATES, Kind
+from ...policies.heads.base import Basis
+from .base import HeadEstimator, basis_columns, fit_basis
 from .rows import FitRows
-from .trainer import MONITOR, Report, best_epoch, claim_fit, work_folder
+from .trainer import MONITOR, fit_module
 
-Network = TypeVar("Network", bound=nn.Module)
+Batch = tuple[Tensor, ...]
+"""(inputs..., labels [R, O] in [0, 1], known [R, O] float), rows first."""
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a network is trained, where `FitOptions` does not say otherwise.
-
-    Attributes:
-        epochs: at most; the epoch with the least held-out loss is kept.
-        batch: rows a step.
-        rate: learning rate.
-        decay: weight decay.
-        rejection_weight: w of the loss, see `RowsModule`.
-        constant: keep the learning rate as it is; else one cycle.
-    """
-
-    epochs: int = 20
-    batch: int = 1024
-    rate: float = 2e-3
-    decay: float = 1e-3
-    rejection_weight: float = 1.0
-    constant: bool = False
+STOP_BATCH = 1 << 14
+RATES = {"learning_rate": (5e-4, 1e-2), "weight_decay": (1e-5, 1e-1)}
 
 
-class LabelledModule(lightning.LightningModule):
-    """What is trained on rows; cross-entropy against labels in [0, 1], rejections with weight w.
+class NetworkModule(lightning.LightningModule):
+    """A network under cross-entropy against labels in [0, 1], rejections with weight w.
 
-    The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the labels that are known, over the sum of the weights
-    [w (1 - P) + P] (SpecDec++, arXiv 2405.19715, `train.py`); with w = 1 the ordinary mean.
-
-    Attributes:
-        rate, decay: of AdamW.
-        weight: w.
-        constant: keep the rate; else one cycle.
-    """
-
-    rate, decay, weight, constant = 2e-3, 1e-3, 1.0, False
-
-    def _loss(self, batch: Sequence[Tensor]) -> Tensor:
-        *inputs, labels, known = batch
-        logits = self(*inputs)
-        # Both weights are 0 where a label is not known; log-sigmoids stay finite where a network is sure.
-        accepted = labels * known
-        rejected = self.weight * (1.0 - labels) * known
-        losses = -accepted * nn.functional.logsigmoid(logits) - rejected * nn.functional.logsigmoid(-logits)
-        return losses.sum() / (accepted + rejected).sum().clamp_min(1e-6)
-
-    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
-        """Return the loss of a batch (inputs..., labels [R, O], known [R, O])."""
-        return self._loss(batch)
-
-    def validation_step(self, batch: Sequence[Tensor], index: int) -> None:
-        """Log the held-out loss."""
-        # Lightning averages over batches by `batch_size`: weighed by labels, not by rows, of which some have none.
-        self.log(MONITOR, self._loss(batch), batch_size=max(1, int(batch[-1].sum())))
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig | torch.optim.Optimizer:
-        """Return AdamW, under a one-cycle schedule unless the rate is constant."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=self.decay)
-        if self.constant:
-            return optimizer
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, max(steps, 2))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class RowsModule(LabelledModule):
-    """Any network on rows.
+    The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the known labels, over the sum of the weights
+    [w (1 - P) + P] (SpecDec++, arXiv 2405.19715, `train.py`); with w = 1 the mean.
 
     Args:
         network: from the inputs of a batch to logits [R, O].
-        rate, decay, rejection_weight, constant: see `LabelledModule`.
+        learning_rate, weight_decay: of AdamW.
+        rejection_weight: w.
+        one_cycle: let the rate follow one cycle; else it is constant.
     """
 
     def __init__(
         self,
         network: nn.Module,
-        rate: float = 2e-3,
-        decay: float = 1e-3,
+        learning_rate: float = 2e-3,
+        weight_decay: float = 1e-3,
         rejection_weight: float = 1.0,
-        constant: bool = False,
+        one_cycle: bool = True,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
-        self.rate, self.decay, self.weight, self.constant = rate, decay, rejection_weight, constant
+        self.network, self.rejection_weight, self.one_cycle = network, rejection_weight, one_cycle
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return logits [R, O]."""
-        logits: Tensor = self.network(*inputs)
+        """Return logits [R, O] of inputs [R, ...]; hidden states are float16, as they are recorded."""
+        logits: Tensor = self.network(*(x.float() for x in inputs))
         return logits
 
+    def _loss(self, batch: Sequence[Tensor]) -> Tensor:
+        *inputs, labels, known = batch
+        logits = self(*inputs)
+        # Both weights are 0 where a label is unknown. Log-sigmoids stay finite where a network is certain.
+        accepted = labels * known
+        rejected = self.rejection_weight * (1.0 - labels) * known
+        losses = -accepted * nn.functional.logsigmoid(logits) - rejected * nn.functional.logsigmoid(-logits)
+        return losses.sum() / (accepted + rejected).sum().clamp_min(1e-6)
 
-class RowsDataModule(lightning.LightningDataModule):
-    """Batches of training and held-out rows.
+    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
+        """Return the loss of a batch."""
+        return self._loss(batch)
+
+    def validation_step(self, batch: Sequence[Tensor], index: int) -> None:
+        """Log the held-out loss."""
+        # Lightning averages over batches by `batch_size`: weighted by labels, which some rows lack.
+        self.log(MONITOR, self._loss(batch), batch_size=max(1, int(batch[-1].sum())))
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig | torch.optim.Optimizer:
+        """Return AdamW, with a one-cycle schedule unless the rate is constant."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+        if not self.one_cycle:
+            return optimizer
+        steps = max(2, int(self.trainer.estimated_stepping_batches))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def batch_loader(tensors: Batch, batch_size: int, seed: int | None = None) -> DataLoader[Batch]:
+    """Return a loader of whole batches, shuffled by a seed or in order.
+
+    The sampler yields lists of indices: a loader that collates single rows would spend the epoch in Python.
+    """
+    data = TensorDataset(*tensors)
+    if seed is None:
+        order: Any = SequentialSampler(data)
+    else:
+        order = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(data, sampler=BatchSampler(order, batch_size, drop_last=False), batch_size=None)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class NetworkEstimator(HeadEstimator):
+    """A head that is a network.
 
     Args:
-        rows, held_out: (inputs..., labels, known), rows first.
-        batch: rows a step.
-        seed: of the shuffling.
+        features, random_state: see `HeadEstimator`.
+        epochs: maximum; the epoch with the least held-out loss is kept.
+        batch_size: rows in a step.
+        learning_rate, weight_decay: of AdamW.
+        trainer: arguments of `lightning.Trainer`, such as `accelerator` or `precision`.
     """
 
-    def __init__(self, rows: Sequence[Tensor], held_out: Sequence[Tensor], batch: int = 1024, seed: int = 0) -> None:
-        super().__init__()
-        self.parts, self.batch, self.seed = (rows, held_out), batch, seed
+    epochs: int = 20
+    batch_size: int = 1024
+    learning_rate: float = 2e-3
+    weight_decay: float = 1e-3
+    trainer: Mapping[str, Any] | None = None
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return shuffled batches of the training rows."""
-        # `Batches` yields whole batches: the loader's own batching is off.
-        return DataLoader(Batches(TensorDataset(*self.parts[0]), self.batch, self), batch_size=None)
+    rejection_weight: ClassVar[float] = 1.0
+    one_cycle: ClassVar[bool] = True
 
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return the held-out rows in order."""
-        return DataLoader(Batches(TensorDataset(*self.parts[1]), 1 << 14, None), batch_size=None)
+    def _train(self, build: Callable[[], nn.Module], batches: Sequence[Batch], progress: Progress) -> dict[str, Tensor]:
+        """Return the weights of a network, trained on one batch of rows and stopped early by another.
 
-
-def train_network(
-    network: nn.Module, rows: Sequence[Tensor], held_out: Sequence[Tensor], task: FitTask, recipe: Recipe, name: str
-) -> Mapping[str, Tensor]:
-    """Train a network and return its weights at the epoch with the least held-out loss.
-
-    The caller's torch random state is left as it was.
-
-    Args:
-        network: freshly made.
-        rows, held_out: see `RowsDataModule`.
-        task: seed, progress and options.
-        recipe: where the options do not say otherwise.
-        name: of the head, for the progress.
-    """
-    options = task.options
-    epochs = options.epochs or recipe.epochs
-    rate = float(options.learning_rate or options.params.get("learning_rate", recipe.rate))
-    decay = float(options.params.get("weight_decay", recipe.decay))
-    module = RowsModule(network, rate, decay, recipe.rejection_weight, recipe.constant)
-    data = RowsDataModule(rows, held_out, options.batch_size or recipe.batch, task.seed)
-    state = train_module(module, data, task, epochs, name)
-    return {key.removeprefix("network."): value.detach().float().cpu() for key, value in state.items()}
+        Args:
+            build: returns the network with fresh weights.
+            batches: all rows to fit on, and all rows for early stopping.
+            progress: see `Progress`.
+        """
+        with torch.random.fork_rng():  # the caller's random state does not change
+            torch.manual_seed(self.seed)
+            module = NetworkModule(
+                build(), self.learning_rate, self.weight_decay, self.rejection_weight, self.one_cycle
+            )
+            fit_module(
+                module,
+                batch_loader(batches[0], self.batch_size, self.seed),
+                batch_loader(batches[1], STOP_BATCH),
+                task=f"train {self.form}",
+                epochs=self.epochs,
+                trainer=self.trainer,
+                progress=progress,
+            )
+        return {name: values.detach().float().cpu() for name, values in module.network.state_dict().items()}
 
 
-def train_module(
-    module: lightning.LightningModule, data: lightning.LightningDataModule, task: FitTask, epochs: int, name: str
-) -> dict[str, Tensor]:
-    """Train a module and return its weights at the epoch with the least held-out loss; see `train_network`."""
-    report = Report(f"train {name}", task.progress, epochs)
-    told = task.options
-    # The optimizer and its schedule go on as they were saved, whatever is asked for now.
-    asked = {
-        "learning rate": told.learning_rate, "batch size": told.batch_size, "epochs": epochs,
-        "hyper-parameters": dict(sorted(told.params.items())),
-    }  # fmt: skip
-    with torch.random.fork_rng(), work_folder(task.options) as folder:
-        claim_fit(folder, {"head": name, "seed": task.seed, "features": list(task.names), **asked, **task.of})
-        return best_epoch(module, data, task.options, folder, epochs, report, task.seed)
+def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
+    """Return linear layers from the first to the last size, with an activation between them."""
+    layers = [module for pair in itertools.pairwise(sizes) for module in (nn.Linear(*pair), activation())]
+    return nn.Sequential(*layers[:-1])
 
 
-class Perceptron(nn.Module):
-    """Linear layers with an activation between them.
-
-    Args:
-        sizes: of the input, the hidden layers and the output.
-        between: the activation.
-    """
-
-    def __init__(self, sizes: Sequence[int], between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
-        self._between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits [R, out] of inputs [R, in]."""
-        x = x.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]  # hidden states come as recorded, in float16
-        for at, layer in enumerate(self.layers):
-            x = layer(self._between(x) if at else x)
-        return x
-
-
-def layer_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the weights `layers.0.weight` and on under the names that heads have: `weight.0`, `bias.0`, ..."""
-    layers = (key.split(".") for key in weights if key.startswith("layers."))
-    return {f"{part}.{at}": weights[f"layers.{at}.{part}"].detach().float().cpu() for _, at, part in layers}
-
-
-def seeded(make: type[Network], seed: int, *arguments: object) -> Network:
-    """Return a network with fresh weights of this seed, the caller's random state left as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return make(*arguments)
+def layer_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights `0.weight`, `0.bias`, `2.weight`, ... of a `perceptron` as in heads: `weight.0`, `bias.0`, ..."""
+    keys = [(key, *key.split(".")) for key in weights]
+    return {f"{part}.{int(module) // 2}": weights[key] for key, module, part in keys}
 
 
 def stacked_blocks(weights: Mapping[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
     """Return the layers `blocks.0`, `blocks.1`, ... as one `block.weight` [B, W, W] and one `block.bias` [B, W]."""
-    found = {}
+    stacked = {}
     for part, shape in (("weight", (width, width)), ("bias", (width,))):
         parts = [weights[f"blocks.{at}.{part}"] for at in range(count)]
-        found[f"block.{part}"] = torch.stack(parts) if parts else torch.zeros(0, *shape)
-    return found
+        stacked[f"block.{part}"] = torch.stack(parts) if parts else torch.zeros(0, *shape)
+    return stacked
 
 
-def states(rows: FitRows, name: str, who: str) -> Tensor:
-    """Return the hidden states [M, H] of the rows; `TraceError` where there are none."""
-    if name not in rows.hidden:
-        model = name.removesuffix("_hidden")
-        raise TraceError(
-            f"--head {who}: it reads {name}, which the trace does not hold; collect it with --hidden {model}"
+def flagged_columns(basis: Basis, rows: FitRows) -> Tensor:
+    """Return [M, F' + 1] float32, the columns of `basis_columns`, then whether the depth is 0.
+
+    Columns that are unknown at depth 0 are 0 there, which elsewhere is their mean. The flag tells the two apart.
+    """
+    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
+    return torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class MLPEstimator(NetworkEstimator):
+    """A small network on scalar features, with both outputs.
+
+    Args:
+        width: of the hidden layers.
+        layers: number of hidden layers.
+        features, epochs, batch_size, learning_rate, weight_decay, trainer, random_state: see `NetworkEstimator`.
+    """
+
+    form = "mlp"
+
+    width: int = 64
+    layers: int = 2
+
+    space: ClassVar[Mapping[str, Any]] = {"width": [16, 32, 64, 128], "layers": [1, 2, 3], **RATES}
+
+    def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
+        basis = fit_basis(rows, self.feature_names_)
+        sizes = [basis.width + 1, *(self.width,) * self.layers, 2]
+        batches = [(flagged_columns(basis, part), part.labels, part.known) for part in (rows, stop_rows)]
+        weights = self._train(lambda: perceptron(sizes, nn.SiLU), batches, progress)
+        return {"mean": basis.mean, "scale": basis.scale, **layer_tensors(weights)}
+
+
+class ResNet(nn.Module):
+    """A linear layer to one width, blocks x + SiLU(W x + b), two logits.
+
+    Args:
+        inputs: number of columns of the scalars with the flag of depth 0, then H of each hidden state.
+        width: of the blocks.
+        blocks: number of blocks.
+        dropout: share of the hidden states' numbers that are dropped in training.
+    """
+
+    def __init__(self, inputs: Sequence[int], width: int, blocks: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        # The outputs are summed, so only the first layer has a bias.
+        self.enter = nn.ModuleList([nn.Linear(size, width, bias=at == 0) for at, size in enumerate(inputs)])
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+        self.leave = nn.Linear(width, 2)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, columns: Tensor, *states: Tensor) -> Tensor:
+        """Return logits [R, 2] of standardised columns [R, F' + 1] and hidden states [R, H]."""
+        scalars, *others = self.enter
+        x: Tensor = scalars(columns)
+        for layer, state in zip(others, states, strict=True):
+            x = x + layer(self.dropout(state))
+        for block in self.blocks:
+            x = x + nn.functional.silu(block(x))
+        logits: Tensor = self.leave(x)
+        return logits
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ResNetEstimator(NetworkEstimator):
+    """A residual network on scalar features, on hidden states of draft and target, or on both.
+
+    Args:
+        width: of the blocks.
+        blocks: number of blocks.
+        dropout: see `ResNet`.
+        features, epochs, batch_size, learning_rate, weight_decay, trainer, random_state: see `NetworkEstimator`.
+    """
+
+    form = "resnet"
+    any_hidden = True
+
+    width: int = 64
+    blocks: int = 3
+    dropout: float = 0.1
+
+    space: ClassVar[Mapping[str, Any]] = {
+        "width": [32, 64, 128],
+        "blocks": [1, 2, 3],
+        "dropout": [0.0, 0.1, 0.3],
+        **RATES,
+    }
+
+    def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
+        basis = fit_basis(rows, self.feature_names_)
+        moments = {name: state_moments(rows, name) for name in HIDDEN_STATES if name in rows.hidden}
+
+        def batch(part: FitRows) -> Batch:
+            states = []
+            for name, (mean, scale) in moments.items():
+                state = (part.hidden[name].float() - mean) / scale
+                is_known = HIDDEN_STATES[name] is Kind.ANCHOR or (part.depth > 0)[:, None]
+                states.append(state * is_known)  # an unknown state counts as its mean
+            return flagged_columns(basis, part), *states, part.labels, part.known
+
+        inputs = [basis.width + 1, *(len(mean) for mean, _ in moments.values())]
+        weights = self._train(
+            lambda: ResNet(inputs, self.width, self.blocks, self.dropout), [batch(rows), batch(stop_rows)], progress
         )
-    return rows.hidden[name]
+        tensors: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
+        tensors |= {"enter.weight": weights["enter.0.weight"], "enter.bias": weights["enter.0.bias"]}
+        tensors |= stacked_blocks(weights, self.blocks, self.width)
+        tensors |= {name: weights[name] for name in ("leave.weight", "leave.bias")}
+        for at, (name, (mean, scale)) in enumerate(moments.items(), 1):
+            tensors |= {f"enter.{name}": weights[f"enter.{at}.weight"], f"mean.{name}": mean, f"scale.{name}": scale}
+        return tensors
 
 
-def opening(task: FitTask) -> Tensor:
-    """Return [1], the log-odds of x_1 accepted: what a head that knows nothing before drafting says there."""
-    parts = (task.rows, task.held_out)  # mixed rows know nothing of it
-    first = torch.cat([rows.label("followed")[(rows.depth == 0) & rows.followed_known] for rows in parts])
-    # One more of each kind (Laplace), so that the log-odds are finite where all are alike.
-    return torch.logit((first.float().sum(0, keepdim=True) + 1.0) / (len(first) + 2.0))
+def state_moments(rows: FitRows, name: str) -> tuple[Tensor, Tensor]:
+    """Return (mean, scale) [H] of a hidden state over rows with a drawn token; constant numbers have scale 1."""
+    known = rows.hidden[name][rows.drawn].float()
+    scale = known.std(0, correction=0)
+    return known.mean(0), torch.where(scale > 1e-6, scale, 1.0)

@@ -30,8 +30,7 @@ from specstop.policies.heads import HEADS, build_head
 from specstop.policies.heads.base import Basis
 from specstop.policies.heads.layers import LinearHead, MLPHead
 from specstop.policies.heads.tables import TreesHead
-from specstop.train.heads.basis import basis_columns
-from specstop.train.heads.exported import with_ranges
+from specstop.train.heads.base import basis_columns, with_ranges
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:

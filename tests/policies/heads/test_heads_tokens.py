@@ -7,7 +7,7 @@ import pytest
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.heads.tables import HashedFeatures, TokenHead
-from specstop.train.heads.exported import with_ranges
+from specstop.train.heads.base import with_ranges
 from token_tensors import NAMES, SIZE, STRIDES, WIDTH, rows, tensors
 
 

@@ -28,6 +28,7 @@ from specstop.train.demo.resume import Sizes
 from specstop.train.demo.texts import explain
 from specstop.train.evaluate.records import Answer, Line, Report
 from specstop.train.evaluate.verdict import verdict
+from specstop.train.heads.networks import MLPEstimator
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(
@@ -50,7 +51,7 @@ def pair_with_prompts(pair_folder: Path, tmp_path_factory: pytest.TempPathFactor
 def done(pair_with_prompts: Path) -> Demo:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specstop.train.heads.kinds.mlp.EPOCHS", 6)  # its quality does not matter here
+        patch.setitem(MLPEstimator.__init__.__kwdefaults__, "epochs", 6)  # its quality does not matter here
         result = demo(
             pair_with_prompts.parent / "out", pair=pair_with_prompts, temperature=0.7, verification="match", sizes=SIZES,
             announce=lines.append,

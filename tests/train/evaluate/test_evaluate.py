@@ -27,7 +27,7 @@ from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live
 from specstop.train.evaluate.evaluate import _jobs, evaluate
 from specstop.train.evaluate.records import DEPLOY, Line, Report
-from specstop.train.fit.tuning.settled import settle_for
+from specstop.train.fit.settle import settle_for
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

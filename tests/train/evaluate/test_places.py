@@ -20,7 +20,7 @@ from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FE
 from specstop.train.evaluate.statistics import FEWEST
 from specstop.train.evaluate.sweep import with_cost_ratio
 from specstop.train.evaluate.verdict import verdict
-from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.replay.log import scaled
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

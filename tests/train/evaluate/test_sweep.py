@@ -22,7 +22,7 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.statistics import Clusters
 from specstop.train.evaluate.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
-from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
 

@@ -20,9 +20,8 @@ from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.serving import split_sides
-from specstop.train.fit.run import train
-from specstop.train.fit.trained import facts_of
-from specstop.train.fit.tuning.settled import settle_for
+from specstop.train.fit.run import train, training_metadata
+from specstop.train.fit.settle import settle_for
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
@@ -150,6 +149,6 @@ def test_pages_say_where_the_engine_cannot_run_the_traces_drafter(
 
 def test_a_policy_remembers_the_drafter_of_its_traces(sides: tuple[Trace, Trace]) -> None:
     header = sides[0].header
-    assert "drafter" not in facts_of(header, [0.7], ["traces"], 0).provenance
+    assert "drafter" not in training_metadata(header, [0.7], ["traces"], 0).provenance
     other = dataclasses.replace(header, facts={**header.facts, "drafter": "hydra:heads"})
-    assert facts_of(other, [0.7], ["traces"], 0).provenance["drafter"] == "hydra:heads"
+    assert training_metadata(other, [0.7], ["traces"], 0).provenance["drafter"] == "hydra:heads"

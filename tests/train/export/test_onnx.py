@@ -17,7 +17,7 @@ from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.storage import save_policy
 from specstop.train.export import onnx_model
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
-from specstop.train.heads.exported import with_ranges
+from specstop.train.heads.base import with_ranges
 from trees import make_tree_policy
 
 

@@ -17,10 +17,10 @@ from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.fit.rates import Part
+from specstop.train.fit.batch_rules import SCALES, batch_rate, settle_batch, settle_lengths
+from specstop.train.fit.rules import Part
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.batches import SCALES, batch_rate, settle_batch, settle_lengths
-from specstop.train.fit.tuning.settled import KNOWN, settle_for
+from specstop.train.fit.settle import MIN_GAIN_IN_SAMPLE, settle_for
 from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import COLUMNS, replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
@@ -64,7 +64,7 @@ def test_what_was_settled_stays_where_only_decisions_have_another_price(
     assert kept.profile.decision(name) == cheap.decision(name)
     again, told = settle_for(settled, held, cheap)
     assert "on the training traces" in told
-    assert again.rule.to_dict() == settle_batch(settled, [Part(held)], cheap, KNOWN).rule.to_dict()  # type: ignore[attr-defined]
+    assert again.rule.to_dict() == settle_batch(settled, [Part(held)], cheap, MIN_GAIN_IN_SAMPLE).rule.to_dict()  # type: ignore[attr-defined]
     everything = for_batches(settled, "all")
     assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send
 

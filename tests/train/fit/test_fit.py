@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
-import lightning
 import numpy as np
 import pytest
 import torch
@@ -16,12 +16,11 @@ from specstop.policies.features import FEATURES, HISTORY_FEATURES, PAST_WEIGHT, 
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
 from specstop.policies.profile import Profile
-from specstop.train.heads.basis import basis_columns, fit_basis
-from specstop.train.heads.calibration.logits import log_loss
+from specstop.train.heads import make_head
+from specstop.train.heads.base import basis_columns, fit_basis, ranges
+from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
-from specstop.train.heads.exported import ranges
-from specstop.train.heads.fitting import FitOptions, FitTask, fitter
-from specstop.train.heads.kinds.mlp import StopHeadModule, TraceDataModule
+from specstop.train.heads.networks import MLPEstimator, NetworkModule, flagged_columns, perceptron
 from specstop.train.heads.rows import FitRows, Visits, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays
@@ -167,6 +166,11 @@ def scored(head: Head, rows: FitRows) -> torch.Tensor:
     return torch.where((rows.depth == 0)[:, None], *found)
 
 
+def fitted(kind: str, rows: FitRows, stop_rows: FitRows, **params: Any) -> Head:
+    """Return the head of a fitted estimator of the features `NAMES`."""
+    return make_head(kind).set_params(features=NAMES, **params).fit(rows, stop_rows=stop_rows).export()
+
+
 def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float, float]]:
     """Return (loss of the head, of the truth, of the constant) for both outputs."""
     truth = true_logits(rows.features, rows.depth == 0)
@@ -190,7 +194,7 @@ def test_the_basis_standardises_the_rows_with_a_token(parts: tuple[FitRows, FitR
 
 
 def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
-    head, _ = fitter("logistic")(FitTask(*parts, NAMES))
+    head = fitted("logistic", *parts)
     tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     weight = tensors["weight"] / tensors["scale"]
     bias = tensors["bias"] - weight @ (tensors["mean"])
@@ -217,7 +221,7 @@ def test_ranges_are_those_of_the_rows_that_know_the_feature() -> None:
 @pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
 def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str) -> None:
     rows = synthetic_rows(1500, 4)
-    head, _ = fitter(kind)(FitTask(rows, rows, NAMES, options=FitOptions(epochs=1)))
+    head = fitted(kind, rows, rows, **({"epochs": 1} if kind == "mlp" else {}))
     seen = rows.features[rows.drawn].numpy()
     end = seen[:50].copy()
     end[:, 2] = seen[:, 2].max()
@@ -234,7 +238,7 @@ def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
     rows = synthetic_rows(50)
     flat = torch.full_like(rows.accepted, label)
     alike = FitRows(rows.features, rows.depth, flat, flat, rows.depth < 3)
-    head, _ = fitter("logistic")(FitTask(alike, alike, NAMES))
+    head = fitted("logistic", alike, alike)
     for depth in (0, 1):
         chance = torch.sigmoid(torch.from_numpy(head.scores(rows.features.numpy(), depth)))
         assert float(chance.std(0).max()) < 1e-6
@@ -242,7 +246,8 @@ def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
 
 
 def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
-    head, files = fitter("xgboost")(FitTask(*parts, NAMES))
+    model = make_head("xgboost").set_params(features=NAMES).fit(parts[0], stop_rows=parts[1])
+    head, files = model.export(), model.files_
     tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     x = parts[1].features[:3000].clone()
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.2] = float("nan")
@@ -268,7 +273,7 @@ def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, F
 
 
 def test_the_boosted_head_learns(parts: tuple[FitRows, FitRows]) -> None:
-    head, _ = fitter("xgboost")(FitTask(*parts, NAMES))
+    head = fitted("xgboost", *parts)
     for loss, truth, constant in losses(torch.from_numpy(head.scores(parts[1].features.numpy(), 1)), parts[1]):
         assert loss < truth + LOSS < constant - LOSS
 
@@ -281,16 +286,16 @@ def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
     np.random.seed(13)  # noqa: NPY002 - the global state is what this is about
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     calls: list[tuple[str, int, int]] = []
-    options = FitOptions(epochs=4)
-    told = FitTask(*parts, NAMES, 0, lambda task, done, total: calls.append((task, done, total)), options)
-    head, _ = fitter("mlp")(told)
+    model = MLPEstimator(NAMES, epochs=4)
+    model.fit(parts[0], stop_rows=parts[1], progress=lambda task, done, total: calls.append((task, done, total)))
+    head = model.export()
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     total = calls[0][2]
-    assert calls == [("train mlp", i, total) for i in range(total + 1)] and total % 4 == 0, "every batch of four epochs"
+    assert calls == [("train mlp", i, total) for i in (*range(1, total + 1), total)] and total % 4 == 0, "every batch"
     torch.manual_seed(99)
-    again, other = (fitter("mlp")(FitTask(*parts, NAMES, seed, options=options))[0] for seed in (0, 1))
+    again, other = (fitted("mlp", *parts, epochs=4, random_state=seed) for seed in (0, 1))
     for name, value in head.tensors().items():
         assert np.array_equal(value, again.tensors()[name])
     assert not np.array_equal(head.tensors()["weight.0"], other.tensors()["weight.0"])
@@ -299,54 +304,25 @@ def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
 
 
 def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) -> None:
-    """Folded weights and the flag for depth 0 against the network on the data module's own columns."""
+    """Folded weights and the flag for depth 0 against the network on the columns that it is fitted on."""
     rows = synthetic_rows(500, 7)
-    head, _ = fitter("mlp")(FitTask(rows, rows, NAMES, options=FitOptions(epochs=1)))
+    head = fitted("mlp", rows, rows, epochs=1)
     tensors = head.tensors()
-    module = StopHeadModule(len(NAMES) + 1)
-    module.load_state_dict({f"layers.{i}.{part}": torch.from_numpy(tensors[f"{part}.{i}"]) for i in range(3)
-                            for part in ("weight", "bias")})  # fmt: skip
-    data = TraceDataModule(rows, rows, Basis(NAMES, tensors["mean"], tensors["scale"]))
-    (columns, labels, known), *rest = data.val_dataloader()
-    assert not rest
+    network = perceptron([len(NAMES) + 1, 64, 64, 2], torch.nn.SiLU)
+    network.load_state_dict({f"{2 * i}.{part}": torch.from_numpy(tensors[f"{part}.{i}"]) for i in range(3)
+                             for part in ("weight", "bias")})  # fmt: skip
+    columns = flagged_columns(Basis(NAMES, tensors["mean"], tensors["scale"]), rows)
     with torch.no_grad():
-        torch.testing.assert_close(module(columns), scored(head, rows).float(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(known.bool(), torch.stack([rows.drawn, rows.followed_known], 1))
-    assert torch.equal(labels.bool(), torch.stack([rows.accepted, rows.followed], 1))
+        torch.testing.assert_close(network(columns), scored(head, rows).float(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(rows.known.bool(), torch.stack([rows.drawn, rows.followed_known], 1))
+    assert torch.equal(rows.labels.bool(), torch.stack([rows.accepted, rows.followed], 1))
 
 
 def test_a_batch_without_labels_weighs_nothing() -> None:
-    module = StopHeadModule(4)
+    module = NetworkModule(perceptron([4, 8, 2], torch.nn.SiLU))
     loss = module.training_step([torch.randn(5, 4), torch.ones(5, 2), torch.zeros(5, 2)], 0)
     assert loss.item() == 0.0
     known = torch.tensor([[1.0, 0.0]])
     columns = torch.randn(1, 4)
     expected = torch.nn.functional.softplus(-module(columns)[0, 0])
     torch.testing.assert_close(module.training_step([columns, torch.ones(1, 2), known], 0), expected)
-
-
-def test_the_training_batches_are_shuffled_whole_and_seeded() -> None:
-    rows = synthetic_rows(2_500)
-    basis = fit_basis(rows, NAMES)
-    orders = []
-    for seed in (0, 0, 1):
-        batches = [columns for columns, _, _ in TraceDataModule(rows, rows, basis, 1000, seed).train_dataloader()]
-        assert [len(b) for b in batches] == [1000, 1000, 500]
-        orders.append(torch.cat(batches))
-    assert torch.equal(orders[0], orders[1])
-    assert not torch.equal(orders[0], orders[2])
-    assert torch.equal(orders[0].sort(0).values, orders[2].sort(0).values)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_module_and_data_serve_a_trainer_of_your_own() -> None:
-    rows = synthetic_rows(300)
-    basis = fit_basis(rows, NAMES)
-    module = StopHeadModule(basis.width + 1, hidden=(8,))
-    before = [p.clone() for p in module.parameters()]
-    trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
-    trainer.fit(module, datamodule=TraceDataModule(rows, rows, basis, batch=64))
-    assert trainer.state.finished
-    assert float(trainer.callback_metrics["held_out_loss"]) > 0
-    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    assert dict(module.hparams) == {"width": basis.width + 1, "hidden": (8,), "rate": 2e-3, "decay": 1e-3}

@@ -25,10 +25,9 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.export.hf import deploy_hf
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train
-from specstop.train.heads.calibration.logits import fit_kind, log_loss
-from specstop.train.heads.fitting import FitOptions
+from specstop.train.heads.calibration import fit_kind, log_loss
+from specstop.train.heads.linear import as_classes, is_constant
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
-from specstop.train.heads.soft_classes import constant, two_classes
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.checking import tell_other_rounds
 
@@ -70,13 +69,13 @@ def test_match_traces_keep_bits(traces: dict[float, Trace], block: tuple[Trace, 
     assert without_noise(("top1", "noisy_margin", "noisy_score"), block[0].header) == ("top1", "drawn_prob")
 
 
-def test_two_classes_weigh_rows_by_their_chance() -> None:
+def test_as_classes_weigh_rows_by_their_chance() -> None:
     x, y = np.arange(6.0).reshape(3, 2), np.array([0.25, 1.0, 0.0], dtype=np.float32)
-    rows, classes, weights = two_classes(x, y)
+    rows, classes, weights = as_classes(x, y)
     assert rows.tolist() == [*x.tolist(), *x.tolist()] and classes.tolist() == [True] * 3 + [False] * 3
     assert weights is not None and weights.tolist() == [0.25, 1.0, 0.0, 0.75, 0.0, 1.0]
-    assert two_classes(x, y > 0.5)[2] is None
-    assert constant(np.ones(3)) and constant(np.zeros(3, dtype=bool)) and not constant(np.array([0.5, 1.0]))
+    assert as_classes(x, y > 0.5)[2] is None
+    assert is_constant(np.ones(3)) and is_constant(np.zeros(3, dtype=bool)) and not is_constant(np.array([0.5, 1.0]))
 
 
 def test_calibrators_and_losses_take_chances() -> None:
@@ -93,7 +92,7 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
     plain_pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    made = train(block[0], full_profile, head=head, out=tmp_path / head, fit=FitOptions(epochs=10))
+    made = train(block[0], full_profile, head=head, out=tmp_path / head, params={"epochs": 10} if head == "mlp" else {})
     policy = load_policy_folder(tmp_path / head)
     assert (policy.metadata.verification, policy.metadata.label) == ("block", "block")
     assert "noisy_margin" not in policy.features and "drawn_prob" in policy.features

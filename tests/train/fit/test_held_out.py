@@ -12,17 +12,14 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.held_out import REPORT_SHARE, split_report
-from specstop.train.fit.plan import Plan
+from specstop.train.fit.plan import REPORT_SHARE, Plan, split_report
 from specstop.train.fit.run import train, train_arrays
-from specstop.train.fit.tuning.search import SearchOptions, train_best
-from specstop.train.fit.tuning.settled import settle_for, unfitted_prompts
-from specstop.train.heads.fitting import FitOptions
+from specstop.train.fit.settle import settle_for, unfitted_prompts
+from specstop.train.heads import make_head
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
 
 NAMES = ("top1", "noisy_margin", "depth")
-SHORT = FitOptions(epochs=2)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +46,12 @@ def parts(policy: LearnedPolicy) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("head", "rule"),
-    [("logistic", "derived"), ("xgboost", "survival"), ("mlp", "derived"), ("xgboost", "continuation")],
+    [("logistic", "derived"), ("xgboost", "survival"), ("mlp", "derived")],
 )
 def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Profile, head: str, rule: str) -> None:
     profile = full_profile.with_decisions({head: 1e-5})
-    plan = Plan(head, rule, None, NAMES, head, passes=2, fit=SHORT, report_share=REPORT_SHARE)
+    short = make_head(head, {"epochs": 2} if head == "mlp" else {})
+    plan = Plan(short, rule, None, NAMES, head, passes=2, report_share=REPORT_SHARE)
     one, other = (train_arrays(plan, of, profile, [0.7]) for of in (arrays, other_report(arrays)))
     assert parts(one.policy) == parts(other.policy)
     figure = "held_out_tokens_per_s"
@@ -67,10 +65,9 @@ def test_a_search_sees_no_report_prompt(
     found = []
     for changed in (False, True):
         read = joined_arrays if not changed else lambda *args: other_report(joined_arrays(*args))
-        monkeypatch.setattr("specstop.train.fit.tuning.search.joined_arrays", read)
-        options = SearchOptions(2, ("logistic",), ("survival",))
-        trained, result = train_best(sides[0], profile, options, features=NAMES)
-        found.append((result.rows(), parts(trained.policy), trained.metrics["held_out_tokens_per_s"]))
+        monkeypatch.setattr("specstop.train.fit.run.joined_arrays", read)
+        trained = train(sides[0], profile, head="logistic", rule="survival", features=NAMES, tune=2)
+        found.append((trained.metrics["trials"], parts(trained.policy), trained.metrics["held_out_tokens_per_s"]))
     assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2]
 
 
@@ -124,7 +121,7 @@ def test_labels_that_are_noise_have_no_auc(arrays: TraceArrays, full_profile: Pr
     generator = torch.Generator().manual_seed(0)
     accepted = torch.randint(0, arrays.depth + 1, arrays.accepted.shape, generator=generator)
     noise = dataclasses.replace(arrays, accepted=accepted)
-    plan = Plan("xgboost", "survival", 0.5, NAMES, "xgboost", report_share=0.3, passes=1)
+    plan = Plan(make_head("xgboost"), "survival", 0.5, NAMES, "xgboost", report_share=0.3, passes=1)
     metrics = train_arrays(plan, noise, full_profile, [0.7]).metrics
     error = np.sqrt(1.0 / (3.0 * metrics["held_out_rounds"]))  # at least that of Hanley and McNeil at .5
     assert abs(metrics["accept_auc"] - 0.5) < 4 * error

@@ -25,15 +25,16 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
-from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
 
-FEW_EPOCHS = FitOptions(epochs=6)
-"""For what holds however well a network is fitted."""
+
+def few_epochs(head: str) -> dict[str, int]:
+    """Return parameters for what holds however well a network is fitted."""
+    return {"epochs": 6} if head == "mlp" else {}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -68,7 +69,7 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
 def test_a_trained_folder_replays_as_the_returned_policy(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str, rule: str
 ) -> None:
-    options = {"cross_fit": rule == "derived", "folds": 2, "fit": FEW_EPOCHS}
+    options = {"cross_fit": rule == "derived", "folds": 2, "params": few_epochs(head)}
     trained = train(sides[0], full_profile, head=head, rule=rule, threshold=0.45, out=tmp_path / "p", **options)
     assert trained.path == tmp_path / "p"
     again = load_policy_folder(tmp_path / "p")
@@ -95,7 +96,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
 ) -> None:
     for number, seed in enumerate((3, 3, 4)):
-        train(sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, fit=FEW_EPOCHS)
+        train(
+            sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, params=few_epochs(head)
+        )
     first, second, third = (files(tmp_path / str(n)) for n in range(3))
     assert first == second
     assert first["weights.safetensors"] != third["weights.safetensors"]
@@ -153,7 +156,7 @@ def test_fewer_features_and_a_name_of_its_own(
         (
             {"rule": "surviva"},
             InputError,
-            "expected derived, survival, step, any, continuation or batch, not 'surviva'",
+            "expected derived, survival, step, any, batch or gain, not 'surviva'",
         ),
         ({"rule": "step", "threshold": 1.5}, PolicyError, "between 0 and 1"),
     ],
@@ -195,10 +198,12 @@ def test_a_policy_never_replaces_what_it_is_made_from(
     full_profile.save(place / "profiles" / "p.json")
     costs = Profile.load(place / "profiles" / "p.json")
     before = files(place)
-    for out in (place, place / "traces", place / "traces" / "data" / "new", place / "profiles", tmp_path / "work"):
+    for out in (place, place / "traces", place / "traces" / "data" / "new", place / "profiles"):
         with pytest.raises(InputError, match="which the command reads"):
-            train(trace, costs, out=out, overwrite=True, fit=FitOptions(checkpoints=tmp_path / "work" / "deep"))
-        (tmp_path / "work" / "deep").mkdir(parents=True, exist_ok=True)
+            train(trace, costs, out=out, overwrite=True)
+    (tmp_path / "work").mkdir()
+    with pytest.raises(InputError, match="which the command reads"):
+        train(trace, costs, out=tmp_path / "work", overwrite=True, tune=1, storage=tmp_path / "work" / "trials.log")
     assert files(place) == before
 
 

@@ -34,13 +34,19 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.held_out import REPORT_SHARE, split_report
+from specstop.train.fit.plan import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
-from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
-from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
-from specstop.train.fit.trees.solve import solve_tree, tree_seconds
-from specstop.train.fit.tuning.settled import settle
-from specstop.train.heads.fitting import FitOptions
+from specstop.train.fit.settle import settle
+from specstop.train.fit.tree_rules import (
+    accepted_children,
+    accepted_nodes,
+    fit_paths,
+    fit_shares,
+    path_chances,
+    solve_tree,
+    tree_rows,
+    tree_seconds,
+)
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
 from specstop.train.replay.run import Replayed, replay, replay_many
@@ -168,16 +174,16 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
             if node and (not accepted[parent] or ended[node] or ended[parent]):
                 continue
             below = tree.children[node]
-            assert rows.rows.depth[at] == tree.depth[node]
-            assert bool(rows.rows.accepted[at]) == accepted[node]
-            assert bool(rows.rows.followed_known[at]) == (accepted[node] and bool(below))
+            assert rows.depth[at] == tree.depth[node]
+            assert bool(rows.accepted[at]) == accepted[node]
+            assert bool(rows.followed_known[at]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
-                assert bool(rows.rows.followed[at]) == accepted[below[0]]
+                assert bool(rows.followed[at]) == accepted[below[0]]
             if node:
-                assert rows.rows.features[at, 1:].tolist() == [rows.rank[at], tree.depth[node]]
+                assert rows.features[at, 1:].tolist() == [tree.children[parent].index(node), tree.depth[node]]
             at += 1
-    assert at == len(rows.rows)
+    assert at == len(rows)
 
 
 def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[float, Trace]) -> None:
@@ -293,7 +299,7 @@ def test_of_smaller_trees_the_fastest_is_kept(
         return costs.with_decisions({policy.cost_name: 1e-5 for policy in policies})
 
     # Timed anew for each, the fastest would be a matter of luck.
-    monkeypatch.setattr("specstop.train.fit.trees.fit.add_decisions", priced)
+    monkeypatch.setattr("specstop.train.fit.tree_rules.add_decisions", priced)
     options: dict[str, Any] = {"rule": "gain", "passes": 1, "progress": silent}
     made = train(forest[0.7], profile, nodes=[1, 4], out=tmp_path / "policy", **options)
     arrays = trace_arrays(forest[0.7])
@@ -362,30 +368,13 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
             played.setdefault(id(policy.head), set()).update(arrays.clusters)
         return replay_many(arrays, policies, costs)
 
-    monkeypatch.setattr("specstop.train.fit.rates.replay_many", watched)
+    monkeypatch.setattr("specstop.train.fit.rules.replay_many", watched)
     made = train(forest[0.0], profile.with_decisions({"tree": 1e-5}), rule="gain", passes=1, folds=3).policy
     # Each head plays the prompts that it was not fitted on, the saved one those of selection.
     assert isinstance(made, TreeGain) and len(played) == 3
     assert played[id(made.head)] == set(made.metadata.prompts["select"])
     one, two, three = played.values()
     assert not (one & two or one & three or two & three)
-
-
-def test_networks_keep_a_folder_for_each_fold_pass_and_tree_and_go_on_from_it(
-    forest: dict[float, Trace], profile: Profile, tmp_path: Path
-) -> None:
-    costs = profile.with_decisions({"tree": 1e-5})
-    options: dict[str, Any] = {"head": "mlp", "rule": "gain", "passes": 2, "folds": 2, "nodes": [1, 4]}
-    made = [
-        train(forest[0.7], costs, fit=FitOptions(epochs=2, checkpoints=tmp_path / "work", resume=resume), **options)
-        for resume in (False, True)
-    ]
-    kept = {str(path.parent.relative_to(tmp_path / "work")) for path in (tmp_path / "work").rglob("last.ckpt")}
-    assert {f"tree-{t}/pass-{p}/fold-{f}" for t in (0, 1) for p in (0, 1) for f in (0, 1)} <= kept
-    first, again = (one.policy.head.tensors() for one in made)
-    assert all(np.array_equal(first[name], again[name]) for name in first)
-    with pytest.raises(InputError, match="those of another run"):
-        train(forest[0.7], costs, fit=FitOptions(epochs=2, checkpoints=tmp_path / "work"), **options)
 
 
 def test_traces_that_cannot_be_replayed_are_refused(

@@ -16,24 +16,23 @@ from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.fit.rates import left_out_parts, replayed_rates
-from specstop.train.fit.run import train
-from specstop.train.fit.tuning.rates import (
-    CLEARLY,
+from specstop.train.fit.rules import (
     FIRST,
     LOOK_AHEAD,
+    MIN_GAIN,
     THRESHOLDS,
     best_of,
     derived_thresholds,
     fixed_grid,
-    solve_rate,
+    left_out_parts,
+    replayed_rates,
     tune_confidence,
-    typical_context,
 )
-from specstop.train.fit.tuning.settled import settle
+from specstop.train.fit.run import train
+from specstop.train.fit.settle import settle, solve_rate
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 
@@ -107,7 +106,7 @@ def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
             rule = Derived(derived_thresholds(rho, table, [share * a for a in acceptance]), first)
             other = replay(arrays, learned.with_rule(rule), costs).rate
             # The iteration begins at this rho for depth 1 only; another has to be clearly better than the best.
-            assert (1 + CLEARLY) ** FIRST.index(first) * rate >= other * (1 if first == 1 else 1 - CLOSE)
+            assert (1 + MIN_GAIN) ** FIRST.index(first) * rate >= other * (1 if first == 1 else 1 - CLOSE)
     assert (solved.head, solved.accept, solved.next) == (learned.head, learned.accept, learned.next)
     assert isinstance(solved.rule, Derived)
     assert len(solved.rule.thresholds) == DEPTH
@@ -151,7 +150,7 @@ def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
 def test_another_first_decision_has_to_be_clearly_better(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
 ) -> None:
-    for better, expected in ((1.0 + CLEARLY / 2, 1), (1.0 + 2 * CLEARLY, 0)):
+    for better, expected in ((1.0 + MIN_GAIN / 2, 1), (1.0 + 2 * MIN_GAIN, 0)):
 
         def rates(policies: Sequence[LearnedPolicy], better: float = better) -> list[float]:
             return [100.0 * (better if policy.rule.first == 0 else 1.0) for policy in policies]

@@ -9,7 +9,7 @@ import pytest
 from scipy.special import expit
 from sklearn.metrics import log_loss as sklearn_loss, roc_auc_score
 from specstop.policies.learned import Calibrator
-from specstop.train.heads.calibration.logits import auc, fit_calibrator, log_loss
+from specstop.train.heads.calibration import auc, fit_calibrator, log_loss
 
 COUNT = 6000
 BAND = 0.05  # of probability; three binomial standard errors of the 100 rows around one knot's block are smaller

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import lightning
 import numpy as np
@@ -11,14 +12,18 @@ import torch
 from specstop.policies.errors import TraceError
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.train.heads.basis import basis_columns
-from specstop.train.heads.calibration.logits import log_loss
-from specstop.train.heads.fitting import FitOptions, FitTask
-from specstop.train.heads.kinds.dynasd import HARD_LAYERS, SOFT_LAYERS, balanced, fit_hard, fit_soft
-from specstop.train.heads.kinds.linear import fit_logistic
-from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
-from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
-from specstop.train.heads.networks import Perceptron, Recipe, RowsDataModule, RowsModule, train_network
+from specstop.train.heads.base import HeadEstimator, basis_columns
+from specstop.train.heads.calibration import log_loss
+from specstop.train.heads.linear import LogisticEstimator
+from specstop.train.heads.networks import NetworkModule, ResNet, ResNetEstimator, batch_loader, perceptron
+from specstop.train.heads.published import (
+    AcceptanceNetwork,
+    DynaSDHardEstimator,
+    DynaSDSoftEstimator,
+    SpecDecEstimator,
+    SpecDecPublishedEstimator,
+    balanced,
+)
 from specstop.train.heads.rows import FitRows, Visits, fit_rows
 from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from told_head import biased
@@ -46,8 +51,8 @@ def hidden_rows(count: int, seed: int) -> tuple[FitRows, Tensor, Tensor]:
     accepted = drawn[:, 0] | first
     hidden = {"draft_hidden": draft.half(), "target_hidden": target.half()}
     rows = FitRows(
-        base.features, base.depth, accepted, drawn[:, 1] & accepted, accepted & (base.depth < 3), hidden, soft
-    )
+        base.features, base.depth, accepted, drawn[:, 1] & accepted, accepted & (base.depth < 3), hidden
+    )  # fmt: skip
     return rows, soft, torch.sigmoid(full)
 
 
@@ -56,13 +61,19 @@ def published_rows(count: int, seed: int) -> tuple[FitRows, Tensor]:
     rows, soft, _ = hidden_rows(count, seed)
     chance = torch.Generator().manual_seed(seed)
     accepted = (torch.rand(count, generator=chance) < soft) | ~rows.drawn
-    return dataclasses.replace(rows, features=torch.zeros(count, 0), accepted=accepted), soft
+    return dataclasses.replace(rows, features=torch.zeros(count, 0), accepted=accepted,
+                               chances=torch.stack([soft, rows.followed.float()], 1)), soft  # fmt: skip
 
 
 def scored(head: Head, rows: FitRows, depth: int) -> Tensor:
     """Return [M, 2] float32, the head's scores of all rows as if they were at this depth."""
     states = {name: rows.hidden[name].float().numpy() for name in head.sizes}
     return torch.from_numpy(head.scores(rows.features.numpy(), depth, states)).float()
+
+
+def fitted(model: HeadEstimator, rows: FitRows, stop_rows: FitRows) -> Head:
+    """Return the head of a fitted estimator."""
+    return model.fit(rows, stop_rows=stop_rows).export()
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +84,10 @@ def parts() -> tuple[FitRows, FitRows, Tensor]:
 
 def test_the_residual_head_learns_from_scalars_and_both_states(parts: tuple[FitRows, FitRows, Tensor]) -> None:
     fit, held, truth = parts
-    head, files = fit_resnet(FitTask(fit, held, NAMES, options=FitOptions(epochs=8)))
-    assert (files, dict(head.sizes)) == ({}, {"draft_hidden": DRAFT, "target_hidden": TARGET})
+    head = fitted(ResNetEstimator(NAMES, epochs=8), fit, held)
+    assert dict(head.sizes) == {"draft_hidden": DRAFT, "target_hidden": TARGET}
     first = (held.depth == 0)[:, None]
-    blind, _ = fit_logistic(FitTask(fit, held, NAMES))
+    blind = fitted(LogisticEstimator(NAMES), fit, held)
     logits, scalars = (torch.where(first, *(scored(one, held, depth) for depth in (0, 1))) for one in (head, blind))
     for column, label, use in ((0, held.accepted, held.drawn), (1, held.followed, held.followed_known)):
         loss, best, without = (
@@ -95,8 +106,7 @@ def test_the_residual_head_scores_as_its_network_does(names: tuple[str, ...], st
     rows = dataclasses.replace(rows, hidden={name: rows.hidden[name] for name in states})
     if not names:
         rows = dataclasses.replace(rows, features=torch.zeros(len(rows), 0))
-    options = FitOptions(epochs=1, params={"width": 12, "blocks": 2, "dropout": 0.5})
-    head, _ = fit_resnet(FitTask(rows, rows, names, options=options))
+    head = fitted(ResNetEstimator(names, epochs=1, width=12, blocks=2, dropout=0.5), rows, rows)
     t = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     network = ResNet([len(names) + 1, *(len(t[f"mean.{name}"]) for name in states)], 12, 2).eval()
     weights = {"enter.0.weight": t["enter.weight"], "enter.0.bias": t["enter.bias"]}
@@ -122,9 +132,9 @@ def test_the_residual_head_scores_as_its_network_does(names: tuple[str, ...], st
 
 def test_dynasds_soft_model_learns_the_ratio() -> None:
     fit, (held, soft) = published_rows(8_000, 4)[0], published_rows(6_000, 5)
-    head, _ = fit_soft(FitTask(fit, held, (), options=FitOptions(epochs=3)))
+    head = fitted(DynaSDSoftEstimator(epochs=3), fit, held)
     sizes = [tuple(head.tensors()[f"weight.{i}"].shape) for i in range(3)]
-    assert sizes == [(SOFT_LAYERS[0], DRAFT), (SOFT_LAYERS[1], SOFT_LAYERS[0]), (1, SOFT_LAYERS[1])]
+    assert sizes == [(512, DRAFT), (256, 512), (1, 256)]
     chance = torch.sigmoid(scored(head, held, 1)[:, 0])[held.drawn]
     error = (chance - soft[held.drawn]).abs()
     assert float(error.mean()) < 0.04
@@ -144,8 +154,8 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected() -> 
     assert len(use) == 2 * int((~accepted).sum()) and len(set(use.tolist())) == len(use)
     assert float(accepted[use].float().mean()) == 0.5
     assert not torch.equal(use, balanced(rows, 4))
-    head, _ = fit_hard(FitTask(rows, rows, HARD_FEATURES, options=FitOptions(epochs=6, learning_rate=5e-3)))
-    assert head.tensors()["weight.0"].shape == (HARD_LAYERS[0], 11)
+    head = fitted(DynaSDHardEstimator(HARD_FEATURES, epochs=6, learning_rate=5e-3), rows, rows)
+    assert head.tensors()["weight.0"].shape == (44, 11)
     found = torch.sigmoid(scored(head, rows, 1)[:, 0])
     odds = float(accepted.float().mean() / (1 - accepted.float().mean()))
     expected = chance / (chance + odds * (1 - chance))  # the sample has rejected rows `odds` times as often
@@ -163,8 +173,8 @@ def test_rows_of_one_kind_are_all_kept() -> None:
 def test_the_rejection_weights_bias_is_in_the_published_head_and_not_in_ours(published: bool) -> None:
     """With weight w the least loss is at a / (a + w (1 - a)), the mean of which is known here."""
     fit, (held, soft) = published_rows(10_000, 6)[0], published_rows(6_000, 7)
-    options = FitOptions(epochs=10, learning_rate=1e-2)
-    head, _ = (fit_published if published else fit_specdec)(FitTask(fit, held, (), options=options))
+    build = SpecDecPublishedEstimator if published else SpecDecEstimator
+    head = fitted(build(epochs=10, learning_rate=1e-2), fit, held)
     assert head.lag == 1 and (len(head.tensors()["block.weight"]) == 1) == published
     use = held.drawn
     found = torch.sigmoid(scored(head, held, 2)[use, 0])
@@ -182,14 +192,14 @@ def test_the_rejection_weights_bias_is_in_the_published_head_and_not_in_ours(pub
 
 def test_weights_count_rejections_as_the_published_loss_does() -> None:
     """[w (1 - P)(-ln(1 - p)) + P (-ln p)] over the sum of the weights, by hand."""
-    module = RowsModule(torch.nn.Identity(), rejection_weight=6.0)
+    module = NetworkModule(torch.nn.Identity(), rejection_weight=6.0)
     logits, labels = torch.tensor([[0.3], [-1.0], [2.0]]), torch.tensor([[0.9], [0.2], [0.5]])
     known = torch.tensor([[1.0], [1.0], [0.0]])
     p = torch.sigmoid(logits)
     terms = 6 * (1 - labels) * -(1 - p).log() + labels * -p.log()
     expected = terms[:2].sum() / (6 * (1 - labels) + labels)[:2].sum()
     torch.testing.assert_close(module.training_step([logits, labels, known], 0), expected)
-    plain = RowsModule(torch.nn.Identity()).training_step([logits, (labels > 0.3).float(), known], 0)
+    plain = NetworkModule(torch.nn.Identity()).training_step([logits, (labels > 0.3).float(), known], 0)
     mean = torch.nn.functional.binary_cross_entropy_with_logits(logits[:2], (labels[:2] > 0.3).float())
     torch.testing.assert_close(plain, mean)
 
@@ -207,45 +217,44 @@ def test_the_published_network_has_one_block() -> None:
     torch.testing.assert_close(theirs(x), logits[:, 1:] - logits[:, :1])
 
 
-@pytest.mark.parametrize("fit", [fit_resnet, fit_soft, fit_specdec])
-def test_the_same_seed_gives_the_same_weights_and_leaves_random_states_alone(fit: object) -> None:
+@pytest.mark.parametrize("build", [ResNetEstimator, DynaSDSoftEstimator, SpecDecEstimator])
+def test_the_same_seed_gives_the_same_weights_and_leaves_random_states_alone(build: type[HeadEstimator]) -> None:
     rows = published_rows(300, 8)[0]
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    made = [fit(FitTask(rows, rows, (), seed, options=FitOptions(epochs=2)))[0].tensors() for seed in (0, 0, 1)]  # type: ignore[operator]
+    made = [fitted(build(epochs=2, random_state=seed), rows, rows).tensors() for seed in (0, 0, 1)]  # type: ignore[call-arg]
     assert torch.equal(torch.get_rng_state(), before)
     assert all(np.array_equal(value, made[1][name]) for name, value in made[0].items())
     assert any(not np.array_equal(value, made[2][name]) for name, value in made[0].items())
 
 
-@pytest.mark.parametrize("fit", [fit_soft, fit_specdec])
-def test_rows_without_the_drafts_state_are_refused(fit: object) -> None:
+@pytest.mark.parametrize("build", [DynaSDSoftEstimator, SpecDecEstimator])
+def test_rows_without_the_drafts_state_are_refused(build: type[HeadEstimator]) -> None:
     rows = dataclasses.replace(published_rows(50, 9)[0], hidden={})
     with pytest.raises(
         TraceError, match="reads draft_hidden, which the trace does not hold; collect it with `hidden` draft"
     ):
-        fit(FitTask(rows, rows, ()))  # type: ignore[operator]
+        fitted(build(), rows, rows)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_module_and_data_serve_a_trainer_of_your_own() -> None:
+def test_module_and_loaders_work_with_a_trainer_of_your_own() -> None:
     rows = published_rows(300, 10)[0]
-    inputs = (rows.hidden["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
-    module = RowsModule(Perceptron((DRAFT, 4, 1), torch.relu), constant=True)
+    inputs = (rows.hidden["draft_hidden"], rows.chances[:, :1], torch.ones(len(rows), 1))
+    module = NetworkModule(perceptron((DRAFT, 4, 1), torch.nn.ReLU), one_cycle=False)
     trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
-    trainer.fit(module, datamodule=RowsDataModule(inputs, inputs, 64))
+    trainer.fit(module, batch_loader(inputs, 64, 0), batch_loader(inputs, 64))
     assert float(trainer.callback_metrics["held_out_loss"]) > 0
 
 
-def test_options_come_before_the_recipe() -> None:
-    calls: list[tuple[str, int, int]] = []
-    rows = published_rows(200, 11)[0]
-    inputs = (rows.hidden["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
-    task = FitTask(rows, rows, (), progress=lambda *call: calls.append(call), options=FitOptions(epochs=2))
-    train_network(Perceptron((DRAFT, 4, 1), torch.relu), inputs, inputs, task, Recipe(epochs=9), "net")
-    assert {task for task, _, _ in calls} == {"train net"}
-    done, totals = [done for _, done, _ in calls], {total for *_, total in calls}
-    assert len(totals) == 1 and done == list(range(totals.pop() + 1)) and len(done) % 2, "two epochs, from nothing on"
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_a_loader_yields_every_row_once_in_whole_batches(shuffled: bool) -> None:
+    rows = torch.arange(10)
+    loader = batch_loader((rows, 2 * rows), 4, 3 if shuffled else None)
+    first, second = ([batch[0].tolist() for batch in loader] for _ in range(2))
+    assert list(map(len, first)) == [4, 4, 2] and sorted(itertools.chain(*first)) == rows.tolist()
+    assert (first == second == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]) is not shuffled
+    assert all(torch.equal(2 * x, y) for x, y in loader)
 
 
 # Rows
@@ -257,16 +266,17 @@ def test_soft_labels_are_the_clipped_ratio_at_each_depth() -> None:
     q, p = (torch.rand(8, 3, generator=generator) for _ in range(2))
     q[0, 0] = 0.0
     visited = Visits(torch.arange(4), torch.zeros(4, 4))
-    assert fit_rows(arrays, ("top1",), visited).soft is None
+    assert fit_rows(arrays, ("top1",), visited, soft=True).chances is None
     arrays = dataclasses.replace(arrays, extra={"draft_prob": q, "target_prob": p})
-    rows = fit_rows(arrays, ("top1",), visited)
+    assert fit_rows(arrays, ("top1",), visited).chances is None
+    rows = fit_rows(arrays, ("top1",), visited, soft=True)
     expected = [
         0.0 if depth == 0 or q[row, depth - 1] == 0 else min(1.0, float(p[row, depth - 1] / q[row, depth - 1]))
         for row in range(4)
         for depth in range(4)
         if int(arrays.accepted[row]) >= depth - 1
     ]
-    assert rows.soft is not None and rows.soft.tolist() == pytest.approx(expected)
+    assert rows.chances is not None and rows.chances[:, 0].tolist() == pytest.approx(expected)
     assert 1.0 in expected and any(0 < x < 1 for x in expected)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -20,17 +22,15 @@ from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import Trained, train
-from specstop.train.heads.calibration.logits import auc
+from specstop.train.heads import head_class
+from specstop.train.heads.calibration import auc
 from specstop.train.heads.crossfit import Outputs, calibrate, labelled_rows
-from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.head_specs import HEAD_SPECS, head_spec, read_hidden
-from specstop.train.heads.mixing import OWN, mixed_arrays, mixed_rows
-from specstop.train.heads.rows import SOFT_COLUMNS, Visits, fit_rows
+from specstop.train.heads.rows import OWN, SOFT_COLUMNS, Visits, fit_rows, mixed_arrays, mixed_rows
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 NEW = 20
-QUICK = FitOptions(epochs=1)
+QUICK = {"epochs": 1}
 KINDS = ("dynasd-soft", "dynasd-hard", "specdec", "specdec-published")
 
 
@@ -57,7 +57,7 @@ def costs(profile: Profile) -> Profile:
 def trained(
     hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Trained]:
-    options, folder = {"fit": QUICK, "cross_fit": False}, tmp_path_factory.mktemp("trained")
+    options, folder = {"params": QUICK, "cross_fit": False}, tmp_path_factory.mktemp("trained")
     return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in (*KINDS, "resnet")}
 
 
@@ -79,17 +79,17 @@ def test_a_published_head_reads_what_it_was_published_with_under_its_rule(
     assert (policy.hidden, policy.rule.kind) == (hidden, rule)
     assert features is None or policy.features == features
     published = kind in ("dynasd-soft", "dynasd-hard", "specdec-published")
-    assert published is not head_spec(kind).calibrated
+    assert published is not head_class(kind).calibrated
     if published:
-        assert isinstance(policy.rule, Threshold) and policy.rule.threshold in head_spec(kind).thresholds
+        assert isinstance(policy.rule, Threshold) and policy.rule.threshold in head_class(kind).thresholds
         assert (policy.accept.kind, policy.next.kind, policy.survival) == ("identity", "identity", None)
 
 
 def test_the_published_grid_is_the_papers() -> None:
     """Stop above h in 0.1 .. 0.9 is to draft on at a survival of 1 - h at least; the released example has h = 0.7."""
-    assert sorted(HEAD_SPECS["specdec-published"].thresholds) == [0.1, 0.3, 0.5, 0.7, 0.9]
-    assert HEAD_SPECS["specdec-published"].thresholds[0] == 0.3
-    assert HEAD_SPECS["dynasd-soft"].thresholds == HEAD_SPECS["dynasd-hard"].thresholds == (0.4, 0.5)
+    assert sorted(head_class("specdec-published").thresholds) == [0.1, 0.3, 0.5, 0.7, 0.9]
+    assert head_class("specdec-published").thresholds[0] == 0.3
+    assert head_class("dynasd-soft").thresholds == head_class("dynasd-hard").thresholds == (0.4, 0.5)
 
 
 @pytest.mark.parametrize("kind", READS)
@@ -130,20 +130,20 @@ def test_its_folder_replays_the_same(
 
 @pytest.mark.parametrize("rule", ["derived", "step", "survival", "any"])
 def test_any_rule_can_be_asked_for(hidden: tuple[Trace, Trace, Trace], costs: Profile, rule: str) -> None:
-    policy = train(hidden[0], costs, head="specdec", rule=rule, fit=QUICK, cross_fit=False).policy
+    policy = train(hidden[0], costs, head="specdec", rule=rule, params=QUICK, cross_fit=False).policy
     assert policy.rule.kind == rule
 
 
 def test_a_head_takes_the_hidden_states_that_are_asked_for(hidden: tuple[Trace, Trace, Trace], costs: Profile) -> None:
-    options = {"head": "resnet", "fit": QUICK, "cross_fit": False}
+    options = {"head": "resnet", "params": QUICK, "cross_fit": False}
     policy = train(hidden[0], costs, hidden=["target_hidden"], features=["top1"], **options).policy
     assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
     with pytest.raises(InputError, match="hidden: the head dynasd-soft reads draft_hidden, not target_hidden"):
-        read_hidden("dynasd-soft", [hidden[0]], ["target_hidden"])
+        head_class("dynasd-soft").hidden_states([hidden[0]], ["target_hidden"])
     with pytest.raises(InputError, match="the head mlp reads no hidden state, not draft_hidden"):
-        read_hidden("mlp", [hidden[0]], ["draft_hidden"])
+        head_class("mlp").hidden_states([hidden[0]], ["draft_hidden"])
     with pytest.raises(PolicyError, match="did you mean 'draft_hidden'"):
-        read_hidden("resnet", [hidden[0]], ["draft_hiden"])
+        head_class("resnet").hidden_states([hidden[0]], ["draft_hiden"])
 
 
 def test_a_trace_without_hidden_states_is_refused(sides: tuple[Trace, Trace], costs: Profile) -> None:
@@ -163,7 +163,7 @@ def mixed(hidden: tuple[Trace, Trace, Trace]) -> TraceArrays:
 def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_after_it(mixed: TraceArrays) -> None:
     """By hand: the next place's state, where the draft read its own token there; the label of this place."""
     held = {mixed.clusters[0], mixed.clusters[3]}
-    rows = mixed_rows(mixed, held, (), 1)
+    rows = mixed_rows(mixed, held, (), 1, soft=True)
     expected = []
     q, p = (mixed.extra[name] for name in SOFT_COLUMNS)
     for s, name in enumerate(mixed.clusters):
@@ -176,7 +176,9 @@ def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_after_it(mixe
     assert len(rows) == len(expected) > 100
     assert torch.equal(rows.hidden["draft_hidden"], torch.stack([state for state, _, _ in expected]))
     assert rows.accepted.tolist() == [label for _, label, _ in expected]
-    assert rows.soft is not None and rows.soft.tolist() == pytest.approx([ratio for _, _, ratio in expected])
+    assert rows.chances is not None and rows.chances[:, 0].tolist() == pytest.approx(
+        [ratio for _, _, ratio in expected]
+    )
     assert bool(rows.drawn.all()) and not rows.followed_known.any()
     assert len(mixed_rows(mixed, set(), (), 1)) > len(rows)
 
@@ -193,7 +195,7 @@ def test_a_head_without_lag_reads_the_place_itself(mixed: TraceArrays) -> None:
 def test_heads_are_fitted_on_mixed_texts_and_settled_on_plain_ones(
     hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
 ) -> None:
-    done = train(hidden[0], costs, head=kind, fit=QUICK, cross_fit=False, mixed=hidden[2])
+    done = train(hidden[0], costs, head=kind, params=QUICK, cross_fit=False, mixed=hidden[2])
     assert done.policy.max_depth == DEPTH
     mine, plain = (p.head.tensors() for p in (done.policy, trained[kind].policy))
     assert any(not np.array_equal(mine[name], plain[name]) for name in mine)
@@ -215,13 +217,11 @@ def test_the_calibrator_of_a_lagging_head_is_fitted_on_the_token_before() -> Non
     accepted = (generator.random((count, depth)) < chance).cumprod(1)
     logits = np.zeros((count, depth + 1, 2))
     logits[:, 2:, 0] = 2.0 * logit(chance[:, :-1].clip(1e-4, 1 - 1e-4))  # twice too sure
-    outputs = Outputs(logits, accepted.sum(1), np.arange(count) % 4, np.zeros(count), lag=1)
+    outputs = Outputs(logits, accepted.sum(1), np.arange(count) % 4, np.zeros(count), np.ones((count, depth), bool), 1)
     done = calibrate(outputs)
     found = done.accept(logits[:, 2, 0])
     assert float(np.abs(found - chance[:, 0]).mean()) < 0.02
-    rows, as_if_not = (
-        labelled_rows(of)[0] for of in (outputs, Outputs(logits, outputs.length, outputs.fold, outputs.temperature))
-    )
+    rows, as_if_not = (labelled_rows(of)[0] for of in (outputs, replace(outputs, lag=0)))
     assert auc(rows.logits, rows.labels) > 0.7  # type: ignore[operator]
     assert auc(as_if_not.logits, as_if_not.labels) < 0.6  # type: ignore[operator]
 
@@ -229,7 +229,7 @@ def test_the_calibrator_of_a_lagging_head_is_fitted_on_the_token_before() -> Non
 def test_outputs_are_left_as_they_are_where_they_were_published_so() -> None:
     generator = np.random.default_rng(1)
     logits = generator.standard_normal((500, 4, 2))
-    outputs = Outputs(logits, generator.integers(0, 4, 500), np.arange(500) % 4, np.zeros(500))
-    done = calibrate(outputs, as_they_are=True)
+    outputs = Outputs(logits, generator.integers(0, 4, 500), np.arange(500) % 4, np.zeros(500), np.ones((500, 3), bool))
+    done = calibrate(outputs, unchanged=True)
     assert (done.accept.kind, done.next.kind) == ("identity", "identity")
-    assert not done.survival.changed and done.tables is None
+    assert done.survival is None

@@ -14,10 +14,9 @@ from specstop.policies.errors import InputError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
-from specstop.train.heads.calibration.logits import auc
-from specstop.train.heads.fitting import FitOptions, FitTask
-from specstop.train.heads.kinds.tokens import fit_tokens
+from specstop.train.heads.calibration import auc
 from specstop.train.heads.rows import FitRows
+from specstop.train.heads.tokens import TokensEstimator
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from synthetic import synthetic_trace
@@ -32,8 +31,9 @@ def synthetic_rows(count: int, seed: int) -> FitRows:
 
 
 def test_each_token_gets_the_weight_that_it_has() -> None:
-    head, files = fit_tokens(FitTask(synthetic_rows(4000, 0), synthetic_rows(1000, 1), ("drawn_token",)))
-    assert files == {}
+    model = TokensEstimator(("drawn_token",)).fit(synthetic_rows(4000, 0), stop_rows=synthetic_rows(1000, 1))
+    head = model.export()
+    assert model.files_ == {}
     odds = expit(head.scores(np.arange(12, dtype=np.float32)[:, None], 1))
     assert odds[1::2, 0].min() > 0.8 > 0.2 > odds[::2, 0].max()
     assert odds[::2, 1].min() > 0.65 > 0.35 > odds[1::2, 1].max()  # of the second output few rows are known
@@ -48,8 +48,7 @@ def test_rare_tokens_are_fitted_as_far_as_frequent_ones() -> None:
     odds = 2.0 * torch.randn(len(chances), generator=generator)
     hit = torch.rand(len(ids), generator=generator) < torch.sigmoid(odds[ids].sum(1))
     rows = FitRows(ids.float(), torch.ones(len(ids), dtype=torch.int64), hit, hit, hit)
-    task = FitTask(rows, rows, ("drawn_token", "above_token"), options=FitOptions(params={"C": 0.5, "buckets": 0}))
-    head, _ = fit_tokens(task)
+    head = TokensEstimator(("drawn_token", "above_token"), C=0.5, buckets=0).fit(rows, stop_rows=rows).export()
     x = torch.nn.functional.one_hot(ids, len(chances)).flatten(1).double().numpy()
     best = LogisticRegression(C=0.5, solver="newton-cholesky", tol=1e-10, max_iter=1000).fit(x, hit.numpy())
     found = logit(best.predict_proba(x)[:, 1])
@@ -66,9 +65,7 @@ def test_pairs_tell_what_neither_token_tells() -> None:
     names, held = ("drawn_token", "above_token"), drawn(1000, 2)
     found = {}
     for buckets in (0, 97):
-        head, _ = fit_tokens(
-            FitTask(drawn(3000, 0), drawn(500, 1), names, options=FitOptions(params={"buckets": buckets}))
-        )
+        head = TokensEstimator(names, buckets=buckets).fit(drawn(3000, 0), stop_rows=drawn(500, 1)).export()
         found[buckets] = auc(head.scores(held.features.numpy(), 1)[:, 0], held.accepted.numpy()) or 0.0
     assert found[0] < 0.6 and found[97] > 0.85
 
@@ -107,4 +104,4 @@ def test_it_is_fitted_again_on_its_own_rounds(sides: tuple[Trace, Trace], full_p
 
 def test_a_fit_without_token_features_is_refused() -> None:
     with pytest.raises(InputError, match="the tokens head needs one of before_token"):
-        fit_tokens(FitTask(synthetic_rows(40, 0), synthetic_rows(40, 1), ("entropy",)))
+        TokensEstimator(("entropy",)).fit(synthetic_rows(40, 0), stop_rows=synthetic_rows(40, 1))

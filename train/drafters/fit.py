@@ -1,0 +1,295 @@
+"""`train_drafter`: the target's texts, a network fitted to them, its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ...collect.facts import facts
+from ...collect.prompts.read import Prompt, fit
+from ...decode.drafters.folder import TrainedDrafter, save_drafter
+from ...decode.drafters.networks import (
+    KINDS,
+    MAX_DEPTH,
+    HydraHeads,
+    LayerNetwork,
+    MedusaHeads,
+    Shape,
+    output_scale,
+    scale_output,
+)
+from ...decode.models.pair import Pair
+from ...decode.models.placement import copy_to_host
+from ...decode.models.view import hidden_width
+from ...policies.arguments import check_limits
+from ...policies.display import Progress, silent
+from ...policies.errors import InputError, SpecstopWarning, close_match
+from ...policies.files import prepare_output_dir
+from ..heads.trainer import LAST, MONITOR, fit_module, make_trainer
+from .proposals import SPARE, acceptance, drafter_loss
+from .texts import Batch, Texts, record_texts
+
+DEPTH, BATCH, RATE = 4, 2, 1e-3
+EPOCHS = {"medusa": 6, "hydra": 6, "ctc": 3, "layer": 6}
+"""Maxima: a few minutes for 300 texts of 200 tokens on two cores; an epoch of CTC costs six times one of Medusa."""
+
+HELD_OUT = 10
+"""One of this number of text files is held out, at least one."""
+
+KEPT_STATES = "texts"
+"""The folder of recorded texts in a work folder."""
+
+WARM_UP, DECAY, CLIP = 0.05, 0.01, 1.0
+
+
+def train_drafter(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    out: str | Path,
+    kind: str,
+    *,
+    depth: int = DEPTH,
+    max_new_tokens: int = 128,
+    temperature: float = 0.7,
+    seed: int = 0,
+    epochs: int | None = None,
+    batch_size: int = BATCH,
+    learning_rate: float = RATE,
+    trainer: Mapping[str, Any] | None = None,
+    work: Path | None = None,
+    resume: bool = False,
+    long: str = "skip",
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> TrainedDrafter:
+    """Fit a drafter for a target, which does not change, and write its folder.
+
+    The target decodes the prompts once, greedily and at a temperature; its texts and last hidden states are kept in files
+    and read from there. The network with the least held-out loss is kept.
+
+    Args:
+        pair: with the target, loaded with `engine="plain"`; a draft is not needed.
+        prompts: with unique ids.
+        out: the folder to write.
+        kind: medusa, hydra, ctc or layer.
+        depth: tokens that it learns to propose.
+        max_new_tokens: of each text.
+        temperature: of half of the texts; 0 = all are greedy.
+        seed: of texts, weights and order.
+        epochs: maximum; None = `EPOCHS`.
+        batch_size: texts in a step.
+        learning_rate: its peak.
+        trainer: arguments of `lightning.Trainer`.
+        work: folder that keeps texts and checkpoints; None = a temporary one.
+        resume: continue from the texts and checkpoints in `work`.
+        long: treatment of prompts that are too long; see `collect.prompts.tokens.fit`.
+        overwrite: replace an older result there.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an option is out of range, there are too few prompts, the engine hides the weights, or see
+            `prepare_output_dir`.
+    """
+    check_arguments(out, kind, depth, max_new_tokens, temperature, seed, work, overwrite)
+    check_limits(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
+    if pair.engines[0] != "plain":
+        raise InputError("a drafter is trained with the target's own weights: load the pair with --engine plain")
+    deepest = _shape(pair, kind, depth).depth
+    if len(prompts) < 2:
+        raise InputError("--prompts: expected two prompts at least, one of them to hold out")
+    fitting, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, long)
+    if len(fitting) < 2:
+        raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
+    if work is not None and (work / LAST).exists() and not resume:
+        raise InputError(f"--checkpoints: {work} has those of another run; pass --resume, or choose another folder")
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = work or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        make_trainer(folder, 1, trainer or {}, [])  # refuses wrong arguments before texts are recorded
+        texts = record_texts(
+            pair, list(zip(fitting, ids, strict=True)), folder / KEPT_STATES,
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
+        )  # fmt: skip
+        recorded = time.perf_counter()
+        training, held_out = _split(texts, deepest)
+        # The caller may be in inference mode, in which tensors take no gradients.
+        with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+            torch.manual_seed(seed)
+            network = new_network(pair, kind, depth)
+            order = torch.Generator().manual_seed(seed)
+            fit_module(
+                DrafterModule(network, *target_ends(pair), learning_rate),
+                DataLoader(training, batch_size, shuffle=True, collate_fn=Batch.of, generator=order),
+                DataLoader(held_out, batch_size, collate_fn=Batch.of),
+                task=f"train {kind}", epochs=epochs or EPOCHS[kind], trainer={"gradient_clip_val": CLIP, **(trainer or {})},
+                progress=progress, folder=folder, resume=resume,
+            )  # fmt: skip
+        network = network.cpu().requires_grad_(False).eval()
+        accepted = acceptance(network, held_out, *target_ends(pair))
+    if accepted is None:
+        warnings.warn(
+            f"--prompts: no greedy text of those held out has {deepest + 1} new tokens, so acceptance is not "
+            "measured; give prompts with longer answers",
+            SpecstopWarning,
+            stacklevel=2,
+        )
+    measured = {"acceptance": accepted.shares, "tokens per target call": accepted.tokens_per_call} if accepted else {}
+    metrics = measured | {
+        "seconds to record": round(recorded - begun, 1),
+        "seconds to fit": round(time.perf_counter() - recorded, 1),
+    }
+    provenance: Mapping[str, Any] = {
+        "prompts": len(fitting), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **facts(pair),
+    }  # fmt: skip
+    trained = TrainedDrafter(kind, network, pair.fingerprint["target"], provenance, metrics)
+    save_drafter(trained, out)
+    return trained
+
+
+def check_arguments(
+    out: str | Path,
+    kind: str,
+    depth: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    work: Path | None,
+    overwrite: bool,
+) -> None:
+    """Raise the errors of `train_drafter` that need no model."""
+    check_limits({"depth": 1}, depth=depth, temperature=temperature, seed=seed)
+    check_limits({"max_new_tokens": depth + 3}, max_new_tokens=max_new_tokens)
+    if kind not in KINDS:
+        raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
+    prepare_output_dir(out, overwrite=overwrite, inputs=[work])
+
+
+def _split(texts: Texts, depth: int) -> tuple[Texts, Texts]:
+    """Return texts to fit on and to hold out, without those that are too short to compare all depths at some position.
+
+    Raises:
+        InputError: one of the two would be empty.
+    """
+    shortest = depth + 3  # at the first position token 0 was read and token 1 drawn; one more position follows it
+    held_out = max(1, len(texts.files) // HELD_OUT)
+    parts = Texts(texts.files[:-held_out], shortest), Texts(texts.files[-held_out:], shortest)
+    total, kept = len(Texts(texts.files)), sum(map(len, parts))
+    if not all(map(len, parts)):
+        raise InputError(
+            f"--prompts: {kept} of {total} texts have the {shortest} tokens, prompt included, that --depth requires, and "
+            "some are needed to fit on and some to hold out; give other prompts or less --depth"
+        )
+    if kept < total:
+        message = f"{total - kept} of {total} texts are shorter than {shortest} tokens and are left out"
+        warnings.warn(message, SpecstopWarning, stacklevel=3)
+    return parts
+
+
+class DrafterModule(lightning.LightningModule):
+    """A network to fit; the target's embeddings and output layer stay fixed and are not in checkpoints.
+
+    Args:
+        network: of a drafter.
+        embedding, output: of the target.
+        rate: peak learning rate of AdamW, after a short warm-up and before a cosine decay.
+    """
+
+    def __init__(self, network: nn.Module, embedding: nn.Module, output: nn.Module, rate: float) -> None:
+        super().__init__()
+        self.network, self.rate = network, rate
+        self._target = [embedding, output]  # a list hides them from Lightning
+
+    def on_fit_start(self) -> None:
+        """Move the target's layers to the device of the network."""
+        for module in self._target:
+            module.to(self.device)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        """Return the loss of a batch."""
+        loss = drafter_loss(self.network, batch, *self._target)
+        self.log("loss", loss, batch_size=len(batch.tokens))
+        return loss
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        """Log the held-out loss."""
+        self.log(MONITOR, drafter_loss(self.network, batch, *self._target), batch_size=len(batch.tokens))
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Return AdamW with a warm-up and a cosine decay over all steps."""
+        adam = torch.optim.AdamW(self.network.parameters(), self.rate, (0.9, 0.95), weight_decay=DECAY)
+        steps = max(2, int(self.trainer.estimated_stepping_batches))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(adam, self.rate, steps, pct_start=WARM_UP, cycle_momentum=False)
+        return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def target_ends(pair: Pair) -> tuple[Any, Any]:
+    """Return copies of the target's embeddings and of the module that computes its logits, float32 on the CPU."""
+    modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
+    embedding, output = (copy_to_host(module).requires_grad_(False) for module in modules)
+    return embedding, scale_output(output, pair.target.config)
+
+
+def new_network(pair: Pair, kind: str, depth: int) -> Any:
+    """Return a network with the sizes of the target, before training."""
+    network: Any = KINDS[kind](_shape(pair, kind, depth))
+    # The output layers of heads compute logits without a factor: they begin in the scale of the target's logits.
+    weight = copy_to_host(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
+    initialize(network, weight * output_scale(pair.target.config)[0])
+    return network
+
+
+def _shape(pair: Pair, kind: str, depth: int) -> Shape:
+    """Return the sizes of a network for a target; raise `InputError` if the depth is out of range."""
+    spare = SPARE if kind == "ctc" else 0
+    if depth > MAX_DEPTH - spare:
+        raise InputError(f"--depth: expected at most {MAX_DEPTH - spare} with --kind {kind}, not {depth}")
+    config, hidden = pair.target.config.get_text_config(), hidden_width(pair.target)
+    shape = Shape(hidden, pair.vocabulary, depth + spare)
+    network: Any = KINDS[kind]
+    if not (isinstance(network, type) and issubclass(network, LayerNetwork)):
+        return shape
+    heads = int(config.num_attention_heads)
+    # A divisor of the width, twice: rotary positions rotate one half of each head against the other.
+    while hidden % (2 * heads):
+        heads -= 1
+    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
+    return dataclasses.replace(shape, intermediate=inner, attention_heads=heads)
+
+
+@torch.no_grad()
+def initialize(network: MedusaHeads | LayerNetwork, output: Tensor) -> None:
+    """Initialize a network near the best prediction without training.
+
+    The output layers of heads are the target's, after blocks that pass the state. A layer is near the identity of the state.
+
+    Args:
+        network: with random weights.
+        output: [V, H] weights of the target's output layer.
+    """
+    width = network.shape.hidden
+    if isinstance(network, LayerNetwork):
+        network.enter.weight[:, width:] *= 0.1  # the columns that read the state
+        network.enter.weight[:, width:].diagonal().add_(1.0)
+        for layer in (network.leave, network.down):
+            layer.weight.mul_(0.1)
+        return
+    for weight in network.blocks.parameters():
+        weight.zero_()
+    for weight in network.outputs.parameters():
+        weight.copy_(output)
+    if isinstance(network, HydraHeads):
+        for weight in network.residuals.parameters():
+            weight.zero_()
+            weight[:, :width].fill_diagonal_(1.0)

@@ -1,1 +1,0 @@
-"""Fitting the value of drafting on."""

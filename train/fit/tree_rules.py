@@ -1,0 +1,555 @@
+"""The rule `gain`: a policy of trees that extends and verifies the nodes worth their price.
+
+Rows of nodes, calibration along paths, prices from a profile, the rate that turns seconds into tokens, and the choice of the
+tree to draft.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from scipy.special import expit, logit
+from torch import Tensor
+
+from ...collect.schema import NO_TOKEN
+from ...decode.profile import add_decisions
+from ...decode.topology import Topology
+from ...policies.contract import Array, StopPolicy
+from ...policies.display import Progress, silent
+from ...policies.errors import TraceError
+from ...policies.heads.base import Head
+from ...policies.learned import PathCalibrator, TrainingMetadata, TreeGain
+from ...policies.profile import Profile
+from ...policies.tree_rules import PRICED_NODES, TreeRule
+from ..heads.calibration import calibration_error
+from ..heads.crossfit import Folds, fit_head, own_visits
+from ..heads.rows import FitRows, Visits, visits
+from ..replay.bounds.static_tree import best_static_tree, drafted_alone, likeliest_nodes
+from ..replay.run import replay
+from ..replay.traces.arrays import TraceArrays, seen_features, typical_context
+from ..replay.traces.subtrees import on_subtree
+from .plan import Plan
+from .rules import FIRST, SETTLED, Part, Rates, left_out_parts, replayed_rates
+
+PASSES = 3
+
+AHEAD = (0.0, 0.5, 0.8, 1.0)
+"""Shares of the mean acceptance that are tried."""
+
+FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
+"""Floors that are tried, and the share of the rate that one may cost: the rate lacks the time that fewer branches save."""
+
+HOLD = 20.0
+"""Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""
+
+RANK_HOLD = 0.05
+"""Factor of `HOLD` for shifts by rank."""
+
+RARE_SHARE = (-2.5, 0.0)
+"""Share of siblings of a rank of which none was accepted, for which a fit would diverge: 8%."""
+
+LEAST_SURVIVAL = 1e-9
+"""As in `kernels.trees`: below it, the rest of a survival is not distinguished from `next`."""
+
+BINS, MIN_NODES = 10, 20
+"""Bins of calibration errors, and nodes of a depth and rank that are needed for one."""
+
+_ROUNDS = 4
+_EDGE = 1e-6
+
+
+# Rows: nodes with an accepted path
+
+
+def node_ranks(tree: Topology) -> list[int]:
+    """Return by row of the topology its rank among its siblings; 0 for roots."""
+    ranks = [0] * len(tree)
+    for children in tree.children:
+        for rank, row in enumerate(children):
+            ranks[row] = rank
+    return ranks
+
+
+def accepted_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
+    """Return [R, N + 1] bool, the anchors and the nodes that the target accepts, at these rows."""
+    return torch.cat([torch.ones(len(row), 1, dtype=torch.bool), arrays.accepted_nodes(row)], 1)
+
+
+def reachable_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
+    """Return [R, N + 1] bool, the nodes that a policy can decide on: without a gap or an end of text on the path."""
+    reachable = torch.ones(len(row), len(arrays.tree), dtype=torch.bool)
+    reachable[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
+    for node, parent in enumerate(arrays.tree.parent[1:], 1):  # parents come before their children
+        reachable[:, node] &= reachable[:, parent]
+    return reachable
+
+
+def accepted_children(tree: Topology, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [R, N + 1, W] bool, which child of a node is accepted, by rank, and [N + 1], the number of children of a node.
+
+    Args:
+        tree: of N nodes with at most W children each.
+        accepted: [R, N + 1] bool, see `accepted_nodes`.
+    """
+    width = torch.tensor([len(children) for children in tree.children])
+    # Padding points at the root, which counts as accepted; the mask removes it.
+    padded = torch.zeros(len(tree), int(width.max()), dtype=torch.int64)
+    for row, children in enumerate(tree.children):
+        padded[row, : len(children)] = torch.tensor(children, dtype=torch.int64)
+    return accepted[:, padded] & (torch.arange(padded.shape[1]) < width[:, None]), width
+
+
+def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> FitRows:
+    """Return the training rows of the visited rounds: the anchor, and the children of every accepted node.
+
+    The label `followed` is whether the best child was accepted.
+
+    Raises:
+        TraceError: no round was visited.
+    """
+    if not len(visited.row):
+        raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
+    tree = arrays.tree
+    seen = seen_features(arrays, features, visited.row, visited.history)
+    accepted = accepted_nodes(arrays, visited.row)
+    parents = torch.tensor([max(parent, 0) for parent in tree.parent])
+    # `accept` is conditional on the path so far, so rows are children of accepted nodes only.
+    use = accepted[:, parents] & reachable_nodes(arrays, visited.row)
+    children, width = accepted_children(tree, accepted)
+    depth = torch.tensor(tree.depth).expand(len(seen), -1)
+    return FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
+
+
+def rank_acceptance(rows: FitRows) -> tuple[float, ...]:
+    """Return a_1..a_K, the probability by depth that the best child of an accepted node is accepted."""
+    out: list[float] = []
+    for depth in range(int(rows.depth.max())):
+        use = rows.followed_known & (rows.depth == depth)
+        out.append(float(rows.followed[use].double().mean()) if bool(use.any()) else (out[-1] if out else 0.0))
+    return tuple(out)
+
+
+# Calibration along paths
+
+
+def _level_scores(head: Head, seen: Array, level: Sequence[int], depth: int) -> Array:
+    """Return [R, B, 2] float64, a head's scores of the B nodes `level` of a depth, from what is seen [R, N + 1, F]."""
+    rows = np.ascontiguousarray(seen[:, level])
+    return head.scores(rows.reshape(len(seen) * len(level), rows.shape[-1]), depth).reshape(len(seen), len(level), 2)
+
+
+def fit_paths(
+    parts: Sequence[tuple[Head, Visits]], arrays: TraceArrays, features: Sequence[str]
+) -> tuple[PathCalibrator, PathCalibrator]:
+    """Return the calibrators of both outputs with the least log loss on all nodes of the visited rounds, accepted or not.
+
+    That of `accept` gives the probability that a node is accepted, that of `next` the probability that the node and its best
+    child are.
+
+    Args:
+        parts: heads, each with rounds of prompts that it was not fitted on.
+        arrays: a trace of trees.
+        features: the heads'.
+    """
+    tree = arrays.tree
+    seen = [seen_features(arrays, features, visited.row, visited.history).numpy() for _, visited in parts]
+    row = torch.cat([visited.row for _, visited in parts])
+    accepted, reachable = accepted_nodes(arrays, row).numpy(), reachable_nodes(arrays, row).numpy()
+    ranks = np.array(node_ranks(tree))
+    count = int(ranks.max()) + 1
+    survival = np.ones((len(row), 1))  # calibrated, of the level before
+    tables: tuple[list[Array], list[Array]] = ([], [])
+    # From the root down: the fit of a level uses the calibrated survival of the level before, as the policy does.
+    for depth, level in enumerate(tree.levels):
+        scores = [_level_scores(head, one, level, depth) for (head, _), one in zip(parts, seen, strict=True)]
+        accept, next_ = np.moveaxis(np.concatenate(scores), -1, 0)
+        use, rank = reachable[:, level], np.broadcast_to(ranks[level], accept.shape)
+        if depth == 0:
+            tables[0].append(_uncalibrated(count))  # at depth 0 nothing is drawn: `accept` has no label
+        else:
+            first = tree.levels[depth - 1][0]
+            survival = survival[:, [tree.parent[node] - first for node in level]]
+            tables[0].append(_fit_level(survival[use], accept[use], accepted[:, level][use], rank[use], count))
+            survival = PathCalibrator(np.float32(tables[0])).of(survival, accept, depth, ranks[level])
+        best = np.array([(tree.children[node] or [0])[0] for node in level])  # 0, the root = no child
+        use = use & (best > 0)
+        tables[1].append(_fit_level(survival[use], next_[use], accepted[:, best][use], rank[use], count))
+    return PathCalibrator(np.float32(tables[0])), PathCalibrator(np.float32(tables[1]))
+
+
+def _uncalibrated(ranks: int) -> Array:
+    return np.array([1.0, 0.0, *[0.0] * ranks])
+
+
+def _fit_level(parent: Array, logits: Array, labels: Array, rank: Array, ranks: int) -> Array:
+    """Return [2 + R]: scale, tilt and shifts by rank, of a level whose nodes have parents of this survival."""
+    start = _uncalibrated(ranks)
+    if not len(labels):
+        return start
+    product = np.clip(parent * expit(logits), _EDGE, 1.0 - _EDGE)
+    columns = np.column_stack([logit(product), logits, rank[:, None] == np.arange(ranks)])
+    hold = HOLD * np.array([1.0, 1.0, *[RANK_HOLD] * ranks])
+    return _fit_logistic(columns, labels, start, hold)
+
+
+def _fit_logistic(columns: Array, labels: Array, start: Array, hold: Array) -> Array:
+    """Return the weights [P] with the least log loss over rows [M, P], plus `hold` times their squared distance from `start`.
+
+    scikit-learn's logistic regression can only pull weights towards 0, and all of them equally.
+    """
+
+    def loss(weights: Array) -> tuple[float, Array]:
+        odds, distance = columns @ weights, weights - start
+        value = np.logaddexp(0.0, odds).sum() - odds @ labels + hold @ distance**2
+        return float(value), (expit(odds) - labels) @ columns + 2.0 * hold * distance
+
+    weights: Array = minimize(loss, start, jac=True, method="L-BFGS-B", options={"ftol": 1e-12, "gtol": 1e-6}).x
+    return weights
+
+
+def path_chances(
+    head: Head, accept: PathCalibrator, next_: PathCalibrator, tree: Topology, seen: Array
+) -> tuple[Array, Array]:
+    """Return [R, N + 1] float64 each: the survival of every node, and `next` given it, if a policy decided on all nodes.
+
+    Args:
+        head, accept, next_: of the policy.
+        tree: of N nodes.
+        seen: [R, N + 1, F] float32, what the head reads of R rounds.
+    """
+    survival, next_chance = np.ones(seen.shape[:2]), np.empty(seen.shape[:2])
+    ranks = np.array(node_ranks(tree))
+    for depth, level in enumerate(tree.levels):
+        scores = _level_scores(head, seen, level, depth)
+        if depth:  # the root was not drawn
+            parents = survival[:, [tree.parent[row] for row in level]]
+            survival[:, level] = accept.of(parents, scores[..., 0], depth, ranks[level])
+        own = survival[:, level]
+        next_chance[:, level] = next_.of(own, scores[..., 1], depth, ranks[level]) / np.maximum(own, LEAST_SURVIVAL)
+    return survival, next_chance
+
+
+def sibling_shares(
+    parts: Sequence[tuple[Head, Visits]],
+    arrays: TraceArrays,
+    features: Sequence[str],
+    accept: PathCalibrator,
+    next_: PathCalibrator,
+) -> tuple[tuple[float, float], ...]:
+    """Return the shares of siblings (`fit_shares`), given `next` as policies have it, calibrated along the path.
+
+    `accept` and `next_` are the calibrators of `fit_paths`, which has the other arguments too.
+    """
+    columns = []
+    for head, visited in parts:
+        seen = seen_features(arrays, features, visited.row, visited.history).numpy()
+        _, next_chance = path_chances(head, accept, next_, arrays.tree, seen)
+        accepted = accepted_nodes(arrays, visited.row)
+        children, width = accepted_children(arrays.tree, accepted)
+        use = accepted & reachable_nodes(arrays, visited.row) & (width > 0)
+        columns.append((torch.from_numpy(next_chance)[use], children[use], width.expand_as(use)[use]))
+    return fit_shares(*(torch.cat(column) for column in zip(*columns, strict=True)))
+
+
+def fit_shares(chance: Tensor, children: Tensor, width: Tensor) -> tuple[tuple[float, float], ...]:
+    """Return for rank 1, 2, ... (u, v): a child of that rank is accepted with probability sigmoid(u + v logit chance).
+
+    Args:
+        chance: [M] probability of the best child, at accepted nodes.
+        children: [M, R] bool, which child was accepted.
+        width: [M] number of children.
+    """
+    x = logit(chance.double().numpy().clip(1e-4, 1.0 - 1e-4))
+    out = []
+    for rank in range(1, children.shape[1]):
+        use = (width > rank).numpy()
+        labels, pair = children.numpy()[use, rank], RARE_SHARE
+        if labels.any():
+            columns = np.column_stack([np.ones(use.sum()), x[use]])
+            # Without a penalty the slope would diverge where few rows separate the two classes.
+            start, hold = np.array([RARE_SHARE[0], 0.0]), np.array([0.0, 1.0])
+            u, v = _fit_logistic(columns, labels, start, hold)
+            pair = float(u), float(v)
+        out.append(pair)
+    return tuple(out)
+
+
+def tree_scores(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> list[dict[str, Any]]:
+    """Return by depth and rank: nodes, mean predicted and observed survival, and the calibration error in deciles."""
+    if not len(visited.row):
+        return []
+    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
+    survival, _ = path_chances(policy.head, policy.accept, policy.next, arrays.tree, seen)
+    accepted, reachable = (of(arrays, visited.row).numpy() for of in (accepted_nodes, reachable_nodes))
+    ranks, depths = np.array(node_ranks(arrays.tree)), np.array(arrays.tree.depth)
+    rows = []
+    for depth in range(1, arrays.depth + 1):
+        for rank in range(int(ranks.max()) + 1):
+            use = reachable & ((depths == depth) & (ranks == rank))
+            if use.sum() < MIN_NODES:
+                continue
+            said, was = survival[use], accepted[use]
+            error = calibration_error(said, was, BINS)
+            rows.append(
+                {"depth": depth, "rank": rank, "nodes": len(said), "said": float(said.mean()), "was": float(was.mean()),
+                 "ece": error}
+            )  # fmt: skip
+    return rows
+
+
+# Prices and the rate
+
+
+def tree_seconds(arrays: TraceArrays, profile: Profile, price: float) -> dict[str, Any]:
+    """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
+
+    Args:
+        arrays: a trace of trees, or of chains, whose rounds cost less.
+        profile: what rounds cost.
+        price: seconds of a decision.
+    """
+    tree = arrays.tree
+    outside = None if tree.is_chain else profile.tree_outside_s
+    _, per_step, per_token = outside or (profile.round_s, profile.step_s, 0.0)
+    branches = sum(bool(children) for children in tree.children)
+    # A branch that is fed draws this many tokens on average, each of which takes time outside the models.
+    drawn = tree.nodes / max(branches, 1)
+    between = partial(profile.between, typical_context(arrays))
+    opening = float(between(lambda table: table.draft_s[:1])[0])
+    if tree.is_chain:
+        # Chains are filled up to a size that is clearly cheaper, and cost what that size does.
+        padded = profile.padded()[: tree.nodes + 1]
+        drafts = between(lambda table: [table.later_s]).tolist()
+        verify = between(lambda table: [table.verify_s[n] for n in padded]).tolist()
+    else:
+        drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:]).tolist()
+        verify = between(lambda table: table.tree_verify(min(tree.nodes, PRICED_NODES))).tolist()
+    # The constant cost of a round is left out: the rule compares continuing with stopping.
+    return {
+        "opening_s": opening + per_step + per_token * len(tree.children[0]) + price,
+        "draft_s": [s + per_step + per_token * drawn * rows + price for rows, s in enumerate(drafts, 1)],
+        "verify_s": verify,
+    }
+
+
+def solve_tree(
+    policy: TreeGain,
+    arrays: TraceArrays,
+    profile: Profile,
+    firsts: Sequence[int] = FIRST,
+    rates: Rates | None = None,
+) -> tuple[TreeGain, float]:
+    """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the result.
+
+    The look-ahead and the depth of the first decision are chosen on the way by replayed rate; last, the branches that need
+    not be read at all.
+
+    Args:
+        policy: whose head and calibration are used.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        firsts: depths of the first decision that are tried.
+        rates: of policies; by default on `arrays`.
+
+    Returns:
+        The policy under the fastest rule, and its rate in tokens per second.
+    """
+    seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
+    rates = rates or replayed_rates([Part(arrays)], profile)
+    best, best_rate = policy, 0.0
+
+    def improve(**changes: Any) -> None:
+        nonlocal best, best_rate
+        # A saved policy has a floor. The rate is solved without one, and the floor is chosen last.
+        rule = dataclasses.replace(best.rule, floor=0.0)
+        rho = best_rate or rule.rate
+        for _ in range(_ROUNDS):
+            candidate = policy.with_rule(dataclasses.replace(rule, rate=rho, **seconds, **changes))
+            (rate,) = rates([candidate])
+            if rate > best_rate:
+                best, best_rate = candidate, rate
+            if abs(rate - rho) < SETTLED * rho:
+                break
+            rho = rate
+
+    for share in AHEAD:
+        improve(ahead=share)
+    for first in firsts:
+        # After the deepest depth that was ever reached there is nothing to decide.
+        if first != best.rule.first and first < policy.max_depth and first <= len(best.rule.acceptance):
+            improve(first=first, ahead=best.rule.ahead)
+    # From the highest floor, which reads the fewest branches, to the lowest: the first one without harm is taken.
+    for floor in FLOORS:
+        candidate = policy.with_rule(dataclasses.replace(best.rule, floor=floor))
+        (rate,) = rates([candidate])
+        if rate >= (1.0 - UNHARMED) * best_rate:
+            return candidate, rate
+    return best, best_rate
+
+
+# Fitting the policy and choosing its tree
+
+
+def fit_tree(
+    plan: Plan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    report: TraceArrays | None = None,
+    progress: Progress = silent,
+) -> tuple[TreeGain, dict[str, bytes], dict[str, Any]]:
+    """Fit a head on a trace of trees, calibrate it along paths on prompts that it was not fitted on, and solve its rate.
+
+    HISTORY features depend on a policy's own rounds, and policies skip easy runs. So after the first pass, on the rounds of
+    the best static tree, all is fitted again on the rounds that the policy itself visits.
+
+    Args:
+        plan: what to fit.
+        arrays: the prompts to train on.
+        folds: of them.
+        profile: what rounds cost.
+        report: prompts for held-out figures, or None.
+        progress: see `Progress`.
+
+    Returns:
+        The policy, files for later training, and metrics.
+
+    Raises:
+        TraceError: the trace cannot be replayed.
+    """
+    if arrays.header.verification != "match" or arrays.header.mix or not arrays.header.has_every_anchor:
+        raise TraceError(
+            "--rule gain: expected dense traces under match, which can be replayed; collect them with --tree"
+        )
+    static, played = best_static_tree(arrays, profile)
+    playing: Sequence[StopPolicy] = [static]
+    # The iteration of the first pass starts from the best static tree's rate, that of later ones from the pass before.
+    rate = played.rate
+    passes = plan.passes or PASSES
+    for number in range(passes):
+        progress("fit trees", number, passes)
+        policies, files, rows = _fit_pass(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
+        policy = policies[0]
+        # Measured where the best static tree is played, whose rounds are about as wide as the policy's own.
+        profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
+        seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
+        policy = policy.with_rule(dataclasses.replace(policy.rule, rate=rate, **seconds))
+        # Like the next pass: on prompts played by heads that have not seen them, under one rule.
+        rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
+        policy, rate = solve_tree(policy, arrays, profile, rates=rates)
+        playing = [other.with_rule(policy.rule) for other in policies]
+    progress("fit trees", passes, passes)
+    metrics = {"rows": rows, "static_tree": static.shape.name, "priced_tree": static.drawn.name}
+    if report is not None:
+        mine = replay(report, policy, profile)
+        theirs = replay(*drafted_alone(report, static.nodes), profile).rate
+        metrics |= {
+            "held_out_tokens_per_s": mine.rate,
+            "held_out_static_tree_tokens_per_s": theirs,
+            "held_out_ratio_to_static_tree": mine.rate / theirs,
+            "reliability": tree_scores(policy, report, visits(report, [mine])),
+        }
+    policy.metadata = TrainingMetadata(
+        rho=rate, acceptance=tuple(policy.rule.acceptance), profile=profile.record(policy.cost_name)
+    )
+    return policy, files, metrics
+
+
+def _fit_pass(
+    plan: Plan, arrays: TraceArrays, folds: Folds, visited: Visits
+) -> tuple[list[TreeGain], dict[str, bytes], int]:
+    """Return a policy for each fold, equal except for their heads, without prices; files and rows of the first head."""
+    fold = folds.of_rows(arrays, visited)
+    heads, outside = [], []
+    for number in range(folds.count):
+        inside, rest = (visited.part((fold == number) == side) for side in (True, False))
+        rows = tree_rows(arrays, plan.features, rest)
+        # A fold with cut rounds only has no rows for early stopping.
+        held = tree_rows(arrays, plan.features, inside) if len(inside.row) else rows
+        heads.append(fit_head(plan.head, rows, held, plan.features, plan.seed))
+        outside.append((rows, inside))
+    parts = [(head.export(), inside) for head, (_, inside) in zip(heads, outside, strict=True)]
+    accept, next_ = fit_paths(parts, arrays, plan.features)
+    shares = sibling_shares(parts, arrays, plan.features, accept, next_)
+    tree, first = arrays.tree, outside[0][0]
+    children = [[len(tree.children[row]) for row in level] for level in tree.levels]
+    # The prices of 1 are replaced by those of `tree_seconds`.
+    rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(first), shares, children)
+    policies = [TreeGain(plan.name, plan.features, head, accept, next_, rule, arrays.depth) for head, _ in parts]
+    return policies, heads[0].files_, len(first)
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """A policy and the tree that it was fitted for.
+
+    Attributes:
+        nodes: of the recorded tree.
+        arrays: the trace as that tree would have recorded it.
+        policy, files, metrics: see `fit_tree`.
+    """
+
+    nodes: list[int]
+    arrays: TraceArrays
+    policy: TreeGain
+    files: dict[str, bytes]
+    metrics: dict[str, Any]
+
+
+def choose_tree(
+    plan: Plan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    sizes: Sequence[int],
+    depth: int | None = None,
+    report: TraceArrays | None = None,
+    progress: Progress = silent,
+) -> TreeChoice:
+    """Return the policy of the sub-tree with the highest rate, on prompts that its heads were not fitted on.
+
+    Tokens that are drawn and not verified take time too, so a smaller tree may be faster than the recorded one. If several
+    sizes are tried, one as large as the best static tree is added: where decisions gain little it is the best.
+
+    Args:
+        plan: what to fit.
+        arrays: a trace of a large tree, which contains all that are tried.
+        folds: of the prompts.
+        profile: what rounds cost.
+        sizes: nodes of the sub-trees of highest acceptance that are tried; the recorded number = the whole tree.
+        depth: maximum of these trees.
+        report: prompts for held-out figures, or None.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an impossible size; see `likeliest_nodes`.
+    """
+    whole = list(range(arrays.tree.nodes))
+    # All trees first, so that an impossible size is refused before anything is fitted.
+    trees = [whole if n >= len(whole) else likeliest_nodes(arrays, n, depth or arrays.depth) for n in sizes]
+    if not trees:
+        raise ValueError("sizes: expected at least one")
+    if len(trees) > 1:
+        static, _ = best_static_tree(arrays, profile)
+        as_large = likeliest_nodes(arrays, len(static.nodes), static.max_depth)
+        trees += [as_large] if as_large and as_large not in trees else []
+    best: TreeChoice | None = None
+    for done, nodes in enumerate(trees):
+        if len(trees) > 1:
+            progress("choose a tree", done, len(trees))
+        part, held = (of if of is None or nodes is whole else on_subtree(of, nodes) for of in (arrays, report))
+        assert part is not None
+        choice = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, held, progress))
+        best = choice if best is None or choice.policy.metadata.rho > best.policy.metadata.rho else best
+    assert best is not None
+    if len(trees) > 1:
+        progress("choose a tree", len(trees), len(trees))
+        best.metrics["trees tried"] = len(trees)
+    return best

@@ -1,1 +1,0 @@
-"""Fitting the learned policy of trees."""

@@ -1,1 +1,0 @@
-"""Settings chosen by replayed throughput: rates, rules, heads."""

@@ -1,0 +1,263 @@
+"""Calibration of heads: fitted on prompts that a head was not fitted on, exported as a temperature or a table, and scored.
+
+`fit_calibrator` maps logits of one output to probabilities. `fit_survival` maps the product of calibrated factors to the
+survival of a prefix, because the product of calibrated factors is not calibrated (sequential temperature scaling, DSpark).
+Both choose the simplest map that no freer one beats on prompts left out: identity, temperature, isotonic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import expit, logit
+from sklearn.isotonic import IsotonicRegression
+
+from ...policies.contract import Array
+from ...policies.learned import Calibrator, SurvivalMaps
+from .linear import is_constant
+
+GAINS = {"temperature": 1e-4, "isotonic": 0.005}
+"""Relative gain in loss that each map must bring. An isotonic one costs more to evaluate than a temperature."""
+
+LEAST = 20
+"""Number of rows below which no map is fitted."""
+
+KNOTS = 33
+"""Knots of a survival table."""
+
+MAX_STARTS = 3
+"""Number of first factors that survival tables are fitted for; a product that begins deeper is not mapped."""
+
+BINS, DRAWS, DEEPEST = 10, 200, 8
+"""Of the calibration error: bins, simulations of a perfect predictor, and the deepest depth that is reported."""
+
+_LOG_RANGE = (math.log(0.1), math.log(10.0))  # of temperatures
+_MAX_KNOTS = 64
+_MAX_QUANTILE_ROWS = 100_000
+_EDGE = 1e-3  # an isotonic map never returns 0 or 1: a factor of 0 would end every product, and a loss must be finite
+_PRODUCT_EDGE = 1e-4
+
+
+def fit_calibrator(logits: Array, labels: Array, groups: Array | None = None) -> Calibrator:
+    """Choose and fit a calibrator.
+
+    Each kind is fitted on one half and scored by log loss on the other, then vice versa. The best kind is fitted to all rows.
+
+    Args:
+        logits: [M] of held-out rows.
+        labels: [M] bool, or chances.
+        groups: [M]; rows of a group are in the same half. With one group, or without, rows alternate.
+    """
+    if _is_uninformative(labels):
+        return Calibrator()
+    # Rows of a text are alike: in both halves they would favour the freer map.
+    part = np.arange(len(labels)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    half = (part if part.max() else np.arange(len(labels))) % 2 == 0
+    losses = {"identity": log_loss(Calibrator()(logits), labels)}
+    for kind, gain in GAINS.items():
+        losses[kind] = (1.0 + gain) * sum(
+            log_loss(fit_kind(kind, logits[fit], labels[fit])(logits[~fit]), labels[~fit]) * float((~fit).mean())
+            for fit in (half, ~half)
+        )
+    return fit_kind(min(losses, key=losses.__getitem__), logits, labels)
+
+
+def fit_kind(kind: str, logits: Array, labels: Array) -> Calibrator:
+    """Return a calibrator of this kind; the identity if there is nothing to fit."""
+    if kind == "identity" or _is_uninformative(labels):
+        return Calibrator()
+    if kind == "temperature":
+        # The loss is convex in the inverse temperature; the bounds keep it finite.
+        best = minimize_scalar(
+            lambda at: log_loss(expit(logits / np.exp(at)), labels), bounds=_LOG_RANGE, method="bounded"
+        )
+        return Calibrator(kind, float(np.exp(best.x)))
+    x = logits.astype(np.float64)
+    fit = IsotonicRegression(y_min=_EDGE, y_max=1 - _EDGE, out_of_bounds="clip").fit(x, labels.astype(np.float64))
+    knots = np.unique(_quantiles(x, _MAX_KNOTS))
+    if len(knots) < 2:
+        knots = np.append(knots, knots + 1.0)  # all logits are equal: a map has at least two knots
+    # Rounding may lower a value between the steps of the fit, and a calibrator refuses falling knots.
+    return Calibrator(kind, knots=np.stack([knots, np.maximum.accumulate(fit.predict(knots))]).astype(np.float32))
+
+
+def _is_uninformative(labels: Array) -> bool:
+    return len(labels) < LEAST or is_constant(labels)
+
+
+def _quantiles(x: Array, count: int) -> Array:
+    quantiles: Array = np.quantile(x[:: max(1, len(x) // _MAX_QUANTILE_ROWS)], np.linspace(0.0, 1.0, count))
+    return quantiles
+
+
+# Survival
+
+
+def fit_survival(accept: Array, length: Array, groups: Array, drawn: Array) -> tuple[SurvivalMaps, tuple[str, ...]]:
+    """Return survival tables, and the kind of map at each depth for products that begin at depth 1.
+
+    A live policy does not know that a branch has failed, so S_j has to be right for rounds whose tokens were rejected before
+    depth j as well: all K depths of a round count.
+
+    Args:
+        accept: [R, K] calibrated `accept` at depths 1..K of visited rounds.
+        length: [R] accepted length.
+        groups: [R] see `fit_calibrator`.
+        drawn: [R, K] whether there was a token; policies are not called for one that a drafter does not know.
+    """
+    depth = accept.shape[1]
+    line = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
+    tables = np.broadcast_to(line, (min(MAX_STARTS, depth), depth, 2, KNOTS)).copy()
+    kinds = []
+    for start in range(1, len(tables) + 1):
+        # A product that begins at `start` is conditional on the tokens before it.
+        alive = length >= start - 1
+        product = np.ones(int(alive.sum()))
+        for j in range(start, depth + 1):
+            product = product * accept[alive, j - 1]
+            use = drawn[alive, j - 1]
+            odds = _odds(product[use])
+            calibrator = fit_calibrator(odds, length[alive][use] >= j, groups[alive][use])
+            if calibrator.kind != "identity":
+                tables[start - 1, j - 1] = _table(calibrator, odds)
+                product = _apply(tables[start - 1, j - 1], product)  # deeper maps are fitted on the result
+            if start == 1:
+                kinds.append(calibrator.kind)
+    return SurvivalMaps(tables), tuple(kinds)
+
+
+def _odds(product: Array) -> Array:
+    odds: Array = logit(np.clip(product, _PRODUCT_EDGE, 1.0 - _PRODUCT_EDGE))
+    return odds
+
+
+def _table(calibrator: Calibrator, odds: Array) -> Array:
+    """Return a calibrator of log-odds as knots [2, KNOTS] of probabilities: the ends, quantiles, and a grid in the log-odds.
+
+    The grid covers products that are rare among these rows.
+    """
+    inner = KNOTS - 2
+    grid = np.linspace(-6.0, 6.0, inner - inner // 2)
+    x = np.sort(np.concatenate([[0.0, 1.0], expit(_quantiles(odds, inner // 2)), expit(grid)]))
+    return np.stack([x, np.maximum.accumulate(calibrator(_odds(x)))]).astype(np.float32)
+
+
+def _apply(table: Array, product: Array) -> Array:
+    # As `SurvivalMaps` computes it; interpolation in float32 would differ a little.
+    return np.clip(Calibrator("isotonic", knots=table)(product), 0.0, 1.0)
+
+
+def survival(accept: Array, maps: SurvivalMaps | None = None) -> Array:
+    """Return [R, K] float64, S_1..S_K of calibrated `accept` [R, K], mapped by the tables of products from depth 1 on."""
+    columns = []
+    product = np.ones(len(accept))
+    for at in range(accept.shape[1]):
+        product = product * accept[:, at]
+        if maps is not None and not np.array_equal(*maps.tables[0, at]):
+            product = _apply(maps.tables[0, at], product)
+        columns.append(product)
+    return np.stack(columns, 1) if columns else accept
+
+
+# Scores
+
+
+def log_loss(probability: Array, labels: Array) -> float:
+    """Return the mean negative log-likelihood in nats of labels, bool or chances (which scikit-learn's does not take)."""
+    p = np.clip(np.asarray(probability, dtype=np.float64), 1e-6, 1.0 - 1e-6)
+    y = np.asarray(labels, dtype=np.float64)
+    return float(-(y * np.log(p) + (1.0 - y) * np.log1p(-p)).mean())
+
+
+def auc(score: Array, labels: Array) -> float | None:
+    """Return the area under the ROC curve; None if all labels are the same."""
+    from sklearn.metrics import roc_auc_score
+
+    if bool(labels.all()) or not bool(labels.any()):
+        return None
+    return float(roc_auc_score(labels, score))
+
+
+def calibration_error(predicted: Array, labels: Array, bins: int = BINS) -> float:
+    """Return the expected calibration error: the mean over rows of |mean predicted - share of true| of their bin.
+
+    Args:
+        predicted: [M] probabilities.
+        labels: [M] bool.
+        bins: of equal numbers of rows, by rank of the prediction.
+    """
+    p, y = np.asarray(predicted, dtype=np.float64), np.asarray(labels)
+    order = np.argsort(p, kind="stable")
+    return _gap(p[order], y[order], bins) if len(y) else 0.0
+
+
+def perfect_error(predicted: Array, seed: int = 0, bins: int = BINS, draws: int = DRAWS) -> tuple[float, float]:
+    """Return (mean, 95th percentile) of the error of a perfectly calibrated predictor with these predictions, by simulation.
+
+    The expected calibration error of a sample is never zero, so it is reported beside this one.
+    """
+    if not len(predicted):
+        return 0.0, 0.0
+    generator = np.random.default_rng(seed)
+    ordered = np.sort(np.asarray(predicted, dtype=np.float64))
+    errors = [_gap(ordered, generator.random(len(ordered)) < ordered, bins) for _ in range(draws)]
+    return float(np.mean(errors)), float(np.quantile(errors, 0.95))
+
+
+def _gap(ordered: Array, labels: Array, bins: int) -> float:
+    """Return the error of ascending predictions."""
+    # |mean predicted - share of true| times the rows of a bin is the absolute sum of its differences.
+    rows, count = len(ordered), min(bins, len(ordered))
+    sums = np.add.reduceat(labels - ordered, np.arange(count) * rows // count)
+    return float(np.abs(sums).sum()) / rows
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Predicted survival of R rounds, and their outcomes.
+
+    Attributes:
+        survival: [R, K].
+        length: [R] accepted length.
+        temperature: [R].
+        drawn: [R, K] whether there was a token.
+    """
+
+    survival: Array
+    length: Array
+    temperature: Array
+    drawn: Array
+
+
+def survival_scores(scored: Scored, deepest: int = DEEPEST, seed: int = 0) -> list[dict[str, Any]]:
+    """Return a row for each depth and temperature, and for each depth over all temperatures if there are several.
+
+    Each has `temperature` (None = all), `depth`, `rounds`, mean `predicted` and `observed` survival, `ece` and
+    `ece_perfect` (mean of `perfect_error`), `brier`, `auc` and `log_loss`.
+    """
+    rows = []
+    temperatures = np.unique(scored.temperature).tolist()
+    for temperature in [*([None] if len(temperatures) > 1 else []), *temperatures]:
+        same = np.full(len(scored.length), True) if temperature is None else scored.temperature == temperature
+        for depth in range(1, min(deepest, scored.survival.shape[1]) + 1):
+            use = same & scored.drawn[:, depth - 1]
+            if not use.any():
+                continue
+            predicted, labels = scored.survival[use, depth - 1], scored.length[use] >= depth
+            rows.append({
+                "temperature": None if temperature is None else round(temperature, 6),
+                "depth": depth,
+                "rounds": len(labels),
+                "predicted": float(predicted.mean()),
+                "observed": float(labels.mean()),
+                "ece": calibration_error(predicted, labels),
+                "ece_perfect": perfect_error(predicted, seed)[0],
+                "brier": float(np.square(predicted - labels).mean()),
+                "auc": auc(predicted, labels),
+                "log_loss": log_loss(predicted, labels),
+            })  # fmt: skip
+    return rows

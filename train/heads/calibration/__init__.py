@@ -1,1 +1,0 @@
-"""Calibration of fitted heads, and how well it holds."""

@@ -1,1 +1,0 @@
-"""One file for each kind of head: how it is fitted."""
