@@ -31,7 +31,6 @@ def bench(
     temperature: options.Temperature = 0.0,
     sampling: options.Sampling,
     max_new_tokens: options.MaxNewTokens = 128,
-    seed: options.Seed = 0,
     wide: options.Wide = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -67,7 +66,7 @@ def bench(
         prompts, tokens = source.encode(prompts, pair, max_new_tokens)
         requests = list(zip([prompt.stream_name for prompt in prompts], tokens, strict=True))
         lines = run(
-            pair, requests, rules, settings=settings, library=stock, profile=costs, seed=seed, batch=batch,
+            pair, requests, rules, settings=settings, library=stock, profile=costs, batch=batch,
             progress=progress,
         )  # fmt: skip
     if json:

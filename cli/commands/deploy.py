@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError, PolicyError, close_match
-from ..options import Json, Out, Overwrite, Quiet, Seed, config_saved
+from ..options import Json, Out, Overwrite, Quiet, config_saved
 from ..output import output, print_json, progress_bars, table
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ def deploy(
     max_batch: Annotated[
         int | None, typer.Option(help="vllm, sglang, trtllm: the largest batch of the table. Default: 256, 64, 256.")
     ] = None,
-    seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -84,7 +83,7 @@ def deploy(
         )
     # A hub folder is for others: paths of this machine mean nothing there.
     with progress_bars(quiet or json) as progress, nullcontext() if to == "hf" else config_saved(out):
-        figures = _deploy(to, policy, traces, profile, held_out, drafter, out, max_batch, seed, overwrite, progress)
+        figures = _deploy(to, policy, traces, profile, held_out, drafter, out, max_batch, overwrite, progress)
     if json:
         print_json(figures)
         return
@@ -101,7 +100,6 @@ def _deploy(
     drafter: str | None,
     out: Path,
     max_batch: int | None,
-    seed: int,
     overwrite: bool,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -118,7 +116,7 @@ def _deploy(
     assert traces is not None and profile is not None
     costs, opened = Profile.load(profile), load_traces(traces)
     held = load_traces(held_out) if held_out is not None else None
-    shared: dict[str, Any] = {"held_out": held, "seed": seed, "overwrite": overwrite, "progress": progress}
+    shared: dict[str, Any] = {"held_out": held, "overwrite": overwrite, "progress": progress}
     if to == "hf":
         from ...train.export.deploy import deploy_hf_replayed
 

@@ -41,7 +41,6 @@ def import_(
             help="Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released head, 1 for none."
         ),
     ] = 1.0,
-    name: Annotated[str | None, typer.Option(help="Name of the policy; default: the layout's.")] = None,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -57,7 +56,7 @@ def import_(
     if target is not None:
         given = {
             "layout": layout != "auto", "threshold": threshold is not None, "depth": depth is not None,
-            "rejection-weight": rejection_weight != 1.0, "name": name is not None,
+            "rejection-weight": rejection_weight != 1.0,
         }  # fmt: skip
         if odd := [key for key, is_given in given.items() if is_given]:
             raise InputError(f"--{odd[0]}: a drafter has none; leave it out, or --target to import a policy")
@@ -75,7 +74,6 @@ def import_(
             threshold=threshold,
             depth=depth,
             rejection_weight=rejection_weight,
-            name=name,
             overwrite=overwrite,
         )
     policy = done.policy
