@@ -453,13 +453,13 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
     command = raw.pop("command", context.command.name)
     if command != context.command.name:
         raise InputError(f"--config: {path} is of `specstop {command}`, not of `specstop {context.command.name}`")
-    known = {parameter.name for parameter in context.command.params if parameter.name} - {"config", "help"}
+    names = {parameter.name for parameter in context.command.params if parameter.name} - {"config", "help"}
     values = {str(key).replace("-", "_"): value for key, value in raw.items()}
     if len(values) < len(raw):
         raise InputError(f"--config: {path} has an option twice, with - and with _; keep one of them")
-    for key in values.keys() - known:
+    for key in values.keys() - names:
         raise InputError(
-            f"--config: {path} has the unknown option {key!r}{close_match(key, known)}; known: {', '.join(sorted(known))}"
+            f"--config: {path} has the unnames option {key!r}{close_match(key, names)}; known: {', '.join(sorted(names))}"
         )
     context.default_map = {**values, **(context.default_map or {})}
     return path
