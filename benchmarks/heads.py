@@ -99,7 +99,6 @@ OURS = {
     "tokens-lean": Ours("tokens", features=head_class("tokens").default_features(FEATURES)),
     HIDDEN: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN,)),
     BOTH: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN, TARGET_HIDDEN)),
-    "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),
 }
 
 

@@ -452,13 +452,13 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
     command = raw.pop("command", context.command.name)
     if command != context.command.name:
         raise InputError(f"--config: {path} is of `specstop {command}`, not of `specstop {context.command.name}`")
-    known = {parameter.name for parameter in context.command.params if parameter.name} - {"config", "help"}
+    names = {parameter.name for parameter in context.command.params if parameter.name} - {"config", "help"}
     values = {str(key).replace("-", "_"): value for key, value in raw.items()}
     if len(values) < len(raw):
         raise InputError(f"--config: {path} has an option twice, with - and with _; keep one of them")
-    for key in values.keys() - known:
+    for key in values.keys() - names:
         raise InputError(
-            f"--config: {path} has the unknown option {key!r}{close_match(key, known)}; known: {', '.join(sorted(known))}"
+            f"--config: {path} has the unnames option {key!r}{close_match(key, names)}; known: {', '.join(sorted(names))}"
         )
     context.default_map = {**values, **(context.default_map or {})}
     return path
@@ -486,19 +486,6 @@ def save_config(path: Path) -> None:
     context = running.get()
     if context is None:
         return
-    values = {
-        name: _yaml_value(value) for name, value in context.params.items() if name != "config" and value is not None
-    }
-    write_atomic(path, yaml.safe_dump({"command": context.command.name, **values}, sort_keys=False))
-
-
-def _yaml_value(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_yaml_value(item) for item in value]
-    return value if isinstance(value, (bool, int, float)) else str(value)
-
-
-def running_options() -> dict[str, Any]:
-    """Return the options of the running command."""
-    context = running.get()
-    return {} if context is None else dict(context.params)
+    values = {name: value for name, value in context.params.items() if name != "config" and value is not None}
+    plain = json.loads(json.dumps({"command": context.command.name, **values}, default=str))
+    write_atomic(path, yaml.safe_dump(plain, sort_keys=False))

@@ -66,7 +66,7 @@ def card(out: Path) -> None:
 PAIR = "--target @pair/target --draft @pair/draft --dtype float64"
 SMALL = f"--depth {DEPTH} --max-new-tokens {NEW}"
 TRAIN = "train --traces @fit --profile @profile.json"
-STEP = "--rule step --threshold 0.5 --no-cross-fit --passes 1"
+STEP = "--rule step --threshold 0.5"
 COMMANDS = (
     Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL}", open_trace, ("--quiet", "--resume")),
     Command(f"collect {PAIR} --prompts @data {SMALL} --extra shards=2", open_trace, ("--quiet", "--resume")),
@@ -75,7 +75,7 @@ COMMANDS = (
     Command("import @records.jsonl", open_trace, ("--json",)),
     Command(f"{TRAIN} {STEP}", load_policy_folder),
     Command(f"train --traces @link --profile @profile.json {STEP}", load_policy_folder),
-    Command(f"{TRAIN} {STEP} --head mlp --epochs 1 --param width=4 --checkpoints %", load_policy_folder, ("--resume",)),
+    Command(f"{TRAIN} {STEP} --head mlp --param epochs=1 --param width=4", load_policy_folder),
     Command("evaluate --traces @held --profile @profile.json --policy @policy", report),
     Command("evaluate --traces @held --train-traces @fit --profile @profile.json", report),
     Command("evaluate --traces @linked --profile @profile.json --policy fixed:2", report),

@@ -14,6 +14,7 @@ from specstop.train.fit.plan import TREE_FEATURES, Plan
 from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
 from specstop.train.fit.tree_rules import TreeChoice, choose_tree, solve_tree
+from specstop.train.heads import make_head
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import best_static_tree
@@ -32,7 +33,7 @@ FIXED, CHAIN, WHOLE, STATIC, NODES = (
 )
 
 
-TREE = Plan("logistic", "gain", features=TREE_FEATURES, name="tree")
+TREE = Plan(make_head("logistic"), "gain", features=TREE_FEATURES, name="tree")
 """The policy of trees that `train --rule gain` fits unless told otherwise."""
 
 

@@ -31,7 +31,6 @@ def bench(
     temperature: options.Temperature = 0.0,
     sampling: options.Sampling,
     max_new_tokens: options.MaxNewTokens = 128,
-    seed: options.Seed = 0,
     wide: options.Wide = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -67,7 +66,7 @@ def bench(
         prompts, tokens = source.encode(prompts, pair, max_new_tokens)
         lines = run(
             pair, tokens, rules, ids=[prompt.stream_name for prompt in prompts], settings=settings, library=stock,
-            profile=costs, seed=seed, batch=batch,
+            profile=costs, batch=batch,
             progress=progress,
         )  # fmt: skip
     if json:
@@ -113,10 +112,10 @@ def show(lines: list[BenchLine], title: str, wide: bool = False) -> None:
             rows.append([f"{line.name} FAILED", "-", "-", *more, line.failure.reason])
             continue
         comparison = "faster" if line.ratio.is_above else "slower" if line.ratio.is_below else "no difference"
+        verdict = "" if line is lines[0] or line.ratio.low is None else comparison
         named = {PHASE_NAMES.get(phase, phase): share for phase, share in line.shares.items() if share >= 0.005}
         shares = " ".join(f"{phase} {share:.0%}" for phase, share in named.items())
         more = [f"{line.block_efficiency:.2f}" if line.block_efficiency else "", shares] if wide else []
-        verdict = "" if line is lines[0] else comparison
         rows.append([line.name, f"{line.tokens_per_s:.1f}", line.ratio.text(2), *more, verdict])
     columns = ["policy", "tokens/s", "vs plain [95%]", *(["tokens per call", "time"] if wide else []), "verdict"]
     table(title, columns, rows, wide)

@@ -17,7 +17,6 @@ def demo(
     out: options.DemoFolder = None,
     pair: options.PairFolder = None,
     temperature: options.Temperature = 0.0,
-    verification: options.Verification = "auto",
     quick: options.Quick = False,
     seed: options.Seed = 0,
     overwrite: options.Overwrite = False,
@@ -44,7 +43,7 @@ def demo(
 
             progress("import libraries", 1, 1)
             result = run(
-                folder, pair=pair, temperature=temperature, verification=verification, quick=quick, seed=seed,
+                folder, pair=pair, temperature=temperature, quick=quick, seed=seed,
                 overwrite=overwrite, progress=progress, announce=_ignore if quiet or json else _print_line,
             )  # fmt: skip
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options import Json, Out, Overwrite, Quiet, Seed, config_saved
+from ..options import Json, Out, Overwrite, Quiet, config_saved
 from ..output import output, print_json, progress_bars, table
 
 To = Annotated[
@@ -45,7 +45,6 @@ def deploy(
             help="hf: the drafter, as in `specstop decode`. Default: that of --traces or of the policy's training."
         ),
     ] = None,
-    seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -64,7 +63,7 @@ def deploy(
     # A hub folder is for others: paths of this machine mean nothing there.
     with progress_bars(quiet or json) as progress, nullcontext() if to in ("hf", "onnx") else config_saved(out):
         figures = run(
-            to, out, policy, traces=traces, profile=costs, held_out=held_out, drafter=drafter, seed=seed,
+            to, out, policy, traces=traces, profile=costs, held_out=held_out, drafter=drafter,
             overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:

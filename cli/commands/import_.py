@@ -23,9 +23,7 @@ def import_(
     out: Out,
     target: Annotated[
         str | None,
-        typer.Option(
-            help="Target of Medusa's heads, which become the folder of a drafter; or of records. Default: a policy is imported."
-        ),
+        typer.Option(help="Target of Medusa's heads, which become a drafter, or of records. Default: import a policy."),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model of records.")] = None,
     dtype: Dtype = "float32",
@@ -43,7 +41,6 @@ def import_(
             help="Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released head, 1 for none."
         ),
     ] = 1.0,
-    name: Annotated[str | None, typer.Option(help="Name of the policy; default: the layout's.")] = None,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -59,7 +56,7 @@ def import_(
     if target is not None:
         given = {
             "layout": layout != "auto", "threshold": threshold is not None, "depth": depth is not None,
-            "rejection-weight": rejection_weight != 1.0, "name": name is not None,
+            "rejection-weight": rejection_weight != 1.0,
         }  # fmt: skip
         if odd := [key for key, is_given in given.items() if is_given]:
             raise InputError(f"--{odd[0]}: a drafter has none; leave it out, or --target to import a policy")
@@ -67,7 +64,7 @@ def import_(
         return
     if dtype != "float32":
         raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
-    from ...train.released.convert import import_weights
+    from ...train.released import import_weights
 
     with config_saved(out):
         done = import_weights(
@@ -77,7 +74,6 @@ def import_(
             threshold=threshold,
             depth=depth,
             rejection_weight=rejection_weight,
-            name=name,
             overwrite=overwrite,
         )
     policy = done.policy
@@ -114,7 +110,7 @@ def _import_records(source: Path, out: Path, target: str, draft: str, overwrite:
 
 def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool, json: bool) -> None:
     """Import Medusa's heads."""
-    from ...train.released.medusa import import_medusa
+    from ...train.released import import_medusa
 
     with config_saved(out):
         models = Models(target, drafter="lookup", dtype=dtype)

@@ -25,12 +25,12 @@ def policies(
         from ...policies.registry import POLICIES as registry
 
         title = "Policies: a name below, or the path of a policy folder"
-    found = registry.listed()
+    plugins = registry.listed()
     if json:
-        print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in found])
+        print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in plugins])
     elif wide:
-        rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in found]
+        rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in plugins]
         table(title, ("name", "where", "module", "loads", "description"), rows, wide)
     else:
-        rows = [(one.name, f"does not load: {one.problem}" if one.problem else one.what) for one in found]
+        rows = [(one.name, f"does not load: {one.problem}" if one.problem else one.what) for one in plugins]
         table(title, ("name", "description"), rows)

@@ -58,20 +58,20 @@ def profile(
         raise InputError("--out: expected a JSON file for the profile")
     if profile is not None and not policy:
         raise InputError("--profile: expected --policy with it, whose decisions are added to the profile")
-    known = None if profile is None else Profile.load(profile)
-    rules = [load_policy(spec).limited(depth if known is None else known.max_depth) for spec in policy]
+    existing = None if profile is None else Profile.load(profile)
+    rules = [load_policy(spec).limited(depth if existing is None else existing.max_depth) for spec in policy]
     path = profile if out is None else prepare_output_file(out, MARK, overwrite=overwrite)
     assert path is not None
     saved = path.with_name(path.name + ".run.yaml")
-    if known is None:
+    if existing is None:
         prepare_output_file(saved, b"command: profile", overwrite=True)
     prompts = source.read(models, "train", PROMPT_LIMIT)
     with progress_bars(quiet) as progress:
         paths = models.find(progress)
         pair = models.open(paths)
-        if known is not None:
+        if existing is not None:
             tokens = source.encode(prompts, pair, 1)[1]
-            _add_decisions(known, pair, paths, rules, tokens).save(path)
+            _add_decisions(existing, pair, paths, rules, tokens).save(path)
         else:
             from ...collect.run import environment_facts
             from ...decode.profile import measure_profile
@@ -106,7 +106,7 @@ def profile(
                 say(f"warning: {measured.noise.text}")
     described = describe_profile(path)
     table(str(path), ("what", "value"), flat(described))
-    if known is None:
+    if existing is None:
         host = ("--for", through) if through else ()
         rule = ("--rule", "gain") if tree else ()
         next_step("train", "--traces", "TRACES", "--profile", path, *host, *rule, "--out", "policy")

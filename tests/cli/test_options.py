@@ -21,7 +21,7 @@ def test_the_number_of_options(capsys: pytest.CaptureFixture[str]) -> None:
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     counts = {name: sum(one.param_type_name == "option" for one in known[name].params) for name in COMMANDS}
     with capsys.disabled():
-        print(f"\noptions: {sum(counts.values())} in all; {counts}")
+        print(f"\noptions: {sum(counts.values())} in all; {counts}")  # noqa: T201
     assert set(known) == set(COMMANDS) and len(COMMANDS) == 12
     assert max(counts.values()) <= MAX_OPTIONS
     assert sum(counts.values()) <= MAX_TOTAL

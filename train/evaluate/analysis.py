@@ -23,7 +23,7 @@ from ...collect.schema import Header
 from ...decode.benchmark import Ratio
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.display import Progress, silent
-from ...policies.learned import ContinuationPolicy, LearnedPolicy, TreeGain
+from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
 from ..heads.calibration import BINS, calibration_error, perfect_error
 from ..replay.bounds.oracle import Ideal
@@ -297,8 +297,8 @@ def sensitivity(replays: Replays, boot: Resamples) -> list[Json]:
 
 
 def has_survival(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
-    """Whether the state of a policy is the survival of a depth: not for continuation values, or for weights of tree nodes."""
-    return isinstance(policy, LearnedPolicy) and not isinstance(policy, (ContinuationPolicy, TreeGain))
+    """Whether the state of a policy is the survival of a depth; that of tree policies is not."""
+    return isinstance(policy, LearnedPolicy) and not isinstance(policy, TreeGain)
 
 
 def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: Tensor) -> Tensor:

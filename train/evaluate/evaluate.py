@@ -89,7 +89,7 @@ def evaluate(
             saved rates are used and there is no tuned confidence threshold.
         out: folder for the report's files.
         seed: of the bootstrap.
-        achievable: add the achievable estimate (`continuation.values.achievable_estimate`; it takes minutes). A policy
+        achievable: add the achievable estimate (`fit.achievable.achievable_estimate`; it takes minutes). A policy
             above it beyond its interval is a finding.
         detailed: compute `Report.details`; by default if there is an `out`.
         sweep: add from which cost of a draft step each policy pays.

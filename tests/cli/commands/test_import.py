@@ -31,12 +31,12 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_a_released_model_is_imported_shown_and_listed(weights: Path, tmp_path: Path) -> None:
-    answer = cli("import", weights, "--out", tmp_path / "p", "--threshold", "0.55", "--name", "seed", "--json")
+    answer = cli("import", weights, "--out", tmp_path / "p", "--threshold", "0.55", "--json")
     assert answer.code == 0, answer.err
     facts = json.loads(answer.out)
     assert (facts["layout"], facts["weights"]) == ("dynasd-hard", 11 * 44 + 44 + 44 + 1 + 1)
     shown = json.loads(cli("info", tmp_path / "p", "--json").out)
-    assert (shown["name"], shown["head"], shown["rule"], shown["max depth"]) == ("seed", "dynasd-hard", "any", 5)
+    assert (shown["name"], shown["head"], shown["rule"], shown["max depth"]) == ("dynasd-hard", "dynasd-hard", "any", 5)
     assert shown["features"].startswith("entropy, top1, top2")
     again = cli("import", "--config", tmp_path / "p" / "run.yaml", "--out", tmp_path / "q", weights)
     assert again.code == 0, again.err

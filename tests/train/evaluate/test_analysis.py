@@ -356,13 +356,6 @@ def test_tokens_are_decoded_by_the_recorded_tokenizer_only(pair: Pair, pair_fold
     assert token_decoder(dataclasses.replace(header, target=str(pair_folder)))(7) == "7"
 
 
-def test_a_policy_of_values_has_a_report_without_reliability(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    policy = train(sides[0], full_profile, rule="continuation", head="xgboost", passes=1).policy
-    report = evaluate(sides[1], full_profile, [policy], detailed=True)
-    assert report.details["reliability"] == []
-    assert report.details["subject"] == policy.name and report.details["losses"]
-
-
 # Trees
 
 

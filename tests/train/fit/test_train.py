@@ -25,7 +25,6 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.search import SearchOptions, train_best
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
@@ -157,7 +156,7 @@ def test_fewer_features_and_a_name_of_its_own(
         (
             {"rule": "surviva"},
             InputError,
-            "expected derived, survival, step, any, continuation or batch, not 'surviva'",
+            "expected derived, survival, step, any, batch or gain, not 'surviva'",
         ),
         ({"rule": "step", "threshold": 1.5}, PolicyError, "between 0 and 1"),
     ],
@@ -202,10 +201,9 @@ def test_a_policy_never_replaces_what_it_is_made_from(
     for out in (place, place / "traces", place / "traces" / "data" / "new", place / "profiles"):
         with pytest.raises(InputError, match="which the command reads"):
             train(trace, costs, out=out, overwrite=True)
-    (tmp_path / "work" / "deep").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
     with pytest.raises(InputError, match="which the command reads"):
-        options = SearchOptions(1, work=tmp_path / "work" / "deep")
-        train_best(trace, costs, options, out=tmp_path / "work", overwrite=True)
+        train(trace, costs, out=tmp_path / "work", overwrite=True, tune=1, storage=tmp_path / "work" / "trials.log")
     assert files(place) == before
 
 

@@ -174,16 +174,16 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
             if node and (not accepted[parent] or ended[node] or ended[parent]):
                 continue
             below = tree.children[node]
-            assert rows.rows.depth[at] == tree.depth[node]
-            assert bool(rows.rows.accepted[at]) == accepted[node]
-            assert bool(rows.rows.followed_known[at]) == (accepted[node] and bool(below))
+            assert rows.depth[at] == tree.depth[node]
+            assert bool(rows.accepted[at]) == accepted[node]
+            assert bool(rows.followed_known[at]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
-                assert bool(rows.rows.followed[at]) == accepted[below[0]]
+                assert bool(rows.followed[at]) == accepted[below[0]]
             if node:
-                assert rows.rows.features[at, 1:].tolist() == [rows.rank[at], tree.depth[node]]
+                assert rows.features[at, 1:].tolist() == [tree.children[parent].index(node), tree.depth[node]]
             at += 1
-    assert at == len(rows.rows)
+    assert at == len(rows)
 
 
 def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[float, Trace]) -> None:

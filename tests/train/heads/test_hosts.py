@@ -34,7 +34,7 @@ def test_a_policy_for_vllm_reads_what_vllm_knows(traces: dict[float, Trace], pro
         (0.0, {"features": ["top1", "anchor_entropy"]}, InputError, "host vllm: anchor_entropy cannot be read there"),
         (0.0, {"hidden": ["draft_hidden"]}, InputError, "host vllm: draft_hidden cannot be read there"),
         (0.0, {"head": "specdec"}, InputError, "host vllm: draft_hidden cannot be read there"),
-        (0.0, {"rule": "gain"}, InputError, "host vllm: expected a rule for chains, not gain"),
+        (0.0, {"rule": "gain"}, InputError, "rule gain: expected one trace of trees; leave out .*`host`"),
         (0.7, {}, TraceError, "has labels 'match' at temperature 0.7"),
     ],
 )
