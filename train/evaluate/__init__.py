@@ -1,0 +1,1 @@
+"""Evaluation of stop policies on held-out traces: replay, statistics, verdict and report."""
