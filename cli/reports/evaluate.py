@@ -112,7 +112,7 @@ def evaluate(
         return
     show_report(report)
     page = out / "report.html"
-    output().print(f"The page: {page} (the same as report.md, report.json, report.csv, report.png beside it)")
+    output().print(f"The page: {page} (the same as report.md, report.json and report.csv beside it)")
     check_failures(report.failed)
 
 
@@ -139,7 +139,7 @@ def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int],
 def show_report(report: Report) -> None:
     """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
     from ...policies.learned import sampling_text
-    from ...train.report.writing.files import headline, policy_rows
+    from ...train.evaluate.report import headline, policy_rows
 
     facts = report.facts
     sampled = sampling_text(facts["temperature"], facts["shaping"])

@@ -136,7 +136,6 @@ def test_evaluate_answers_its_report(done: dict[str, Any], home: Path) -> None:
         "report.html",
         "report.json",
         "report.md",
-        "report.png",
         "run.yaml",
         ".specstop.json",
     }

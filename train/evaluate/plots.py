@@ -1,6 +1,6 @@
 """Plots of a report, drawn by matplotlib from the report's JSON form (`Report.to_dict()`).
 
-On the page they are inline SVG whose colours are variables of the style sheet: one drawing is readable in light and dark.
+On the page they are inline SVG. Their colours are variables of the style sheet, for light and dark.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-Data = Mapping[str, Any]
+from .report import SECTIONS, Data, interval
 
 INK, QUIET, LINE = "#1a1d21", "#59616b", "#d5d9de"
 SERIES = ("#b85300", "#0064a8", "#00805f", "#a5487d", "#7a6500")
-"""Colours that colour-blind readers can tell apart (Okabe and Ito 2008, darkened). Each series has its own marker too."""
+"""Colours that colour-blind readers can tell apart (Okabe and Ito 2008, darkened). Each series also has a marker."""
 
 VARIABLES = {INK: "--ink", QUIET: "--quiet", LINE: "--line"} | {code: f"--s{at}" for at, code in enumerate(SERIES, 1)}
 """Variables of the style sheet by colour."""
@@ -50,6 +50,9 @@ STYLE = {
 WIDTH = 5.2
 """Inches. At this width text is readable on a screen of 390 pixels."""
 
+DESCRIPTION = "The table of this section has the figures."
+"""For readers who cannot see a plot."""
+
 MAX_CURVES, MAX_DEPTHS, MAX_CHARACTERS = len(SERIES), 4, 40
 
 KINDS = {
@@ -62,29 +65,20 @@ KINDS = {
 }
 """Colour and marker by kind of policy."""
 
-TIME_PARTS = {
-    "draft_ms": "draft",
-    "verify_ms": "verification",
-    "decision_ms": "decisions",
-    "outside_ms": "framework overhead",
-    "prompt_ms": "reading prompts",
-}
-
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its caption, and its description for readers who cannot see it."""
+    """A figure with its caption."""
 
     figure: Figure
     caption: str
-    description: str
 
     def svg(self, name: str) -> str:
         """Return the figure as an SVG element for a page. Its ids begin with `name`."""
-        text = io.StringIO()
+        file = io.StringIO()
         with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-            self.figure.savefig(text, format="svg", transparent=True)
-        root = ET.fromstring(text.getvalue())
+            self.figure.savefig(file, format="svg", transparent=True)
+        root = ET.fromstring(file.getvalue())
         for parent in root.iter():
             for child in list(parent):  # matplotlib's style element would apply to the whole page
                 if child.tag.endswith(("}metadata", "}style")):
@@ -99,10 +93,9 @@ class Plot:
                 style = re.sub(r"font-family: [^;]*; ", "", style)
                 element.set("style", re.sub(r"(?<=: )#\w{6}\b", lambda code: f"var({VARIABLES[code[0]]})", style))
         root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-labelledby": f"{name}-title {name}-desc"}
-        for at, (tag, words) in enumerate((("title", self.caption), ("desc", self.description))):
-            label = ET.Element(tag, id=f"{name}-{tag}")
-            label.text = words
-            root.insert(at, label)
+        for at, (tag, text) in enumerate((("title", self.caption), ("desc", DESCRIPTION))):
+            root.insert(at, ET.Element(tag, id=f"{name}-{tag}"))
+            root[at].text = text
         return ET.tostring(root, encoding="unicode")
 
 
@@ -126,7 +119,7 @@ def draw(data: Data) -> dict[str, Plot]:
 def gains(lines: Sequence[Data]) -> Plot:
     """Draw the speed of every policy against the best fixed length, one row per policy."""
     shown = [x for x in lines if x["kind"] not in ("bound", "achievable") and x["name"] != "plain decoding"]
-    values = [interval_text(x["to_best_fixed"]) for x in shown]
+    values = [interval(x["to_best_fixed"]).text for x in shown]
     figure, axes = _rows([x["name"] for x in shown], values, "speed, best fixed length = 1")
     axes.axvline(1.0, color=QUIET, linewidth=1, linestyle="--")
     for kind in dict.fromkeys(x["kind"] for x in shown):
@@ -136,8 +129,7 @@ def gains(lines: Sequence[Data]) -> Plot:
         axes.errorbar(x, y, xerr=_errors(ratios), fmt=marker, color=color, elinewidth=2, markersize=6, label=kind)
     axes.margins(x=0.08)
     _legend(figure, axes)
-    caption = "Speed of every policy relative to the best fixed length, with 95% intervals"
-    return Plot(figure, caption, "; ".join(f"{x['name']}: {text}" for x, text in zip(shown, values, strict=True)))
+    return Plot(figure, "Speed of every policy relative to the best fixed length, with 95% intervals")
 
 
 def fixed_lengths(data: Data) -> Plot:
@@ -153,9 +145,7 @@ def fixed_lengths(data: Data) -> Plot:
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", integer=True)
     _legend(figure, axes)
-    best = max(range(len(rates)), key=lambda k: float(rates[k]))
-    words = f"The fastest fixed length is {best} with {rates[best]:.1f} tokens/s. Plain decoding has {rates[0]:.1f}."
-    return Plot(figure, "Tokens per second by fixed length", words)
+    return Plot(figure, "Tokens per second by fixed length")
 
 
 def acceptance(bands: Sequence[Data]) -> Plot:
@@ -167,8 +157,7 @@ def acceptance(bands: Sequence[Data]) -> Plot:
     if known:
         axes.fill_between(*zip(*known, strict=True), color=SERIES[1], alpha=0.18, linewidth=0)
     axes.locator_params(axis="x", integer=True)
-    words = ", ".join(f"{band['value']:.2f} at k = {k}" for k, band in zip(depths, bands, strict=True))
-    return Plot(figure, "Share of positions with at least k accepted draft tokens, with 95% interval", words)
+    return Plot(figure, "Share of positions with at least k accepted draft tokens, with 95% interval")
 
 
 def calibration(policies: Sequence[Data], subject: str) -> Plot | None:
@@ -183,8 +172,7 @@ def calibration(policies: Sequence[Data], subject: str) -> Plot | None:
         x, y = ([each[name] for each in bins] for name in ("predicted", "observed"))
         axes.errorbar(x, y, yerr=_errors(bins), elinewidth=1, label=f"depth {depth['depth']}")
     _legend(figure, axes)
-    words = f"Points on the diagonal are calibrated. The mean distance over all depths is {policy['ece']:.3f}."
-    return Plot(figure, f"{policy['name']}: observed against predicted survival, with 95% intervals", words)
+    return Plot(figure, f"{policy['name']}: observed against predicted survival, with 95% intervals")
 
 
 def time_shares(entries: Sequence[Data]) -> Plot:
@@ -192,14 +180,15 @@ def time_shares(entries: Sequence[Data]) -> Plot:
     totals = [f"{entry['total_ms']:.2f} ms" for entry in entries]
     figure, axes = _rows([entry["name"] for entry in entries], totals, "ms per token")
     left = [0.0] * len(entries)
-    for color, (key, label) in zip(SERIES, TIME_PARTS.items(), strict=True):
+    _, _, columns = SECTIONS["time"]
+    parts = [(key, label) for key, label in columns.items() if key not in ("name", "total_ms")]
+    for color, (key, label) in zip(SERIES, parts, strict=True):
         widths = [entry[key] for entry in entries]
         places = [-row - 0.05 for row in range(len(entries))]
         axes.barh(places, widths, 0.3, left, color=color, label=label, edgecolor=LINE, linewidth=0.5)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     _legend(figure, axes)
-    words = "; ".join(f"{entry['name']}: {total}" for entry, total in zip(entries, totals, strict=True))
-    return Plot(figure, "Milliseconds per token by cause", words)
+    return Plot(figure, "Milliseconds per token by cause")
 
 
 def batch_sizes(found: Data) -> Plot | None:
@@ -207,16 +196,15 @@ def batch_sizes(found: Data) -> Plot | None:
     series = {line["name"]: line["to_best_fixed"] for line in found["lines"][1:-1]}
     if len(found["sizes"]) < 2 or not series:
         return None
-    caption = "Speed by batch size, best fixed length of that batch size = 1, with 95% intervals"
-    return Plot(_curves(found["sizes"], series, "batch size"), caption, found["words"])
+    figure = _curves(found["sizes"], series, "batch size")
+    return Plot(figure, "Speed by batch size, best fixed length of that batch size = 1, with 95% intervals")
 
 
 def draft_costs(found: Data) -> Plot:
     """Draw every policy over the cost of a draft step."""
     series = {line["name"]: line["to_best_fixed"] for line in found["lines"]}
     figure = _curves(found["ratios"], series, "cost of a draft step, target step = 1", found["here"])
-    words = "; ".join(f"{line['name']} {line['verdict']}" for line in found["lines"])
-    return Plot(figure, "Speed by the cost of a draft step, with 95% intervals", words)
+    return Plot(figure, "Speed by the cost of a draft step, with 95% intervals")
 
 
 def _curves(x: Sequence[float], series: Mapping[str, Sequence[Data]], label: str, mark: float | None = None) -> Figure:
@@ -242,7 +230,7 @@ def _axes(height: float = 3.2, **properties: Any) -> tuple[Figure, Axes]:
 
 
 def _rows(names: Sequence[str], values: Sequence[str], label: str) -> tuple[Figure, Axes]:
-    """Return axes with rows at y = 0, -1, ... The name stands above its row, so that long names fit; the value on its right."""
+    """Return axes with rows at y = 0, -1, ... Names are above their rows, where long ones fit. Values are on the right."""
     figure, axes = _axes(0.46 * len(names) + 0.9, xlabel=label, ylim=(0.4 - len(names), 0.85))
     axes.spines["left"].set_visible(False)
     axes.set_yticks([])
@@ -267,9 +255,3 @@ def _errors(ratios: Sequence[Data]) -> list[list[float]]:
     # A bootstrap interval does not always contain its value.
     low = [0.0 if r["low"] is None else max(r["value"] - r["low"], 0.0) for r in ratios]
     return [low, [0.0 if r["high"] is None else max(r["high"] - r["value"], 0.0) for r in ratios]]
-
-
-def interval_text(ratio: Data, digits: int = 3) -> str:
-    """Return `1.042 [1.021, 1.063]`, or the value alone if it has no interval."""
-    value = f"{ratio['value']:.{digits}f}"
-    return value if ratio["low"] is None else f"{value} [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"

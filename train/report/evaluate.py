@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...collect.store.card import replay_text
-from ...collect.store.folder import Trace
+from ...collect.store.folder import PROMPTS_FILE, Trace
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import SamplingParams
 from ...policies import kernels
@@ -22,6 +22,7 @@ from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
+from ..evaluate.report import prompt_excerpts, write_report
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once
@@ -45,7 +46,6 @@ from .single_rounds import round_report
 from .speeds import POLICIES, SpeedTable
 from .whatif.records import Transfer
 from .whatif.sweep import RATIOS, sweep as run_sweep
-from .writing.files import write_report
 
 if TYPE_CHECKING:
     from ..fit.continuation.values import Achievable
@@ -93,7 +93,7 @@ def evaluate(
         policies: to compare: policies, specs such as `fixed:4`, or policy folders.
         train_traces: where thresholds are tuned and the derived rules' rates are solved for `profile`; without them the
             saved rates serve and the tuned confidence threshold is left out.
-        out: folder for `report.html`, `report.json`, `report.md`, `report.csv` and `report.png`.
+        out: folder for `report.html`, `report.json`, `report.md` and `report.csv`.
         seed: of the bootstrap.
         achievable: add the achievable estimate (`continuation.values.achievable_estimate`; it takes minutes); a policy above
             it beyond its interval is a finding.
@@ -171,6 +171,8 @@ def evaluate(
     found = (*report.findings, *lacking_line(lacking, profile, traces.header))
     found = (*(f"policy {name} FAILED ({one.text}); it is left out" for name, one in failed.items()), *found)
     report = dataclasses.replace(report, findings=found, failed=tuple(failed.values()))
+    if report.details:
+        report.details["prompt_texts"] = prompt_excerpts(traces.folder / PROMPTS_FILE)
     if folder is not None:
         write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
     return report
@@ -335,6 +337,8 @@ def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
         "depth": arrays.depth,
         "topology": arrays.tree.name,
         "pair": dict(header.pair),
+        "models": {"target": header.target, "draft": header.draft},
+        "profile file": str(draws.profile.source or ""),
         "profile": dict(draws.profile.facts),
         "intervals": draws.text,
     }

@@ -13,11 +13,11 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import DECISIONS, Measurements
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train.evaluate.report import FILES
 from specstop.train.fit.run import train
 from specstop.train.report import decision_costs as prices
 from specstop.train.report.decision_costs import TIMED, TRAINED, lacking_line, with_prices
 from specstop.train.report.evaluate import evaluate
-from specstop.train.report.writing.files import FILES
 from timed import timed_profile
 
 

@@ -1,12 +1,15 @@
-"""The report as a page, Markdown and CSV: the JSON's figures, nothing fetched, nothing taken for markup; and the answer."""
+"""The report as a page, Markdown and CSV: figures of the JSON, nothing fetched, names escaped, accessible."""
 
 from __future__ import annotations
 
 import copy
 import csv
+import dataclasses
 import io
+import itertools
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.report import run_facts, sections, to_csv, to_html, to_markdown, write_report
 from specstop.train.fit.continuation.values import Achievable, achievable_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
@@ -30,56 +34,59 @@ from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.comparing.compare import compare
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import TOO_FEW, Report
-from specstop.train.report.writing.files import plain, to_csv, to_markdown, write_report
-from specstop.train.report.writing.page import to_html
-from specstop.train.report.writing.sections import sections
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
-HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}'
+HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}$y$ '
+RATIO = {"value": 0.97, "low": 0.95, "high": 0.99}
 
 
 class Page(HTMLParser):
-    """Elements, their attributes and texts; fails where tags do not nest."""
+    """Elements with their attributes, texts, and tables by id as rows of (text, sort value); fails if tags do not nest."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
+        self.text = text
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.figures: list[tuple[str, str, str]] = []  # place, value, text
         self.words: list[str] = []
-        self._figure: list[Any] | None = None
+        self.tables: dict[str, list[list[tuple[str, str | None]]]] = {}
+        self._rows: list[list[tuple[str, str | None]]] = []
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
+        attributes = dict(attrs)
+        self.elements.append((tag, attributes))
         if tag not in VOID:
             self.open.append(tag)
-        if tag == "data":
-            found = dict(attrs)
-            self._figure = [found["data-path"], found["value"], ""]
+        if tag == "table":
+            self._rows = self.tables[attributes["id"] or ""] = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append(("", attributes.get("data-value")))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
-        if tag == "data" and self._figure is not None:
-            self.figures.append(tuple(self._figure))  # type: ignore[arg-type]
-            self._figure = None
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
-        if self._figure is not None:
-            self._figure[2] += data
+        if {"td", "th"} & set(self.open):
+            text, value = self._rows[-1][-1]
+            self._rows[-1][-1] = (text + data, value)
+
+    def all(self, *tags: str) -> list[dict[str, str | None]]:
+        """Return the attributes of all elements with these tags."""
+        return [attributes for tag, attributes in self.elements if tag in tags]
 
 
-def at(data: Any, pointer: str) -> Any:
-    """Return what a JSON pointer says."""
-    for step in pointer.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        data = data[int(name)] if isinstance(data, list) else data[name]
+def values(report: Report) -> dict[str, Any]:
+    """Return the report as JSON values."""
+    data: dict[str, Any] = json.loads(json.dumps(report.to_dict()))
     return data
 
 
@@ -96,9 +103,9 @@ def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPo
 
 @pytest.fixture(scope="module")
 def data(report: Report, written: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
-    assert found == plain(report)
-    return found
+    data: dict[str, Any] = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
+    assert {key: value for key, value in data.items() if key != "run"} == values(report)
+    return data
 
 
 @pytest.fixture(scope="module")
@@ -109,57 +116,123 @@ def page(report: Report, written: Path) -> Page:
 # The page
 
 
-def test_every_figure_of_the_page_is_that_of_the_json(page: Page, data: dict[str, Any]) -> None:
-    assert len(page.figures) > 300
-    for place, value, text in page.figures:
-        there = at(data, place)
-        assert float(value) == there
-        shown = float(text.replace(",", ""))
-        digits = len(text.partition(".")[2])
-        assert shown == pytest.approx(there, abs=0.501 * 10.0**-digits), place
-    for name in ("lines/0/tokens_per_s", "details/sweep/lines/0/to_best_fixed/0/value"):
-        assert f"/{name}" in {place for place, *_ in page.figures}
+def test_the_figures_of_page_csv_and_json_are_the_same(page: Page, data: dict[str, Any], written: Path) -> None:
+    table = page.tables["table-policies"]
+    columns = [text for text, _ in table[0]]
+    rows = list(csv.DictReader(io.StringIO((written / "report.csv").read_text())))
+    assert len(table) - 1 == len(rows) == len(data["lines"])
+    names = {"tokens/s": "tokens_per_s", "vs best fixed": "to_best_fixed", "vs plain": "to_plain"}
+    for row, exact, line in zip(table[1:], rows, data["lines"], strict=True):
+        assert row[0][0] == line["name"] + line["note"]
+        assert (exact["policy"], exact["kind"], exact["note"]) == (line["name"], line["kind"], line["note"])
+        for title, name in names.items():
+            text, value = row[columns.index(title)]
+            ratio = line[name] if isinstance(line[name], dict) else {"value": line[name]}
+            expected = [ratio[part] for part in ("value", "low", "high") if part in ratio]
+            assert value is not None and float(value) == expected[0] == float(exact[name])
+            shown = [float(number) for number in re.findall(r"-?[\d.]+", text)]
+            assert shown == pytest.approx(expected, abs=0.0501 if title == "tokens/s" else 0.000501)
+        for name in ("to_plain", "to_best_fixed", "oracle_share"):
+            ends = [float(exact[f"{name}{part}"]) for part in ("", "_low", "_high")]
+            assert ends == [line[name][key] for key in ("value", "low", "high")]
 
 
-def test_nothing_is_fetched_and_nothing_runs(page: Page, written: Path) -> None:
-    text = (written / "report.html").read_text()
-    assert not {tag for tag, _ in page.elements} & {"script", "iframe", "object", "embed", "img", "base", "form"}
-    for tag, attributes in page.elements:
+def test_nothing_is_fetched_and_only_the_page_s_script_runs(page: Page) -> None:
+    assert not {tag for tag, _ in page.elements} & {"iframe", "object", "embed", "img", "base", "form"}
+    assert page.all("script") == [{}]
+    policy = next(a["content"] or "" for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy and "connect-src" not in policy
+    for _, attributes in page.elements:
         for name, value in attributes.items():
             assert not name.startswith("on")
             if name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
-                assert (value or "").startswith("#") or (tag, value) == ("link", "data:,")
-    assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/)|javascript:", text)
+                assert (value or "").startswith("#") or value in ("data:,", "report.json", "report.csv", "report.md")
+    assert not re.search(r"@import|url\((?!#)|https?://|javascript:", page.text)
 
 
-def test_the_page_opens_with_the_answer_and_can_be_read_aloud(page: Page, data: dict[str, Any]) -> None:
+def luminance(color: str) -> float:
+    """Return the relative luminance of a colour (WCAG 2)."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_colours_contrast_in_light_and_dark(page: Page) -> None:
+    palettes = [
+        dict(re.findall(r"--(\w+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\}", page.text, re.S)
+    ]
+    assert len(palettes) == 2 and palettes[0].keys() == palettes[1].keys()
+    for palette in palettes:
+        for paper in ("paper", "soft"):
+            for name in palette.keys() - {"paper", "soft", "line"}:
+                light, dark = sorted((luminance(palette[name]), luminance(palette[paper])), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (name, paper)
+
+
+def test_the_page_is_accessible(page: Page) -> None:
+    """Rules of axe-core that need no browser."""
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("main")) == len(page.all("header")) == len(page.all("footer")) == 1
+    assert all(a.get("aria-label") for a in page.all("nav"))
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    links = [a["href"] or "" for a in page.all("a")]
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    assert links[0] == "#main", "the first link skips the navigation"
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(later - earlier <= 1 for earlier, later in itertools.pairwise(levels))
+    assert {a.get("scope") for a in page.all("th")} == {"col", "row"}
+    assert len(page.all("caption")) == len(page.all("table"))
+    drawings = page.all("svg")
+    assert len(drawings) == 6 == len(page.all("figcaption"))
+    for attributes in drawings:
+        assert attributes["role"] == "img" and set((attributes["aria-labelledby"] or "").split()) <= set(ids)
+    regions = [a for a in page.all("div") if a.get("class") == "scroll"]
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in regions)
+    assert {"viewport", "color-scheme"} <= {a.get("name") for a in page.all("meta")}
+    assert all(rule in page.text for rule in ("prefers-color-scheme: dark", "@media print", ":focus-visible"))
+
+
+def test_the_page_begins_with_the_answer_and_the_run(page: Page, data: dict[str, Any]) -> None:
     words = " ".join(page.words)
-    assert words.index(data["answer"]["headline"]) < words.index("Acceptance by depth")
+    assert words.index(data["answer"]["headline"]) < words.index("Length 0 is plain decoding")
     assert data["answer"]["interval"] in words
     assert all(sentence in words for sentence in data["answer"]["why"])
-    drawings = [attributes for tag, attributes in page.elements if tag == "svg"]
-    assert len(drawings) >= 9
-    assert all(a["role"] == "img" and a["aria-label"] for a in drawings)
-    assert sum(tag == "figcaption" for tag, _ in page.elements) == len(drawings)
-    assert ("html", {"lang": "en"}) in page.elements
-    names = [a.get("name") for tag, a in page.elements if tag == "meta"]
-    assert {"viewport", "color-scheme"} <= set(names)
-    style = (Path(__file__).parents[3] / "train" / "report" / "writing" / "page.css").read_text()
-    assert "prefers-color-scheme: dark" in style and "@media print" in style and "max-width: 480px" in style
+    run, facts = data["run"], data["facts"]
+    for text in (run["specstop"], run["created"], facts["traces"], facts["models"]["target"], facts["models"]["draft"]):
+        assert text in words
+
+
+def test_the_command_is_stated_if_there_is_one(monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) -> None:
+    assert run_facts()["command"] == ""
+    monkeypatch.setattr(sys, "argv", ["/bin/specstop", "evaluate", "--out", "a b"])
+    facts = run_facts()
+    assert facts["command"] == "specstop evaluate --out 'a b'"
+    page = to_html({**data, "run": facts})
+    assert "<code>specstop evaluate --out &#39;a b&#39;</code>" in page
 
 
 def test_every_section_is_there(data: dict[str, Any], page: Page) -> None:
     ids = [section.id for section in sections(data)]
-    by_policy = ["lengths", "reliability", "time", "stops", "prompts", "sensitivity", "sweep", "losses"]
-    assert ids == ["speed", "acceptance", *by_policy]
+    assert set(ids) == {
+        "policies", "fixed", "acceptance", "reliability", "time", "stops", "lengths", "sensitivity", "sweep", "prompts",
+        "losses",
+    }  # fmt: skip
     assert set(ids) <= {attributes.get("id") for _, attributes in page.elements}
     for section in sections(data):
-        for table in section.tables:
-            assert all(len(row) == len(table.columns) for row in table.rows), table.caption
-            assert len(table.texts(data)[0]) == len(table.heads)
+        assert section.cells and all(len(row) == len(section.columns) for row in section.cells), section.title
 
 
-def test_hostile_names_stay_words(data: dict[str, Any]) -> None:
+def test_prompts_are_shown_by_text(data: dict[str, Any]) -> None:
+    prompt = data["details"]["losses"][0]["prompt"]
+    data = copy.deepcopy(data)
+    data["details"]["prompt_texts"] = {prompt: "def quicksort(values):"}
+    for text in (to_html(data), to_markdown(data)):
+        assert "def quicksort(values):" in text and prompt in text
+
+
+def test_names_are_escaped(data: dict[str, Any]) -> None:
     hostile = copy.deepcopy(data)
     text = json.dumps(hostile)
     for name in ("logistic", "confidence:0.7", hostile["details"]["losses"][0]["prompt"]):
@@ -168,28 +241,31 @@ def test_hostile_names_stay_words(data: dict[str, Any]) -> None:
     hostile["details"]["losses"][0]["rounds"][0]["pieces"][0]["text"] = HOSTILE
     hostile["details"]["losses"][0]["rounds"][0]["context"] = ["</p><script>", "x"]
     hostile["findings"] = hostile["caveats"] = ["<b>" + HOSTILE]
-    found = Page(to_html(hostile))
-    assert not {tag for tag, _ in found.elements} & {"script", "img", "b"}
-    assert sum(HOSTILE in word for word in found.words) > 5
-    assert "</p><script>x" in "".join(found.words)
-    Page(to_html(hostile))
+    hostile["failed"] = [{"policy": HOSTILE, "error": HOSTILE}]
+    page = Page(to_html(hostile))
+    assert len(page.all("script")) == 1 and not page.all("img", "b")
+    assert sum(HOSTILE in word for word in page.words) > 5
+    assert "</p><script>x" in "".join(page.words)
 
 
-def test_a_transfer_table_and_groups_find_their_place(data: dict[str, Any]) -> None:
+def test_tables_of_other_places_and_failed_policies(data: dict[str, Any]) -> None:
     more = copy.deepcopy(data)
-    ratio = {"value": 0.97, "low": 0.95, "high": 0.99}
     names = list(more["details"]["sensitivity"][0]["ratios"])
     more["details"]["groups"] = [
-        {"name": n, "prompts": count, "tokens": 70, "best_fixed": "fixed:1", "ratios": dict.fromkeys(names, ratio)}
+        {"name": n, "prompts": count, "tokens": 70, "best_fixed": "fixed:1", "ratios": dict.fromkeys(names, RATIO)}
         for n, count in (("a", 3), ("b", 20))
     ]
-    cell = {"to_best_fixed": ratio, "verdict": "do not deploy", "own": True}
-    more["details"]["transfer"] = {"rows": ["x"], "trained_on": ["y"], "columns": ["z"], "cells": [[cell]]}
-    found = Page(to_html(more))
-    words = "".join(found.words)
-    assert words.count("0.970 [0.950, 0.990] do not deploy") == 1
-    assert words.count("0.970 [0.950, 0.990] below") == len(names), "a group of 3 prompts has no verdict"
-    assert {"groups", "transfer"} <= {attributes.get("id") for _, attributes in found.elements}
+    rows = [["x", 1234, None, {**RATIO, "verdict": "do not deploy"}]]
+    place = {"title": "Places", "text": "By place.", "columns": ["policy", "n", "m", "test"], "rows": rows}
+    more["details"]["places"] = place
+    more["failed"] = [{"failed": True, "policy": "mine", "error": "division by zero", "file": "", "line": 0}]
+    page = Page(to_html(more))
+    cells = [text for text, _ in page.tables["table-places"][1]]
+    assert cells == ["x", "1,234", "-", "0.970 [0.950, 0.990] do not deploy"]
+    words = "".join(page.words)
+    assert words.count("0.970 [0.950, 0.990]") == 1 + 2 * len(names)
+    failed = [text for text, _ in page.tables["table-policies"][-1]]
+    assert failed[0] == "minedivision by zero" and "failed" in failed
 
 
 def test_a_report_without_details_is_a_page_too(
@@ -198,8 +274,7 @@ def test_a_report_without_details_is_a_page_too(
     bare = evaluate(sides[1], full_profile)
     assert bare.details == {}
     write_report(bare, tmp_path / "out")
-    found = Page((tmp_path / "out" / "report.html").read_text())
-    assert sum(tag == "svg" for tag, _ in found.elements) == 3
+    assert len(Page((tmp_path / "out" / "report.html").read_text()).all("svg")) == 3
 
 
 def test_one_prompt_gives_no_verdict_and_no_interval(
@@ -217,9 +292,8 @@ def test_one_prompt_gives_no_verdict_and_no_interval(
     assert report.answer.verdict == TOO_FEW
     assert report.answer.headline.startswith("Too few prompts: a single prompt")
     text = (tmp_path / "a" / "report.html").read_text()
-    found = Page(text)
-    assert report.answer.headline in "".join(found.words)
-    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + to_markdown(report))
+    assert report.answer.headline in "".join(Page(text).words)
+    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + to_markdown(values(report)))
     with (tmp_path / "a" / "report.csv").open() as file:
         assert {row["to_plain_low"] for row in csv.DictReader(file)} == {""}
     both = compare(tmp_path / "a", tmp_path / "a").line("best fixed")
@@ -229,29 +303,20 @@ def test_one_prompt_gives_no_verdict_and_no_interval(
 # Markdown, CSV
 
 
-def test_markdown_and_csv_say_the_same(report: Report, data: dict[str, Any], written: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO((written / "report.csv").read_text())))
-    assert (written / "report.csv").read_text() == to_csv(report)
-    for row, line in zip(rows, data["lines"], strict=True):
-        assert (row["policy"], row["kind"], row["note"]) == (line["name"], line["kind"], line["note"])
-        assert float(row["tokens_per_s"]) == line["tokens_per_s"]
-        for name in ("to_plain", "to_best_fixed", "oracle_share"):
-            found = [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")]
-            assert found == [line[name][key] for key in ("value", "low", "high")]
-    text = to_markdown(report)
+def test_markdown_has_every_section(report: Report, data: dict[str, Any], written: Path) -> None:
+    assert (written / "report.csv").read_text() == to_csv(data)
+    text = (written / "report.md").read_text()
+    assert text == to_markdown(data)
     for section in sections(data):
-        assert f"## {section.title}" in text
-        for table in section.tables:
-            assert text.count(table.caption) >= 1
+        assert f"## {section.title}\n" in text
+        assert f"| {' | '.join(section.columns)} |" in text
     assert report.answer is not None
     assert report.answer.headline in text
 
 
 def test_markdown_keeps_bars_and_markup_within_cells(report: Report) -> None:
-    import dataclasses
-
     lines = tuple(dataclasses.replace(line, note=HOSTILE) for line in report.lines)
-    text = to_markdown(dataclasses.replace(report, lines=lines))
+    text = to_markdown(values(dataclasses.replace(report, lines=lines)))
     rows = [row for row in text.splitlines() if "alert" in row]
     assert len(rows) == len(lines)
     assert all("\\<script>" in row and "\\|\\`\\*" in row for row in rows)
@@ -268,7 +333,7 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
     assert line.tokens_per_s <= report.line("oracle bound").tokens_per_s
-    Page(to_html(plain(report)))
+    Page(to_html(values(report)))
 
 
 def test_a_policy_above_the_achievable_estimate_is_a_finding(
@@ -281,7 +346,7 @@ def test_a_policy_above_the_achievable_estimate_is_a_finding(
     to_plain = report.line("achievable estimate").to_plain
     assert (to_plain.value, to_plain.low, to_plain.high) == pytest.approx((1.0, 1.0, 1.0))
     assert any(text.startswith("fixed:2 is above the achievable estimate") for text in report.findings)
-    Page(to_html(plain(report)))
+    Page(to_html(values(report)))
 
 
 # Live traces, round by round
@@ -301,18 +366,18 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
 ) -> None:
     report = evaluate(live, profile, [Confidence(0.7, DEPTH)], out=tmp_path / "out")
     arrays = trace_arrays(live, extra=ROUND_COLUMNS)
-    values = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
-    assert len(values.taken.sequence) == len(values.committed) == report.facts["rounds"]
+    rounds = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
+    assert len(rounds.taken.sequence) == len(rounds.committed) == report.facts["rounds"]
     found = report.line("confidence:0.7")
-    assert found.tokens_per_s == pytest.approx(values.rate)
-    assert found.block_efficiency == pytest.approx(float(values.committed.mean()))
-    assert report.caveats == values.caveats
+    assert found.tokens_per_s == pytest.approx(rounds.rate)
+    assert found.block_efficiency == pytest.approx(float(rounds.committed.mean()))
+    assert report.caveats == rounds.caveats
     bound = report.line("oracle bound")
     assert bound.tokens_per_s >= max(x.tokens_per_s for x in report.lines)
     page = Page((tmp_path / "out" / "report.html").read_text())
     words = "".join(page.words)
-    assert all(caveat in words for caveat in values.caveats)
-    assert all(caveat in (tmp_path / "out" / "report.md").read_text() for caveat in values.caveats)
+    assert all(caveat in words for caveat in rounds.caveats)
+    assert all(caveat in (tmp_path / "out" / "report.md").read_text() for caveat in rounds.caveats)
     assert "rejection verification (lossless)" in words
 
 
