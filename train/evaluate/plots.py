@@ -230,7 +230,7 @@ def _axes(height: float = 3.2, **properties: Any) -> tuple[Figure, Axes]:
 
 
 def _rows(names: Sequence[str], values: Sequence[str], label: str) -> tuple[Figure, Axes]:
-    """Return axes with rows at y = 0, -1, ... Names are above their rows, where long ones fit. Values are on the right."""
+    """Return axes with rows at y = 0, -1, ... Long names fit above their rows. Values are on the right."""
     figure, axes = _axes(0.46 * len(names) + 0.9, xlabel=label, ylim=(0.4 - len(names), 0.85))
     axes.spines["left"].set_visible(False)
     axes.set_yticks([])

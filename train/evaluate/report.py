@@ -1,6 +1,6 @@
 """Write a report as HTML, Markdown, CSV and JSON, all from its JSON form (`Report.to_dict()`).
 
-`sections` turns the JSON into headings, sentences and tables. One template writes them as HTML, another one as Markdown.
+`sections` turns the JSON into headings, sentences and tables. One template writes them as HTML, one as Markdown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_ROWS = 20
 
 
 class Cell(NamedTuple):
-    """A cell of a table: its text, the number by which its column is sorted (None: by the text), and a note below it."""
+    """A cell of a table: its text, the number by which its column is sorted (None: by the text), and a note."""
 
     text: str
     value: float | None = None
@@ -286,8 +286,8 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
         "Speed of every policy on the same prompts, with 95% intervals. Share of the oracle gain: 0 is the best fixed"
         " length, 1 is the oracle bound, which knows every accepted length.",
         {"policy": "policy", "tokens_per_s": "tokens/s", "to_best_fixed": "vs best fixed", "verdict": "verdict",
-         "to_plain": "vs plain", "oracle_share": "share of the oracle gain",
-         "block_efficiency": "tokens per target call", "drafted": "drafted per round", "accepted": "accepted per round"},
+         "to_plain": "vs plain", "oracle_share": "share of the oracle gain", "drafted": "drafted per round",
+         "accepted": "accepted per round", "block_efficiency": "tokens per target call"},
     ),
     "fixed": (
         "Fixed lengths",
