@@ -284,10 +284,11 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "policies": (
         "Policies",
         "Speed of every policy on the same prompts, with 95% intervals. Share of the oracle gain: 0 is the best fixed"
-        " length, 1 is the oracle bound, which knows every accepted length.",
+        " length, 1 is the oracle bound, which knows every accepted length. Tokens per call are committed tokens per"
+        " target call. Drafted and accepted are tokens per round.",
         {"policy": "policy", "tokens_per_s": "tokens/s", "to_best_fixed": "vs best fixed", "verdict": "verdict",
-         "to_plain": "vs plain", "oracle_share": "share of the oracle gain", "drafted": "drafted per round",
-         "accepted": "accepted per round", "block_efficiency": "tokens per target call"},
+         "to_plain": "vs plain", "oracle_share": "share of the oracle gain", "block_efficiency": "tokens per call",
+         "drafted": "drafted", "accepted": "accepted"},
     ),
     "fixed": (
         "Fixed lengths",
@@ -422,7 +423,8 @@ def _rows(data: Data) -> dict[str, list[dict[str, Any]]]:
     lengths = details.get("lengths") or [{"chosen": (), "ideal": ()}] * 2
     by_depth = zip(lengths[0]["chosen"], lengths[0]["ideal"], lengths[1]["chosen"], strict=True)
     return {
-        **{name: details.get(name) or [] for name in ("time", "stops", "sensitivity", "groups")},
+        **{name: details.get(name) or [] for name in ("time", "stops", "groups")},
+        "sensitivity": [{**x, "factor": number(x["factor"], "g")} for x in details.get("sensitivity", ())],
         "policies": _policies(data),
         "fixed": [{"length": k, "rate": number(x, ".1f"), "ratio": x / fixed[0]} for k, x in enumerate(fixed)],
         "acceptance": [{"k": k + 1, "share": bands[k] if k < len(bands) else None} for k in range(depth)],
