@@ -26,7 +26,7 @@ SERIES = ("#b85300", "#0064a8", "#00805f", "#a5487d", "#7a6500")
 VARIABLES = {INK: "--ink", QUIET: "--quiet", LINE: "--line"} | {code: f"--s{at}" for at, code in enumerate(SERIES, 1)}
 """Variables of the style sheet by colour."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": QUIET,
     "axes.grid": True,
@@ -140,7 +140,7 @@ def fixed_lengths(data: Data) -> Plot:
     candidate = (data["answer"] or {}).get("candidate")
     for line in data["lines"]:
         if line["kind"] == "bound" or line["name"] == candidate:
-            style = {"color": KINDS[line["kind"]][0], "linestyle": ":" if line["kind"] == "bound" else "--"}
+            style: dict[str, Any] = {"color": KINDS[line["kind"]][0], "linestyle": ":" if line["kind"] == "bound" else "--"}
             axes.axhline(line["tokens_per_s"], label=_short(line["name"]), **style)
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", integer=True)
@@ -153,9 +153,9 @@ def acceptance(bands: Sequence[Data]) -> Plot:
     depths = range(1, len(bands) + 1)
     figure, axes = _axes(xlabel="k", ylabel="P(A ≥ k)", ylim=(0, 1))
     axes.plot(depths, [band["value"] for band in bands], color=SERIES[1])
-    known = [(k, b["low"], b["high"]) for k, b in zip(depths, bands, strict=True) if b["low"] is not None]
-    if known:
-        axes.fill_between(*zip(*known, strict=True), color=SERIES[1], alpha=0.18, linewidth=0)
+    known = [k for k in depths if bands[k - 1]["low"] is not None]
+    low, high = ([bands[k - 1][end] for k in known] for end in ("low", "high"))
+    axes.fill_between(known, low, high, color=SERIES[1], alpha=0.18, linewidth=0)
     axes.locator_params(axis="x", integer=True)
     return Plot(figure, "Share of positions with at least k accepted draft tokens, with 95% interval")
 

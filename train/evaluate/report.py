@@ -129,12 +129,10 @@ def write_report(
 
 def run_facts() -> dict[str, str]:
     """Return the version of specstop, the time, and the command of this process ("" if it is none of specstop)."""
-    program = Path(sys.argv[0])
-    is_command = program.name == "specstop" or program.parts[-3:] == ("specstop", "cli", "__main__.py")
     return {
         "specstop": version("specstop"),
         "created": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "command": shlex.join(["specstop", *sys.argv[1:]]) if is_command else "",
+        "command": shlex.join(["specstop", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "specstop" else "",
     }
 
 
