@@ -139,12 +139,14 @@ def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int],
 def show_report(report: Report) -> None:
     """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
     from ...policies.learned import sampling_text
-    from ...train.evaluate.report import headline, policy_rows
+    from ...train.evaluate.report import sections
 
     facts = report.facts
     sampled = sampling_text(facts["temperature"], facts["shaping"])
     title = f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}"
-    heads, *rows = policy_rows(report)
+    policies = sections(report.to_dict())[0]
+    rows = [[*(cell.text for cell in row), row[0].note] for row in policies.cells[: len(report.lines)]]
+    heads = [*policies.columns, "note"]
     failed = [[f"{failure.policy} FAILED", *["-"] * (len(heads) - 1)] for failure in report.failed]
     table(title, heads, [*rows, *failed])
     not_observed = ["-"] * (len(report.fixed) - 1 - len(report.acceptance))
@@ -160,7 +162,7 @@ def show_report(report: Report) -> None:
         _show_batches(sides)
     for text in (*report.caveats, *report.findings):
         console.print(f"Note: {text}")
-    console.print(headline(report))
+    console.print(report.answer.headline if report.answer else "no policy was compared")
     if sides is not None:
         console.print(sides["words"])
     if report.answer is not None:

@@ -140,7 +140,10 @@ def fixed_lengths(data: Data) -> Plot:
     candidate = (data["answer"] or {}).get("candidate")
     for line in data["lines"]:
         if line["kind"] == "bound" or line["name"] == candidate:
-            style: dict[str, Any] = {"color": KINDS[line["kind"]][0], "linestyle": ":" if line["kind"] == "bound" else "--"}
+            style: dict[str, Any] = {
+                "color": KINDS[line["kind"]][0],
+                "linestyle": ":" if line["kind"] == "bound" else "--",
+            }
             axes.axhline(line["tokens_per_s"], label=_short(line["name"]), **style)
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", integer=True)

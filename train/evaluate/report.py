@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...policies.display import markdown, markdown_cell, printable
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import sampling_text
-from ..report.decision_costs import FILE as DECISIONS_FILE
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -103,25 +102,22 @@ def cell(value: Any) -> Cell:
     return number(value, ",d") if isinstance(value, int) else Cell(str(value))
 
 
-def write_report(
-    report: Report, out: Path, *, overwrite: bool = False, decisions: Mapping[str, Any] | None = None
-) -> None:
+def write_report(report: Report, out: Path, *, overwrite: bool = False, more: Mapping[str, Any] | None = None) -> None:
     """Write `FILES` into the folder `out`, all or none.
 
     Args:
         report: to write.
         out: folder.
         overwrite: whether to replace a report in `out`.
-        decisions: timings of decisions that the profile lacks, written beside the report.
+        more: other JSON files to write beside the report, by name.
 
     Raises:
         InputError: `out` is not empty, or as `prepare_output_dir`.
     """
     data = {**report.to_dict(), "run": run_facts()}
     with staged_folder(prepare_output_dir(out, overwrite=overwrite)) as stage:
-        if decisions is not None:
-            write_json(stage / DECISIONS_FILE, decisions)
-        write_json(stage / "report.json", data)
+        for name, content in {"report.json": data, **(more or {})}.items():
+            write_json(stage / name, content)
         write_atomic(stage / "report.html", to_html(data))
         write_atomic(stage / "report.md", to_markdown(data))
         write_atomic(stage / "report.csv", to_csv(data))
@@ -175,18 +171,6 @@ def to_csv(data: Data) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def headline(report: Report) -> str:
-    """Return the verdict in one or two sentences."""
-    return report.answer.headline if report.answer else "No policy was compared"
-
-
-def policy_rows(report: Report) -> list[list[str]]:
-    """Return the table of policies as texts, its headings first."""
-    table = sections(report.to_dict())[0]
-    rows = table.cells[: len(report.lines)]  # without policies that failed
-    return [[*table.columns, "note"], *([*(each.text for each in row), row[0].note] for row in rows)]
 
 
 @functools.cache
@@ -376,10 +360,7 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
 
 
 def sections(data: Data) -> list[Section]:
-    """Return the sections of a report in order, "places" and "comparison" after the policies.
-
-    The details of these two are the arguments of `Section`: title, text, columns, rows.
-    """
+    """Return the sections of a report in order, after the policies any details with title, text, columns and rows."""
     subject = data["details"].get("subject", "")
     tables = {name: rows for name, rows in _rows(data).items() if rows}
     out = []
@@ -391,8 +372,9 @@ def sections(data: Data) -> list[Section]:
             cells = [[*(row.get(key, "") for key in keys), *row.get("ratios", {}).values()] for row in rows]
             text = f"{text.replace('{subject}', subject)} {_results(name, data['details'])}".strip()
             out.append(Section(name, title, text, columns, cells))
-    added = (name for name in ("places", "comparison") if data["details"].get(name))
-    out[1:1] = [Section(name, **data["details"][name]) for name in added]
+    complete = {"title", "text", "columns", "rows"}
+    details = {name: found for name, found in data["details"].items() if isinstance(found, Mapping)}
+    out[1:1] = [Section(name, **found) for name, found in details.items() if found.keys() == complete]
     return out
 
 

@@ -37,7 +37,7 @@ from .answer import answer, contradicted, doubts, findings, noise_findings, reme
 from .batches import Arrivals, by_batch, check_batches
 from .checks import check_fit, check_together, failure_of
 from .clusters import Clusters, check_cluster, choose_clusters, dominant_cluster
-from .decision_costs import copies, lacking_line, with_prices
+from .decision_costs import FILE as DECISIONS_FILE, copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
 from .insight import Entry, acceptance_bands, trace_outcomes
 from .pricing import Draws
@@ -174,7 +174,9 @@ def evaluate(
     if report.details:
         report.details["prompt_texts"] = prompt_excerpts(traces.folder / PROMPTS_FILE)
     if folder is not None:
-        write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
+        timed = copies(lacking)
+        more = None if timed is None else {DECISIONS_FILE: timed}
+        write_report(report, folder, overwrite=overwrite, more=more)
     return report
 
 
