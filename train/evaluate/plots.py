@@ -86,7 +86,7 @@ class Plot:
         for element in root.iter():
             element.tag = element.tag.partition("}")[2]
             if element.tag == "g":
-                element.attrib.pop("id", None)  # the same ids in every figure; nothing refers to them
+                element.attrib.pop("id", None)  # every figure has the same ids, and nothing refers to them
             if target := element.attrib.pop("{http://www.w3.org/1999/xlink}href", ""):
                 element.set("href", target)
             if style := element.get("style"):
@@ -156,9 +156,9 @@ def acceptance(bands: Sequence[Data]) -> Plot:
     depths = range(1, len(bands) + 1)
     figure, axes = _axes(xlabel="k", ylabel="P(A ≥ k)", ylim=(0, 1))
     axes.plot(depths, [band["value"] for band in bands], color=SERIES[1])
-    known = [k for k in depths if bands[k - 1]["low"] is not None]
-    low, high = ([bands[k - 1][end] for k in known] for end in ("low", "high"))
-    axes.fill_between(known, low, high, color=SERIES[1], alpha=0.18, linewidth=0)
+    observed = [k for k in depths if bands[k - 1]["low"] is not None]
+    low, high = ([bands[k - 1][end] for k in observed] for end in ("low", "high"))
+    axes.fill_between(observed, low, high, color=SERIES[1], alpha=0.18, linewidth=0)
     axes.locator_params(axis="x", integer=True)
     return Plot(figure, "Share of positions with at least k accepted draft tokens, with 95% interval")
 
@@ -194,19 +194,19 @@ def time_shares(entries: Sequence[Data]) -> Plot:
     return Plot(figure, "Milliseconds per token by cause")
 
 
-def batch_sizes(found: Data) -> Plot | None:
+def batch_sizes(batch: Data) -> Plot | None:
     """Draw every policy over the batch size."""
-    series = {line["name"]: line["to_best_fixed"] for line in found["lines"][1:-1]}
-    if len(found["sizes"]) < 2 or not series:
+    series = {line["name"]: line["to_best_fixed"] for line in batch["lines"][1:-1]}
+    if len(batch["sizes"]) < 2 or not series:
         return None
-    figure = _curves(found["sizes"], series, "batch size")
+    figure = _curves(batch["sizes"], series, "batch size")
     return Plot(figure, "Speed by batch size, best fixed length of that batch size = 1, with 95% intervals")
 
 
-def draft_costs(found: Data) -> Plot:
+def draft_costs(sweep: Data) -> Plot:
     """Draw every policy over the cost of a draft step."""
-    series = {line["name"]: line["to_best_fixed"] for line in found["lines"]}
-    figure = _curves(found["ratios"], series, "cost of a draft step, target step = 1", found["here"])
+    series = {line["name"]: line["to_best_fixed"] for line in sweep["lines"]}
+    figure = _curves(sweep["ratios"], series, "cost of a draft step, target step = 1", sweep["here"])
     return Plot(figure, "Speed by the cost of a draft step, with 95% intervals")
 
 
@@ -254,7 +254,7 @@ def _short(name: str) -> str:
 
 
 def _errors(ratios: Sequence[Data]) -> list[list[float]]:
-    """Return the distances of the ends of intervals from their values, [2, n]; 0 where there is no interval."""
+    """Return the distances of the ends of intervals from their values, [2, n]. They are 0 if there is no interval."""
     # A bootstrap interval does not always contain its value.
     low = [0.0 if r["low"] is None else max(r["value"] - r["low"], 0.0) for r in ratios]
     return [low, [0.0 if r["high"] is None else max(r["high"] - r["value"], 0.0) for r in ratios]]

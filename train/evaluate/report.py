@@ -115,6 +115,7 @@ def write_report(report: Report, out: Path, *, overwrite: bool = False, more: Ma
         InputError: `out` is not empty, or as `prepare_output_dir`.
     """
     data = {**report.to_dict(), "run": run_facts()}
+    data["prompt_texts"] = prompt_texts(data)
     with staged_folder(prepare_output_dir(out, overwrite=overwrite)) as stage:
         for name, content in {"report.json": data, **(more or {})}.items():
             write_json(stage / name, content)
@@ -132,20 +133,22 @@ def run_facts() -> dict[str, str]:
     }
 
 
-def prompt_excerpts(prompts_file: Path) -> dict[str, str]:
-    """Return the beginning of each prompt by its id; nothing if the trace keeps no texts."""
-    if not prompts_file.is_file():
+def prompt_texts(data: Data) -> dict[str, str]:
+    """Return the beginning of the prompts that a report names, by id; nothing if the trace keeps no texts."""
+    details, path = data["details"], Path(data["facts"]["traces"], "prompts.jsonl")
+    names = {x["prompt"] for x in (*details.get("prompts", ()), *details.get("losses", ()))}
+    if not names or not path.is_file():
         return {}
-    with prompts_file.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8") as lines:
         prompts = [json.loads(line) for line in lines]
-    return {x["id"]: " ".join(x["text"].split())[:EXCERPT] for x in prompts if "id" in x}
+    return {x["id"]: " ".join(x["text"].split())[:EXCERPT] for x in prompts if x.get("id") in names}
 
 
 def to_html(data: Data) -> str:
     """Return the page, complete in one file.
 
     Args:
-        data: `Report.to_dict()`, and `run_facts` under "run" if they are known.
+        data: `Report.to_dict()`, with `run_facts` as "run" and `prompt_texts` if they are known.
     """
     from . import plots  # imports matplotlib
 
@@ -222,7 +225,7 @@ def _context(data: Data) -> dict[str, Any]:
             "How this was measured": _measured(facts),
         },
         "max_rows": MAX_ROWS,
-        "prompt_texts": data["details"].get("prompt_texts", {}),
+        "prompt_texts": data.get("prompt_texts", {}),
     }
 
 
@@ -373,8 +376,8 @@ def sections(data: Data) -> list[Section]:
             text = f"{text.replace('{subject}', subject)} {_results(name, data['details'])}".strip()
             out.append(Section(name, title, text, columns, cells))
     complete = {"title", "text", "columns", "rows"}
-    details = {name: found for name, found in data["details"].items() if isinstance(found, Mapping)}
-    out[1:1] = [Section(name, **found) for name, found in details.items() if found.keys() == complete]
+    details = {name: value for name, value in data["details"].items() if isinstance(value, Mapping)}
+    out[1:1] = [Section(name, **value) for name, value in details.items() if value.keys() == complete]
     return out
 
 
@@ -393,7 +396,7 @@ def _rows(data: Data) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of the tables by section. A row has values that `cell` accepts by the keys of `SECTIONS`."""
     details, fixed, bands, lines = data["details"], data["fixed"], data["bands"], data["lines"]
     depth = max(len(bands), int(data["facts"].get("depth", 0)))
-    texts = details.get("prompt_texts", {})
+    texts = data.get("prompt_texts", {})
 
     def prompt(row: Data) -> dict[str, Any]:
         text, name = texts.get(row["prompt"]), row["prompt"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...collect.store.card import replay_text
-from ...collect.store.folder import PROMPTS_FILE, Trace
+from ...collect.store.folder import Trace
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import SamplingParams
 from ...policies import kernels
@@ -22,7 +22,7 @@ from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
-from ..evaluate.report import prompt_excerpts, write_report
+from ..evaluate.report import write_report
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once
@@ -171,8 +171,6 @@ def evaluate(
     found = (*report.findings, *lacking_line(lacking, profile, traces.header))
     found = (*(f"policy {name} FAILED ({one.text}); it is left out" for name, one in failed.items()), *found)
     report = dataclasses.replace(report, findings=found, failed=tuple(failed.values()))
-    if report.details:
-        report.details["prompt_texts"] = prompt_excerpts(traces.folder / PROMPTS_FILE)
     if folder is not None:
         timed = copies(lacking)
         more = None if timed is None else {DECISIONS_FILE: timed}

@@ -104,7 +104,7 @@ def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPo
 @pytest.fixture(scope="module")
 def data(report: Report, written: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
-    assert {key: value for key, value in data.items() if key != "run"} == values(report)
+    assert {key: value for key, value in data.items() if key not in ("run", "prompt_texts")} == values(report)
     return data
 
 
@@ -226,9 +226,8 @@ def test_every_section_is_there(data: dict[str, Any], page: Page) -> None:
 
 def test_prompts_are_shown_by_text(data: dict[str, Any]) -> None:
     prompt = data["details"]["losses"][0]["prompt"]
-    data = copy.deepcopy(data)
-    data["details"]["prompt_texts"] = {prompt: "def quicksort(values):"}
-    for text in (to_html(data), to_markdown(data)):
+    named = {**data, "prompt_texts": {prompt: "def quicksort(values):"}}
+    for text in (to_html(named), to_markdown(named)):
         assert "def quicksort(values):" in text and prompt in text
 
 
