@@ -129,7 +129,7 @@ def gains(lines: Sequence[Data]) -> Plot:
         axes.errorbar(x, y, xerr=_errors(ratios), fmt=marker, color=color, elinewidth=2, markersize=6, label=kind)
     axes.margins(x=0.08)
     _legend(figure, axes)
-    return Plot(figure, "Speed of every policy relative to the best fixed length, with 95% intervals")
+    return Plot(figure, "Speed relative to the best fixed length, with 95% intervals")
 
 
 def fixed_lengths(data: Data) -> Plot:
