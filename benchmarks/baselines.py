@@ -22,7 +22,7 @@ from typing import Any
 
 from bars import Bars, arguments
 from pairs import effort, pair_folder
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.facts import facts
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import collect
@@ -32,10 +32,10 @@ from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import Line
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import Line
 from tuned_rules import BUDGET, rule_defaults, tuned_rules
 
 TEMPERATURES = (0.0, 0.7)

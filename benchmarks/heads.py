@@ -28,7 +28,7 @@ from bars import Bars, arguments
 from baselines import measured
 from hindsight import policy_survival, settle_thresholds
 from pairs import effort, prompts_of
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace, open_trace
@@ -42,6 +42,8 @@ from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, TOKEN_FEATUR
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.demo.pair import shipped_pair
+from specstop.train.evaluate.analysis import survival
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.plan import FEATURES
@@ -53,8 +55,6 @@ from specstop.train.heads.rows import visits
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.reliability import survival
-from specstop.train.statistics import Resamples
 from tuned_rules import tuned_rules
 
 TEMPERATURES = (0.0, 0.7)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import effort
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
@@ -33,12 +33,12 @@ from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.display import Progress
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.pair import shipped_pair
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import best_of, fixed_grid
 from specstop.train.fit.tuning.settled import settle
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
 
 MODES = ("block", "match")
 DRAWS = 4

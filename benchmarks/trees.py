@@ -29,7 +29,7 @@ from bars import Bars, arguments
 from drafting.chosen import TREE
 from drafting.likely_tree import likely_tree
 from pairs import effort, pair_folder, prompts_of
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.facts import facts
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
@@ -44,6 +44,7 @@ from specstop.policies.errors import SpecstopError
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import Measurements, decision_prices
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
@@ -55,7 +56,6 @@ from specstop.train.replay.bounds.static_tree import best_static_tree, drafted_a
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree, subtree
-from specstop.train.statistics import Resamples
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")
 DEPTH = 10

@@ -9,6 +9,7 @@ from specstop.decode.benchmark import Ratio
 from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
@@ -21,7 +22,6 @@ from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree
-from specstop.train.statistics import Resamples
 
 from .ground import Ground
 

@@ -22,8 +22,8 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.errors import SpecstopError, TraceError
 from specstop.policies.files import sha256
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.report.evaluate import evaluate
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -205,7 +205,7 @@ def test_ids_and_names_reach_no_terminal_as_they_are(
     full_profile.save(tmp_path / "profile.json")
     report = tmp_path / "report"
     for command in (
-        ("info", folder), ("info", folder, "--json"), ("merge", folder),
+        ("info", folder), ("info", folder, "--json"), ("info", folder, "--check"),
         ("evaluate", "--traces", folder, "--profile", tmp_path / "profile.json", "--out", report),
     ):  # fmt: skip
         answer = cli(*command)

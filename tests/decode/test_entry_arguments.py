@@ -28,8 +28,8 @@ from specstop.policies.fixed import FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
 from transformers import MinLengthLogitsProcessor
 from typer.main import get_command
 
@@ -152,7 +152,7 @@ def test_policies_are_named_as_on_the_command_line(
 
 
 def test_verification_has_one_default_everywhere() -> None:
-    from specstop.cli.app import app
+    from specstop.cli.main import app
 
     defaults = {Settings().verification}
     for function in (collect, specstop_generate, measure_profile):

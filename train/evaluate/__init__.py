@@ -1,1 +1,1 @@
-"""Evaluation of stop policies on held-out traces: replay, statistics, verdict and report."""
+"""Replay held-out traces, compare policies, and report which one to deploy."""

@@ -26,7 +26,7 @@ from ...policies.learned import sampling_text
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-    from ..report.records import Report
+    from .records import Report
 
 Data = Mapping[str, Any]
 
@@ -102,14 +102,13 @@ def cell(value: Any) -> Cell:
     return number(value, ",d") if isinstance(value, int) else Cell(str(value))
 
 
-def write_report(report: Report, out: Path, *, overwrite: bool = False, more: Mapping[str, Any] | None = None) -> None:
+def write_report(report: Report, out: Path, *, overwrite: bool = False) -> None:
     """Write `FILES` into the folder `out`, all or none.
 
     Args:
         report: to write.
         out: folder.
         overwrite: whether to replace a report in `out`.
-        more: other JSON files to write beside the report, by name.
 
     Raises:
         InputError: `out` is not empty, or as `prepare_output_dir`.
@@ -117,8 +116,7 @@ def write_report(report: Report, out: Path, *, overwrite: bool = False, more: Ma
     data = {**report.to_dict(), "run": run_facts()}
     data["prompt_texts"] = prompt_texts(data)
     with staged_folder(prepare_output_dir(out, overwrite=overwrite)) as stage:
-        for name, content in {"report.json": data, **(more or {})}.items():
-            write_json(stage / name, content)
+        write_json(stage / "report.json", data)
         write_atomic(stage / "report.html", to_html(data))
         write_atomic(stage / "report.md", to_markdown(data))
         write_atomic(stage / "report.csv", to_csv(data))

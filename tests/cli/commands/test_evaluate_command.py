@@ -1,4 +1,4 @@
-"""`specstop evaluate` and what it says of a profile; `specstop profile --add-policy`."""
+"""`specstop evaluate` and what it says of a profile; `specstop profile --policy`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
-from specstop.train.report import evaluate as report_of
-from specstop.train.report.evaluate import evaluate
+from specstop.train.evaluate import evaluate as report_of
+from specstop.train.evaluate.evaluate import evaluate
 from timed import timed_profile
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -40,7 +40,7 @@ def test_the_command_line_says_what_the_profile_lacks(
     said = []
     for at in range(2):
         arguments = ("--traces", sides[1].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / f"r{at}")
-        answer = cli("evaluate", *arguments, "--policy", "confidence:0.7", "--no-sweep", "--quiet")
+        answer = cli("evaluate", *arguments, "--policy", "confidence:0.7", "--quiet")
         assert answer.code == 0, answer.err
         said.append(" ".join(answer.out.split()))
     assert said[0].replace("r0", "r1") == said[1]
@@ -48,7 +48,7 @@ def test_the_command_line_says_what_the_profile_lacks(
     reports = [files(tmp_path / f"r{at}") for at in range(2)]
     # These traces do not say where their models lie.
     pair = "--target TARGET --draft DRAFT --dtype float64 --prompts PROMPTS"
-    command = f"specstop profile --add-policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}"
+    command = f"specstop profile --policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}"
     assert f"`{command}`" in reports[0]["report.md"].decode()
     assert f"<code>{command}</code>" in reports[0]["report.html"].decode()
     assert {name for name in reports[0] if reports[0][name] != reports[1][name]} == {"run.yaml"}
@@ -63,13 +63,13 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     )
     models = model_options(pair_folder, *COMPACT)
     few = ["--prompts", tmp_path / "prompts.jsonl", "--repeats", 2, "--quiet"]
-    command = ["profile", "--add-policy", "confidence:0.4", *models, *few]
+    command = ["profile", "--policy", "confidence:0.4", *models, *few]
     refused = cli(*command)
-    assert refused.code == 2 and "expected the profile to add to; give it with --profile" in refused.err
-    refused = cli("profile", "--add-policy", "fixed:2", *command[3:], "--profile", tmp_path / "profile.json")
+    assert refused.code == 2 and "--out: expected a JSON file for the profile" in refused.err
+    refused = cli("profile", "--policy", "fixed:2", *command[3:], "--profile", tmp_path / "profile.json")
     assert refused.code == 2 and "fixed:2 decided nothing" in refused.err
-    refused = cli("profile", "--add-policy", "confidense:0.4", *command[3:], "--profile", tmp_path / "profile.json")
-    assert refused.code == 2 and "--add-policy: unknown policy" in refused.err
+    refused = cli("profile", "--policy", "confidense:0.4", *command[3:], "--profile", tmp_path / "profile.json")
+    assert refused.code == 2 and "--policy: unknown policy" in refused.err
     assert Profile.load(tmp_path / "profile.json") == bare
     answer = cli(*command, "--profile", tmp_path / "profile.json", "--out", tmp_path / "other.json")
     assert answer.code == 0, answer.err
@@ -95,11 +95,11 @@ def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
     command = ["profile", "--profile", tmp_path / "profile.json", "--prompts", tmp_path / "prompts.jsonl", "--quiet"]
     command += model_options(pair_folder, *COMPACT)
     priced.save(tmp_path / "profile.json")
-    answer = cli(*command, "--add-policy", "load?table=1:1,2:2")
+    answer = cli(*command, "--policy", "load?table=1:1,2:2")
     assert answer.code == 2 and "load:1:1,2:2 decided nothing" in answer.err, "a size alone settles its length"
     assert "warning: the profile timed rounds of the drafter lookup, this pair plays those of model" in answer.err
-    answer = cli(*command, "--add-policy", "confidence:0.4", "--add-policy", "load?table=1:1,2:2")
-    assert answer.code == 0 and "warning: --add-policy: load:1:1,2:2 decided nothing" in answer.err, answer.err
+    answer = cli(*command, "--policy", "confidence:0.4", "--policy", "load?table=1:1,2:2")
+    assert answer.code == 0 and "warning: --policy: load:1:1,2:2 decided nothing" in answer.err, answer.err
     timed = Profile.load(tmp_path / "profile.json").measurements.where(lambda key: key.what == DECISIONS).series
     assert {key.of for key in timed} == {"confidence"}
 
@@ -116,7 +116,7 @@ def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
         ("rejection", "tetris:2", "auto"),  # it reads drawn tokens and leaves some out
     ):
         dataclasses.replace(wide, temperature=0.7, verification=mode).save(tmp_path / "profile.json")
-        assert cli(*command, "--add-policy", policy).code == 2
+        assert cli(*command, "--policy", policy).code == 2
         assert seen[-1] == (expected, Profile.load(tmp_path / "profile.json"))
 
 
@@ -130,18 +130,16 @@ def test_decisions_of_an_engine_s_profile_are_timed_inside_it(
     dataclasses.replace(bare, facts={"engine": "vllm 0.32.0"}).save(tmp_path / "profile.json")
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n')
     models = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
-    answer = cli(
-        "profile", "--add-policy", "confidence:0.4", "--profile", tmp_path / "profile.json", *models, "--quiet"
-    )
+    answer = cli("profile", "--policy", "confidence:0.4", "--profile", tmp_path / "profile.json", *models, "--quiet")
     assert answer.code == 2 and f"inside target, draft, {bare.max_depth}" in answer.err
 
 
 def test_without_a_place_to_go_a_profile_is_refused(pair_folder: Path) -> None:
     answer = cli("profile", "--target", pair_folder / "target", "--draft", pair_folder / "draft")
-    assert answer.code == 2 and "--out: expected a JSON file for the profile to go to" in answer.err
+    assert answer.code == 2 and "--out: expected a JSON file for the profile" in answer.err
 
 
-def test_rows_are_called_what_was_typed(
+def test_policies_are_named_by_what_they_are(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
     """Two folders of one head, whose own names are the same, and a rule."""
@@ -151,12 +149,12 @@ def test_rows_are_called_what_was_typed(
     typed = [str(tmp_path / "one"), str(tmp_path / "two"), "confidence:0.7"]
     options = [word for spec in typed for word in ("--policy", spec)]
     read = ["evaluate", "--traces", sides[1].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "r"]
-    answer = cli(*read, *options, "--no-sweep", "--json")
+    answer = cli(*read, *options, "--json")
     assert answer.code == 0, answer.err
     names = [line["name"] for line in json.loads(answer.out)["lines"]]
-    assert set(typed) <= set(names)
+    assert {"confidence:0.7", *(f"logistic ({folder})" for folder in typed[:2])} <= set(names)
     twice = cli(*read, *options[:2] * 2, "--overwrite")
-    assert twice.code == 2 and f"two policies are called '{typed[0]}'" in twice.err
+    assert twice.code == 2 and f"two policies are called 'logistic ({typed[0]})'" in twice.err
 
 
 def test_policies_are_compared_by_batch_size(
@@ -177,7 +175,7 @@ def test_policies_are_compared_by_batch_size(
         "--policy",
         "confidence:0.5",
     ]
-    answer = cli(*read, "--out", tmp_path / "r", "--batch", "1,4", "--no-sweep")
+    answer = cli(*read, "--out", tmp_path / "r", "--batch", "1,4")
     assert answer.code == 0, answer.err
     said = " ".join(answer.out.split())
     assert "Texts side by side, best fixed length of that batch size = 1" in said and "By batch size: " in said
@@ -197,7 +195,7 @@ def test_policies_are_compared_by_batch_size(
     for name in ("report.md", "report.html"):
         page = (tmp_path / "r" / name).read_text()
         assert "Batch sizes" in page and found["words"] in page
-    late = cli(*read, "--out", tmp_path / "late", "--batch", "4", "--arrivals", "0.5", "--no-sweep", "--json")
+    late = cli(*read, "--out", tmp_path / "late", "--batch", "4", "--arrivals", "0.5", "--json")
     assert late.code == 0, late.err
     spaced = json.loads(late.out)["details"]["batch"]["lines"][1]
     assert spaced["latency_s"][0]["value"] < policies[0]["latency_s"][1]["value"], "who comes later waits less"

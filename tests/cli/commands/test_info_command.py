@@ -20,10 +20,10 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
+from specstop.train.evaluate.analysis import acceptance_bands
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.rounds import ROUND_COLUMNS
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.insight import acceptance_bands
-from specstop.train.statistics import Resamples
 
 SETTINGS = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
 
@@ -83,7 +83,7 @@ def test_depths_that_a_run_never_drafted_have_no_value(pair: Pair, prompts: list
         (engine_records.by_confidence, "dependent", 1),
     ],
 )
-@pytest.mark.filterwarnings("ignore:--from-vllm. draft lengths")
+@pytest.mark.filterwarnings("ignore:path. draft lengths")
 def test_records_of_an_engine(tmp_path: Path, choose: Callable[..., Any], lengths: str, known: int) -> None:
     records, length = engine_records.simulated(choose, requests=100, rounds=60)
     trace = import_vllm(engine_records.write(tmp_path / "r.jsonl", records), tmp_path / "trace")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.batches import by_batch
 from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
-from specstop.train.report.batches import by_batch
 from synthetic import telling_trace, told
 
 SIZE = 4

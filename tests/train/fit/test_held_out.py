@@ -11,6 +11,7 @@ import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train, train_arrays
@@ -19,7 +20,6 @@ from specstop.train.fit.tuning.settled import settle_for, unfitted_prompts
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
-from specstop.train.report.evaluate import evaluate
 
 NAMES = ("top1", "noisy_margin", "depth")
 SHORT = FitOptions(epochs=2)

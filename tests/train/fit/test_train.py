@@ -22,12 +22,12 @@ from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.files import MANIFEST
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
@@ -54,7 +54,7 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
     assert torch.equal(mine.log, theirs.log)
     assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
     report = evaluate(sides[1], dataclasses.replace(full_profile, round_s=full_profile.round_s + 1e-3), [again])
-    assert report.line(again.name).note == "decides by the costs of this profile"
+    assert report[again.name].note == "decides by the costs of this profile"
 
 
 @pytest.mark.parametrize(

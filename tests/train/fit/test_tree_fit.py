@@ -33,6 +33,7 @@ from specstop.policies.learned import TreeGain
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
@@ -45,7 +46,6 @@ from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tre
 from specstop.train.replay.run import Replayed, replay, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays, typical_context
 from specstop.train.replay.traces.subtrees import on_subtree, subtree
-from specstop.train.report.evaluate import evaluate
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -145,7 +145,7 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
         full_profile, low=replace(full_profile.low, verify_s=tuple(30 * s for s in full_profile.low.verify_s))
     )
     report = evaluate(forest[0.7], costly, [made.policy], allow_overlap=True)
-    assert "rho as saved" in report.line("tree").note
+    assert "rho as saved" in report["tree"].note
     assert made.path is not None
     rho = load_policy_folder(made.path).metadata.rho
     settled = settle(made.path, forest[0.7], costly)
