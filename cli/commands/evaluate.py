@@ -117,7 +117,7 @@ def evaluate(
     else:
         show_report(report, wide)
         if out is not None:
-            output().print(f"The page: {out / 'report.html'} (also report.md, report.json, report.csv, report.png)")
+            output().print(f"The page: {out / 'report.html'} (also report.md, report.json, report.csv)")
     check_failures(report.failed)
 
 

@@ -35,7 +35,6 @@ from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import check_fit, load_traces, require_disjoint_prompts, tell_other_rounds
-from ..report.writing.files import write_report
 from .analysis import Entry, Replays, acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
 from .comparison import Compared, Comparison, Counts, Job
@@ -43,6 +42,7 @@ from .decision_costs import unpriced_finding, with_prices
 from .importance import importance_section
 from .pricing import Priced, ProfileBootstrap
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
+from .report import write_report
 from .report_comparison import compare_reports, read_report
 from .single_rounds import compare_rounds
 from .statistics import Clusters, Resamples, form_clusters

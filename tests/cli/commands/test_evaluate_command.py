@@ -35,6 +35,7 @@ def test_the_command_line_says_what_the_profile_lacks(
     bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("specstop.train.evaluate.report.run_facts", dict)  # the time differs
     bare.save(tmp_path / "profile.json")
     said = []
     for at in range(2):
@@ -47,8 +48,9 @@ def test_the_command_line_says_what_the_profile_lacks(
     reports = [files(tmp_path / f"r{at}") for at in range(2)]
     # These traces do not say where their models lie.
     pair = "--target TARGET --draft DRAFT --dtype float64 --prompts PROMPTS"
-    command = f"`specstop profile --policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}`"
-    assert command in reports[0]["report.md"].decode() and command in reports[0]["report.html"].decode()
+    command = f"specstop profile --policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}"
+    assert f"`{command}`" in reports[0]["report.md"].decode()
+    assert f"<code>{command}</code>" in reports[0]["report.html"].decode()
     assert {name for name in reports[0] if reports[0][name] != reports[1][name]} == {"run.yaml"}
 
 
@@ -192,7 +194,7 @@ def test_policies_are_compared_by_batch_size(
             assert 0 < mean["low"] < mean["value"] < tail["value"]
     for name in ("report.md", "report.html"):
         page = (tmp_path / "r" / name).read_text()
-        assert "Texts side by side" in page and found["words"] in page
+        assert "Batch sizes" in page and found["words"] in page
     late = cli(*read, "--out", tmp_path / "late", "--batch", "4", "--arrivals", "0.5", "--json")
     assert late.code == 0, late.err
     spaced = json.loads(late.out)["details"]["batch"]["lines"][1]

@@ -1,1 +1,0 @@
-"""What `evaluate` answers, as figures, words and pictures."""
