@@ -230,13 +230,13 @@ def by_group(replays: Replays, seed: int) -> list[Json]:
         `name`, `prompts`, `tokens`, the group's `best_fixed` and `ratios` by policy; empty if there is one group only.
     """
     arrays, tokens = replays.arrays, replays.arrays.text_tokens
-    members: dict[str, list[int]] = {}
-    for at, group in enumerate(arrays.groups):
-        members.setdefault(group, []).append(at)
+    members = {
+        name: [at for at, group in enumerate(arrays.groups) if group == name] for name in sorted(set(arrays.groups))
+    }
     if len(members) < 2:
         return []
     out = []
-    for name, at in sorted(members.items(), key=lambda item: (-int(tokens[item[1]].sum()), item[0]))[:MOST_GROUPS]:
+    for name, at in sorted(members.items(), key=lambda item: -int(tokens[item[1]].sum()))[:MOST_GROUPS]:
         boot = Resamples([arrays.clusters[i] for i in at], seed)
         played = [replays.best, *(entry.played for entry in replays.entries)]
         rounds = [_of_sequences(one.rounds, at, arrays.sequences) for one in played]

@@ -114,14 +114,16 @@ def evaluate(
     """
     trace, profile = load_traces(traces), Profile.load(profile) if isinstance(profile, str | Path) else profile
     training = None if train_traces is None else load_traces(train_traces)
-    candidates = _with_names(as_policies(policies))
+    candidates = as_policies(policies)
+    for policy in candidates:
+        validate_policy(policy)
+    candidates = _with_names(candidates)
     names = [policy.shown_name for policy in candidates]
     if primary and primary not in names:
         raise InputError(
             f"--primary: expected the name of one of the policies ({', '.join(names) or 'none was given'}), not {primary!r}"
         )
     for policy in candidates:
-        validate_policy(policy)
         check_fit(policy, trace)
     if training is not None:
         check_training_traces(training, trace)
@@ -181,7 +183,7 @@ def _with_names(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
         InputError: two policies are the same.
     """
     names = [HF_DEFAULT, TUNED, *(policy.name if policy.source else policy.shown_name for policy in policies)]
-    named = []
+    named: list[StopPolicy] = []
     for policy, name in zip(policies, names[2:], strict=True):
         label = f"{name} ({policy.source})" if policy.source and names.count(name) > 1 else name
         if label in (HF_DEFAULT, TUNED, *(other.shown_name for other in named)):

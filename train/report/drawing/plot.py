@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ....policies.files import write_atomic
-from ...evaluate.records import Report
 
 _COLOURS = {
     "fixed": "#6b7280",
@@ -19,7 +18,7 @@ _COLOURS = {
 }
 
 
-def save_speed_plot(report: Report, path: Path) -> None:
+def save_speed_plot(report: Any, path: Path) -> None:
     """Draw both panels and save them as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -35,7 +34,7 @@ def save_speed_plot(report: Report, path: Path) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def fixed_panel(axes: Any, report: Report) -> Any:
+def fixed_panel(axes: Any, report: Any) -> Any:
     """Draw speed by fixed length, with the best policy and the bound as levels; return the axes."""
     plain = report.fixed[0]
     axes.plot(
@@ -61,7 +60,7 @@ def fixed_panel(axes: Any, report: Report) -> Any:
     return axes
 
 
-def policy_panel(axes: Any, report: Report) -> Any:
+def policy_panel(axes: Any, report: Any) -> Any:
     """Draw each policy against the best fixed length with its interval; return the axes."""
     lines = [line for line in report.lines if line.kind != "bound" and line.name != "plain decoding"][::-1]
     for place, line in enumerate(lines):
