@@ -205,13 +205,13 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
     """Return where a policy's time goes, in milliseconds per token of text; the parts add up to `total_ms`."""
     rounds = played.rounds
     decided = float(rounds.decision_seconds(profile).sum())
-    every = float(rounds.seconds(profile).sum())
+    total = float(rounds.seconds(profile).sum())
     # Costs add up, so that doubling one of them adds its value.
-    draft = float(rounds.seconds(scaled(profile, draft=2.0)).sum()) - every
-    verify = float(rounds.seconds(scaled(profile, verify=2.0)).sum()) - every
+    draft = float(rounds.seconds(scaled(profile, draft=2.0)).sum()) - total
+    verify = float(rounds.seconds(scaled(profile, verify=2.0)).sum()) - total
     prompt = float(prompt_seconds(profile, arrays.prompt_tokens).sum())
     names = ("draft_ms", "verify_ms", "decision_ms", "outside_ms", "prompt_ms", "total_ms")
-    parts = (draft, verify, decided, every - decided - draft - verify, prompt, every + prompt)
+    parts = (draft, verify, decided, total - decided - draft - verify, prompt, total + prompt)
     scale = 1e3 / max(int(arrays.text_tokens.sum()), 1)
     return {"name": name, **{key: scale * part for key, part in zip(names, parts, strict=True)}}
 

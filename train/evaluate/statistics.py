@@ -198,25 +198,25 @@ class Resamples:
             rivals: columns of `seconds`.
             price: [1 + R, M] log of the speed in each resample over that without the profile's uncertainty, or None.
         """
-        own, their = list(policies), list(rivals)
+        ours, theirs = list(policies), list(rivals)
         tokens, seconds = (self.by_cluster(np.reshape(part, (len(seconds), -1))) for part in (tokens, seconds))
         influence = tokens / tokens.mean(0) - seconds / seconds.mean(0)  # [P, M] of each cluster on the log speed
         rate = tokens.sum(0) / seconds.sum(0)  # [M] tokens/s
         shift = np.zeros((1, len(rate))) if price is None else price
         drawn = self._weights @ influence / self.clusters + shift  # [1 + R, M] deviation of the log speed
-        rival = np.log(rate[their]) + drawn[:, their]
+        rival = np.log(rate[theirs]) + drawn[:, theirs]
         winner = rival.argmax(1)
-        values = np.log(rate[own]) + drawn[:, own] - rival.max(1, keepdims=True)
+        values = np.log(rate[ours]) + drawn[:, ours] - rival.max(1, keepdims=True)
         errors = np.zeros_like(values)
         for at in np.unique(winner):
-            rows, difference = winner == at, influence[:, own] - influence[:, [their[at]]]
+            rows, difference = winner == at, influence[:, ours] - influence[:, [theirs[at]]]
             mean, square = (self._weights[rows] @ power / self.clusters for power in (difference, difference**2))
             errors[rows] = (square - mean**2).clip(0.0) / max(self.clusters - 1, 1)
-        best = their[winner[0]]
-        errors = np.sqrt(errors + (shift[:, own] - shift[:, [best]]).var(0))
+        best = theirs[winner[0]]
+        errors = np.sqrt(errors + (shift[:, ours] - shift[:, [best]]).var(0))
         speeds = tokens / seconds  # [P, M]
-        different = (np.abs(speeds[:, own] / speeds[:, [best]] - 1.0) > SAME).sum(0)
-        return LogRatios(values, errors, different, rate[own] / rate[their].max())
+        different = (np.abs(speeds[:, ours] / speeds[:, [best]] - 1.0) > SAME).sum(0)
+        return LogRatios(values, errors, different, rate[ours] / rate[theirs].max())
 
     def simultaneous(self, families: Sequence[LogRatios], apart: int | None = None) -> list[list[Ratio]]:
         """Return the ratios of all families with intervals that hold for all of them at once.
