@@ -17,7 +17,6 @@ Two kinds of intervals:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +85,9 @@ class Clusters:
         return f"{self.count} {self.unit}" if self.count > 1 else f"a single {self.unit[:-1]}"
 
 
-def form_clusters(prompts: Sequence[str], groups: Sequence[str], tokens: Sequence[int], by: str = "prompt") -> Clusters:
+def form_clusters(
+    prompts: Sequence[str], groups: Sequence[str], tokens: Sequence[float], by: str = "prompt"
+) -> Clusters:
     """Return the clusters to resample.
 
     Args:
@@ -107,11 +108,11 @@ def form_clusters(prompts: Sequence[str], groups: Sequence[str], tokens: Sequenc
             )
         for prompt, group in reversed(list(zip(prompts, groups, strict=True))):
             of[prompt] = group or f"prompt {prompt}"
-    counts: Counter[str] = Counter()
+    totals: dict[str, float] = {}
     for prompt, count in zip(prompts, tokens, strict=True):
-        counts[of[prompt]] += int(count)
-    ((name, most),) = counts.most_common(1)
-    share = most / max(counts.total(), 1) if len(counts) > 1 else 0.0
+        totals[of[prompt]] = totals.get(of[prompt], 0.0) + count
+    name = max(totals, key=lambda cluster: totals[cluster])
+    share = totals[name] / max(sum(totals.values()), 1.0) if len(totals) > 1 else 0.0
     return Clusters(tuple(of[prompt] for prompt in prompts), f"{by}s", share, name)
 
 
