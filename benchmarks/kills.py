@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 from bars import NO_PAIR, Bars, arguments
-from specstop.collect import Trace, merge, open_trace
+from specstop.collect import Trace, check_trace, open_trace
 from specstop.collect.schema import Header
+from specstop.collect.store import read_header
 from specstop.policies.files import MANIFEST, STAGE_PREFIX
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -117,7 +118,7 @@ class Bench:
         out = self.folder / f"{world}-{number}"
         while self.tally.kills[world] < kills:
             self._turn(out, world, kills)
-            if (out / "header.json").exists() and not merge(out).missing:
+            if (out / "header.json").exists() and Trace(out, read_header(out)).complete:
                 self._undisturbed(out, world)
                 self._compare(out, world)
                 number += 1
@@ -176,7 +177,7 @@ class Bench:
                 process.kill()
 
     def _compare(self, out: Path, world: int) -> None:
-        trace = open_trace(out)
+        trace = check_trace(out)
         self.tally.traces[world] += 1
         self.tally.different += not (trace.complete and same_rows(trace, self.expected))
         keys = trace.table(["sequence", "anchor"])

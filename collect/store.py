@@ -120,7 +120,7 @@ def staged(path: Path, *, keep: bool = False) -> Iterator[Path]:
         path: of the file.
         keep: if the file exists at the end, keep it: another process has written it.
     """
-    stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{secrets.token_hex(4)}")
+    stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{secrets.token_hex(4)}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield stage

@@ -17,9 +17,8 @@ import pytest
 from commands import cli
 from specstop.collect import open_trace
 from specstop.collect.schema import HEADER_KEY
-from specstop.collect.store import Trace, checksum_path
+from specstop.collect.store import SHARD_KEY, Trace
 from specstop.policies.errors import SpecstopError, TraceError
-from specstop.policies.files import sha256
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
@@ -41,15 +40,15 @@ def forged(
     header: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw,
     table: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Path:
-    """Return a copy of a trace of which header and rows are changed, with checksums that agree with them."""
+    """Return a copy of a trace of which header and rows are changed, with metadata of shards that agrees with them."""
     shutil.rmtree(out, ignore_errors=True)
     folder = shutil.copytree(trace.folder, out)
     text = json.dumps(header(json.loads((folder / "header.json").read_text())))
     (folder / "header.json").write_text(text)
     for shard in (folder / "data").glob("*.parquet"):
         rows = table(pq.read_table(shard))
-        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text.encode()}), shard)
-        checksum_path(shard).write_text(f"{sha256(shard)}  data/{shard.name}\n")
+        texts = json.dumps({"rows": len(rows), "texts": []})
+        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, SHARD_KEY: texts}), shard)
     return folder
 
 
