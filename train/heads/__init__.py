@@ -85,4 +85,5 @@ def make_head(
     if trainer and "trainer" not in build.param_names():
         raise InputError(f"--trainer: the head {name} is not a network and is not fitted by lightning; leave it out")
     check_params(params)
-    return build(**params, **({"trainer": dict(trainer)} if trainer else {}))
+    arguments = {**params, "trainer": dict(trainer)} if trainer else params
+    return build(**arguments)
