@@ -15,7 +15,7 @@ from ..policies.contract import StopPolicy
 from ..policies.learned import LearnedPolicy
 from ..policies.profile import Profile
 from ..policies.storage import content
-from .dense.completions import Completions, find_completion
+from .completions import Completions, find_completion
 from .prompts.read import Prompt
 
 

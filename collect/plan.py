@@ -22,8 +22,7 @@ from ..policies.fixed import FixedLength
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
-from .dense.completion_check import check_completions
-from .dense.completions import Completions
+from .completions import Completions, check_completions
 from .digests import digests, short_hash
 from .facts import facts
 from .prompts.read import Prompt, fit
@@ -98,7 +97,7 @@ def plan_run(
         draws: of drafts and acceptances given each text, under those; several shrink the variance of replay.
         off_text: under `block`: "exact", where the target reads candidates off the text too, or "approximate", without.
         memory: MiB for the scores of the positions that the dense collector unrolls together; None = a share of what the
-            device has free (`dense.memory.budget_mib`), which the header's facts tell.
+            device has free (`dense.memory_budget`), which the header's facts tell.
         long: what becomes of prompts that are too long; see `prompts.tokens.fit`.
         batch: texts that are decoded side by side in a live run; None = 1, and 8 inside vLLM.
         profile: of a live run, see `Speculator`.

@@ -10,7 +10,7 @@ from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from ..policies.display import Progress, shown
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec
-from .dense.completions import Completions
+from .completions import Completions
 from .plan import plan_run
 from .prompts.read import Prompt
 from .shards import record

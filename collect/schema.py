@@ -47,7 +47,7 @@ from .store.header_fields import (
 SCHEMA_VERSION = 6
 
 GIVEN_TEXT = ("rejection", "rejection_replace", "block")
-"""Modes whose drafts and acceptances are sampled given the text (`dense.given_text`)."""
+"""Modes whose drafts and acceptances are sampled given the text (`given_text`)."""
 
 UNKNOWN, NO_TOKEN = -1, -2
 """In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
@@ -158,7 +158,7 @@ class Header:
 
     @property
     def given_text(self) -> bool:
-        """Whether drafts and acceptances were drawn given the text (`dense.given_text`)."""
+        """Whether drafts and acceptances were drawn given the text (`given_text`)."""
         return self.collector == "dense" and self.verification in GIVEN_TEXT
 
     @property

@@ -19,7 +19,7 @@ from ...decode.engines.vllm import Proposer
 from ...decode.summaries import summarise
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
-from ..explore import Exploring
+from ..live import Exploring
 from ..schema import READS, TIMES
 from ..work import Work
 

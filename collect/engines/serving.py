@@ -35,7 +35,7 @@ from ...policies.counter_rng import mix
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import disk_text, prepare_output_dir, staged_folder
 from ..digests import policy_digest
-from ..explore import exploring
+from ..live import exploring
 from ..schema import HEADER_KEY, Header, chain
 from ..store.folder import Trace, open_for_writing, open_trace, shard_table, write_shard_table, write_table
 from ..store.staging import staged

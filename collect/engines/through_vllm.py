@@ -20,7 +20,7 @@ from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ..explore import exploring
+from ..live import exploring
 from ..work import Work
 from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
 
