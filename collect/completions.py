@@ -27,10 +27,11 @@ from ..decode.verify.sampler import Sampler
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.features import TARGET_HIDDEN
 from ..policies.learned import sampling_text
-from .dense import DenseCollector, TargetText
+from .dense import DenseCollector
 from .given_text import gumbel_given
 from .prompts.samples import sample_text
 from .prompts.tokens import Prompt
+from .proposals import TargetText
 from .work import Work, spread
 
 Completions: TypeAlias = "Mapping[str, str | Sequence[int]] | Mapping[tuple[str, str], str | Sequence[int]]"

@@ -10,8 +10,7 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH
-from specstop.collect.dense.collector import dense_rows
-from specstop.collect.dense.unroll import Unroller
+from specstop.collect.dense import DenseCollector
 from specstop.collect.plan import plan_run
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
@@ -20,7 +19,6 @@ from specstop.collect.work import Work
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
-from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
@@ -125,7 +123,7 @@ def test_rows_do_not_depend_on_the_chunks(
 ) -> None:
     work = [Work(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
     whole, pieces = (
-        dense_rows(pair, Unroller(pair, parse_tree(tree), 0.7, verification=name, draws=2, **size), work, NEW)
+        DenseCollector(pair, Settings(0.7, NEW, tree=tree, verification=name), draws=2, **size).rows(work)
         for size in ({}, {"memory_bytes": 1})
     )
     assert [int(chunk["sequence"][0]) for chunk in whole] == list(range(8))

@@ -12,9 +12,8 @@ import torch
 from conftest import EOS, make_prompts
 from contract_policies import TEST_POLICIES
 from scipy import stats
-from specstop.collect.dense.completion_check import balance
-from specstop.collect.dense.completions import given_noise, sampled_rows, target_rows
-from specstop.collect.dense.given_text import gumbel_given
+from specstop.collect.completions import balance, given_noise, sampled_rows, target_rows
+from specstop.collect.given_text import gumbel_given
 from specstop.collect.prompts.read import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
