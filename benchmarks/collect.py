@@ -23,8 +23,8 @@ from bars import Bars, arguments
 from pairs import pair_folder
 from specstop.collect.dense import DenseCollector
 from specstop.collect.live import LiveCollector
-from specstop.collect.proposals import TargetText
 from specstop.collect.prompts.read import encode, read_prompts
+from specstop.collect.proposals import TargetText
 from specstop.collect.work import Work
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -44,7 +43,7 @@ MAX_ERRORS = 4.0
 """Standard errors from 0 beyond which texts are refused."""
 
 MAX_TEXTS, MIN_TEXTS = 1024, 8
-"""Texts that are checked, evenly spaced, and the smallest number that gives an answer."""
+"""Most texts that are checked, and the smallest number that gives an answer."""
 
 MAX_IMPOSSIBLE = 0.01
 """Share of tokens of probability 0 from which on a warning is issued."""
@@ -142,34 +141,11 @@ def given_noise(pair: Pair, sampled: Tensor, start: int, text: Sequence[int], ke
     return torch.cat(parts) if parts else sampled.new_zeros(0, pair.vocabulary)
 
 
-@dataclass(frozen=True)
-class Balance:
-    """Mean of log p(x) + H(p) over the tokens of texts; 0 in expectation if x is drawn from p.
-
-    Attributes:
-        texts, tokens: numbers that were checked.
-        impossible: number of tokens of probability 0, which the mean excludes.
-        mean: in nats.
-        standard_error: of the mean, clustered by text.
-    """
-
-    texts: int
-    tokens: int
-    impossible: int
-    mean: float
-    standard_error: float
-
-    @property
-    def errors(self) -> float:
-        """Distance of the mean from 0 in standard errors; 0 without a spread, as for a single text."""
-        return abs(self.mean) / self.standard_error if self.standard_error > 0 else 0.0
-
-
 @torch.inference_mode()
-def balance(
+def sampling_balance(
     pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
-) -> Balance:
-    """Return how well texts fit the distribution of `settings`.
+) -> dict[str, float]:
+    """Return the mean of log p(x) + H(p) over the tokens of texts: 0 in expectation if each x is drawn from p.
 
     Texts of another temperature, filter or model differ from it by some hundredths of a nat per token, which a few dozen
     texts reveal.
@@ -177,11 +153,15 @@ def balance(
     Args:
         pair: provides the target.
         settings: temperature and sampling parameters.
-        prompts: with their token ids.
+        prompts: with their token ids; at most `MAX_TEXTS` of them are checked, evenly spaced.
         completions: see `Completions`.
         most: number of tokens of a text that are checked.
+
+    Returns:
+        Numbers of `texts`, of `tokens` and of `impossible` ones (probability 0, which the mean excludes); `mean` in nats and
+        its `standard_error`, clustered by text.
     """
-    sums, counts, total = [], [], 0
+    sums, counts, tokens = [], [], 0
     for one, prompt in spread(prompts, MAX_TEXTS):
         text = completion_ids(pair, completions, one.id, one.sample)[:most]
         if not text:
@@ -194,47 +174,52 @@ def balance(
         possible = own > -torch.inf
         sums.append(float((own + entropy)[possible].sum()))
         counts.append(int(possible.sum()))
-        total += len(text)
+        tokens += len(text)
     groups, drawn = len(sums), max(sum(counts), 1)
     mean = sum(sums) / drawn
     # A ratio of sums over texts of unequal length; variance by linearisation, clustered by text:
     # G / (G - 1) sum (s_i - mean n_i)^2 / (sum n_i)^2, s_i the sum over text i and n_i its tokens.
     squares = sum((part - mean * count) ** 2 for part, count in zip(sums, counts, strict=True))
     error = math.sqrt(squares * groups / max(groups - 1, 1)) / drawn
-    return Balance(groups, total, total - sum(counts), mean, error)
+    return {
+        "texts": groups, "tokens": tokens, "impossible": tokens - sum(counts), "mean": mean, "standard_error": error,
+    }  # fmt: skip
 
 
 def check_completions(
     pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
 ) -> dict[str, float]:
-    """Refuse prompts without a completion, and texts that were not sampled as `settings` say; arguments as of `balance`.
+    """Refuse prompts without a completion, and texts that were not sampled as `settings` say.
 
-    Returns:
-        The fields of `Balance`; nothing at temperature 0, where only positions at which the target agrees are anchors.
+    Arguments and result are those of `sampling_balance`. At temperature 0 only positions at which the target agrees are
+    anchors, and the result is empty.
 
     Raises:
-        InputError: a completion is missing or has ids beyond the vocabulary, or the mean is beyond `MAX_ERRORS`.
+        InputError: a completion is missing or has ids beyond the vocabulary, or the mean is more than `MAX_ERRORS` from 0.
     """
     for prompt, _ in prompts:  # all of them, before any work
         completion_ids(pair, completions, prompt.id, prompt.sample)
     if settings.temperature == 0.0:
         return {}
-    result = balance(pair, settings, prompts, completions, most)
-    sampling = sampling_text(settings.temperature, settings.shaping.to_dict())
-    if result.texts < MIN_TEXTS:
-        _warn(f"{result.texts} texts are too few to tell whether they were sampled from the target at {sampling}")
-    elif result.errors > MAX_ERRORS:
+    result = sampling_balance(pair, settings, prompts, completions, most)
+    sampling, limit = (
+        sampling_text(settings.temperature, settings.shaping.to_dict()),
+        MAX_ERRORS * result["standard_error"],
+    )
+    if result["texts"] < MIN_TEXTS:
+        _warn(f"{result['texts']} texts are too few to tell whether they were sampled from the target at {sampling}")
+    elif abs(result["mean"]) > limit > 0:  # without a spread, as of rows with one possible token, nothing can be said
         raise InputError(
             f"--completions: these texts were not sampled from this target at {sampling}: log p + entropy is "
-            f"{result.mean:+.3f} a token, {result.errors:.1f} standard errors from 0; say how they were sampled "
-            "(--temperature, --top-p, ...), or leave --completions out for the target's own texts"
+            f"{result['mean']:+.3f} a token, {MAX_ERRORS * abs(result['mean']) / limit:.1f} standard errors from 0; say how "
+            "they were sampled (--temperature, --top-p, ...), or leave --completions out for the target's own texts"
         )
-    if result.impossible > MAX_IMPOSSIBLE * result.tokens:
+    if result["impossible"] > MAX_IMPOSSIBLE * result["tokens"]:
         _warn(
-            f"{result.impossible / result.tokens:.1%} of the tokens cannot be drawn at {sampling}; of each text what "
+            f"{result['impossible'] / result['tokens']:.1%} of the tokens cannot be drawn at {sampling}; of each text what "
             "comes before the first of them is used"
         )
-    return asdict(result)
+    return result
 
 
 def _warn(text: str) -> None:

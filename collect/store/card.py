@@ -85,7 +85,7 @@ def replay_text(header: Header) -> str:
 
 
 def balance_text(checked: Mapping[str, Any]) -> str:
-    """Return what was found of completions (`completions.Balance`) in words."""
+    """Return what was found of completions (`completions.sampling_balance`) in words."""
     return (
         f"{checked['texts']} checked: log p + entropy {checked['mean']:+.4f} a token (standard error "
         f"{checked['standard_error']:.4f}), {checked['impossible']} of {checked['tokens']} tokens cannot be drawn"
