@@ -149,13 +149,9 @@ class DenseCollector:
         rows: int | None = None,
         choices: Callable[[int, int], Draws] = keyed_draws,
     ) -> None:
-        self.pair, self.settings, self.hidden, self.memory_bytes = (
-            pair,
-            settings.for_pair(pair),
-            tuple(hidden),
-            memory_bytes,
-        )
-        self.tree, self.temperature, self.draws, self.mix = settings.topology, settings.temperature, draws, mix
+        self.pair, self.settings, self.memory_bytes = pair, settings.for_pair(pair), memory_bytes
+        self.tree, self.temperature, self.hidden = settings.topology, settings.temperature, tuple(hidden)
+        self.draws, self.mix = draws, mix
         if max(map(len, self.tree.children)) > pair.vocabulary:
             raise InputError(f"--tree: {self.tree.name} wants more candidates than the vocabulary has")
         self.mode = dense_mode(self.settings, draws, off_text)
@@ -196,7 +192,7 @@ class DenseCollector:
     @torch.inference_mode()
     def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text and draw."""
-        chunks = []
+        chunks: list[Mapping[str, Any]] = []
         for text in self._texts(self, batch):
             for draw in range(self.draws):
                 columns = self.columns(text, draw, self.propose(text, draw).trees(text.anchor - text.anchor[0]))
@@ -242,8 +238,10 @@ class DenseCollector:
         if self._models is None or self._models[0].capacity < capacity:
             capacity += 64  # so that not every longer text allocates new caches
             draft = CachedModel(pair.draft_model, capacity, pair.vocabulary, bool(self.state_width))
-            target = CachedModel(pair.target, capacity, pair.vocabulary, device=pair.device)
-            self._models = draft, target if self._reads_target else None
+            target = None
+            if self._reads_target:
+                target = CachedModel(pair.target, capacity, pair.vocabulary, device=pair.device)
+            self._models = draft, target
         for model in self._models:
             if model is not None:
                 model.roll_back(0)

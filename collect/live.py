@@ -95,7 +95,7 @@ class Exploring(StopPolicy):
         """Return the state before the first round."""
         return ExploringState(self.inner.start(streams, keys), keys, np.zeros_like(keys), np.ones(streams, dtype=bool))
 
-    def explores(self, state: ExploringState) -> Array:
+    def explores(self, state: State) -> Array:
         """Return [S] bool, whether the round is drafted to full depth."""
         # Keyed by stream and round alone: a shard that is collected again explores the same rounds.
         drawn: Array = mix(mix(state.keys ^ _SALT) + state.number) & (_SHARE - 1)
@@ -443,7 +443,7 @@ class PositionsCollector(LoopCollector):
             *self.features, *ANCHOR_FEATURES, *self._hidden, "draft_prob", "target_prob", "overlap", "accepted",
             "labelled", "accepted_length", "anchor", *self._in_turn,
         )  # fmt: skip
-        chunks = []
+        chunks: list[Mapping[str, Any]] = []
         for one, text, every_row in self._recorder.texts(self._speculator, batch):
             length = min(len(text.tokens), self._limit)
             rows = [row for row in every_row if row["anchor"] < length]

@@ -154,12 +154,12 @@ class Proposals:
             # The weights, and with them the states, must be known before anything is recorded: the text is read twice.
             step = torch.ones(self.places, dtype=torch.float64, device=self.place.device)
             for place, _, sampled, target in self._segments(draft):
-                known = place[: len(target)]
-                token = self.next_token[known].clamp_min(0)[:, None]
-                p, q = (torch.softmax(rows[: len(known)].double(), -1).gather(-1, token) for rows in (target, sampled))
+                inside = place[: len(target)]
+                token = self.next_token[inside].clamp_min(0)[:, None]
+                p, q = (torch.softmax(rows[: len(inside)].double(), -1).gather(-1, token) for rows in (target, sampled))
                 # 0 / 0, a token that neither model would draw, leaves the weight as it is.
                 ratio = (p / q)[:, 0].nan_to_num(1.0).clamp_max(_LARGE)
-                step[known] = torch.where(self.next_token[known] >= 0, ratio, 1.0)
+                step[inside] = torch.where(self.next_token[inside] >= 0, ratio, 1.0)
             states = block_states(step.cpu().numpy(), self.of.shape.deepest, self.last - self.first + 1)
             self._set_states(*(torch.from_numpy(values).to(step.device) for values in states))
             draft.roll_back(0)

@@ -170,9 +170,11 @@ class RoundRecorder:
             if text is not None:
                 text.last_step, arrays = self._step, (self._tokens, self._features, self._draft_prob)
                 # The arrays of a row without a new draft hold an earlier one.
-                drawn = (v[draft.row].copy() if draft.drafted else np.zeros_like(v[draft.row]) for v in arrays)
+                tokens, features, draft_prob = (
+                    v[draft.row].copy() if draft.drafted else np.zeros_like(v[draft.row]) for v in arrays
+                )
                 before = text.tokens[-1], text.tokens[-2]
-                text.rounds.append(_Round(draft.context, before, *drawn, draft, full, draft_s))
+                text.rounds.append(_Round(draft.context, before, tokens, features, draft_prob, draft, full, draft_s))
 
     def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
         """See `EngineObserver.on_outcomes`."""
@@ -266,7 +268,7 @@ class PartWriter(RoundRecorder):
     def __init__(self, folder: Path, header: Header, eos: Sequence[int], share: float, *arguments: Any) -> None:
         limit = round(share * _SHARE)
         # By a hash of the text's number, so that the share is spread evenly.
-        super().__init__(*arguments, lambda number: bool(mix(np.array([number]))[0] & (_SHARE - 1) < limit))
+        super().__init__(*arguments, keep=lambda number: bool(mix(np.array([number]))[0] & (_SHARE - 1) < limit))
         self._folder, self._header, self._eos = folder, header, set(eos)
         self._begun_ns, self._parts, self._sequences = time.time_ns(), itertools.count(), itertools.count()
         self._chunks: list[Mapping[str, Any]] = []
