@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import pair_folder
-from specstop.collect.dense.collector import Written, dense_rows, text_columns
-from specstop.collect.dense.threads import map_threads
-from specstop.collect.dense.unroll import Unroller
+from specstop.collect.dense import DenseCollector
 from specstop.collect.live import LiveCollector
 from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.proposals import TargetText
 from specstop.collect.schema import PromptTask
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree
@@ -69,11 +68,14 @@ def main() -> int:
 
 def speeds(pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: float, bars: Bars) -> None:
     """Time generation, unrolling and the live loop, alternating by batch of 16 prompts."""
-    unroller, bushy = (Unroller(pair, tree, temperature) for tree in (chain(DEPTH), parse_tree(TREE)))
+    chains, trees = (
+        DenseCollector(pair, Settings(temperature, tokens, DEPTH, tree=tree, verification="match"))
+        for tree in (None, TREE)
+    )
     live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH, verification="match"))
     ratios, ratios_tree, dense_s, live_s, dense_rate, live_rate = ([] for _ in range(6))
     warm = work[:2]
-    dense_rows(pair, unroller, warm, 16)
+    chains.rows(warm)
     for start in range(0, len(work), 16):
         batch = work[start : start + 16]
         begin = time.perf_counter()
@@ -81,18 +83,20 @@ def speeds(pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: flo
         texts = plain_texts(pair, ids, keys, tokens + DEPTH, temperature, noise=True)
         generated = time.perf_counter() - begin
         spent = []
-        for each in (unroller, bushy):
+        for collector in (chains, trees):
             begin = time.perf_counter()
-            written = []
+            chunks = []
             for at, (one, text) in enumerate(zip(batch, texts.tokens, strict=True)):
-                last = min(len(text), tokens)
-                if last > 1:
-                    anchor = torch.arange(1, last, device=pair.device)
-                    noise = None if texts.noise is None else texts.noise[at]
-                    written.append(Written(one, text, texts.logits[at, : len(text)], last, anchor, None, noise))
-            chunks = map_threads(each, text_columns, written)
+                length = min(len(text), tokens)
+                if length > 1:
+                    anchor = torch.arange(1, length, device=pair.device)
+                    noise = None if texts.noise is None else texts.noise[at, : len(text)]
+                    known = TargetText(one, text, texts.logits[at, : len(text)], noise, None, length, anchor)
+                    with torch.inference_mode():
+                        trees_of_text = collector.propose(known).trees(anchor - 1)
+                        chunks.append(collector.columns(known, 0, trees_of_text))
             spent.append(time.perf_counter() - begin)
-            if each is unroller:
+            if collector is chains:
                 anchors, labels = (sum(c[n].size for c in chunks) for n in ("anchor", "observed"))
                 labels = sum(int(c["observed"].sum()) for c in chunks)
         ratios.append((generated + spent[0]) / generated)
@@ -139,7 +143,8 @@ def agreement(
         FixedLength(topology.deepest),
         Settings(temperature, tokens, topology.deepest, tree=tree, verification="match"),
     )
-    dense = dense_rows(pair, Unroller(pair, topology, temperature), work, tokens)
+    settings = Settings(temperature, tokens, topology.deepest, tree=tree, verification="match")
+    dense = DenseCollector(pair, settings).rows(work)
     known = {(int(c["sequence"][0]), int(a)): (c, at) for c in dense for at, a in enumerate(c["anchor"])}
     compared = ties = wrong = 0
     far = 0.0

@@ -27,8 +27,7 @@ import torch
 from bars import Bars, arguments
 from calls.steps import Size, bandwidth, steps
 from shapes import SHAPES, random_model, right_text, scripted_pair
-from specstop.collect.dense.collector import dense_rows
-from specstop.collect.dense.unroll import Unroller
+from specstop.collect.dense import DenseCollector
 from specstop.collect.schema import PromptTask
 from specstop.decode import (
     Generation,
@@ -265,14 +264,15 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
 
 def collection(pair: Pair, prompts: Sequence[list[int]], size: Size, bars: Bars) -> None:
     """Time dense traces: tokens of text a second, every position an anchor."""
-    unroller = Unroller(pair, 8, 0.7, memory_bytes=(4 << 30) if size.device == "cuda" else (1 << 26))
+    settings = Settings(0.7, size.tokens, 8, verification="match")
+    collector = DenseCollector(pair, settings, memory_bytes=(4 << 30) if size.device == "cuda" else (1 << 26))
     batch = [
         PromptTask(n, str(n), "", prompt, n)
         for n, prompt in enumerate([*prompts] * (4 if size.device == "cuda" else 1))
     ]
-    dense_rows(pair, unroller, batch[:1], 16)
+    collector.rows(batch[:1])
     begin = time.perf_counter()
-    chunks = dense_rows(pair, unroller, batch, size.tokens)
+    chunks = collector.rows(batch)
     seconds = time.perf_counter() - begin
     rate = sum(len(chunk["anchor"]) for chunk in chunks) / seconds
     bars.figures["anchors_per_s"] = rate

@@ -23,7 +23,7 @@ import torch
 from bars import Bars, arguments
 from pairs import effort, pair_folder
 from specstop.cli.output import progress_bars
-from specstop.collect.dense.collector import Unroller, dense_rows
+from specstop.collect.dense import DenseCollector
 from specstop.collect.schema import PromptTask
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.benchmark import run_alternating
@@ -265,13 +265,13 @@ def collecting(offline: Offline, temperature: float, sizes: Sizes, bars: Bars) -
         PromptTask(i, name, "", prompt, stream_key(SEED, name))
         for i, (name, prompt) in enumerate(list(offline.prompts.items())[:16])
     ]
-    unroller = Unroller(pair, DEPTH, temperature)
+    collector = DenseCollector(pair, Settings(temperature, sizes.tokens, DEPTH, verification="match"))
     ratios = []
     for repeat in range(4):
         begin = time.perf_counter()
         plain_texts(pair, [b.tokens for b in batch], [b.key for b in batch], sizes.tokens + DEPTH, temperature)
         middle = time.perf_counter()
-        dense_rows(pair, unroller, batch, sizes.tokens)
+        collector.rows(batch)
         if repeat:
             ratios.append((time.perf_counter() - middle) / (middle - begin))
     ratio = statistics.median(ratios)

@@ -46,7 +46,7 @@ COLUMNS = (
 def trace(bench: Bench) -> None:
     """The rounds of an engine's trace: features as the collector has them, counts as the texts say, texts without a gap."""
     from specstop.collect import open_trace
-    from specstop.collect.engines.rounds import engine_features
+    from specstop.collect.engines.serving import engine_features
 
     told = ("--collector", "vllm", "--prompts", bench.folder / "prompts-train.jsonl", "--depth", 6)
     told = (*told, "--max-new-tokens", TOKENS, "--policy", "confidence:0.4", "--extra", "explore=0.1")

@@ -1,4 +1,4 @@
-"""Acceptance by depth from the depths that were observed: a token that was not drafted was not rejected either.
+"""Acceptance by depth, from observed depths only: a token that was not drafted was not rejected either.
 
 Each depth of a round is accepted, rejected or not observed. Where all depths of all rounds were observed, as in dense traces,
 P(A >= k) is the share of rounds with A >= k. Where drafts ended earlier it is the product over j <= k of
@@ -6,7 +6,7 @@ P(A >= k) is the share of rounds with A >= k. Where drafts ended earlier it is t
     a_j = rounds that accepted depth j / rounds that observed depth j, of those that accepted the first j - 1 tokens
 
 (E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53, 1958), which assumes that draft lengths do
-not depend on acceptance. Rounds that a live run drafted to full depth at random need no assumption; where there are any, only
+not depend on acceptance. Rounds that a live run drafted to full depth at random need no assumption; if there are any, only
 they are used.
 """
 
@@ -22,7 +22,7 @@ from .schema import NO_TOKEN, Header
 
 COLUMNS = ("accepted_length", "cut")
 LIVE_COLUMNS = ("accepted", "observed", "drawn", "sent", "tokens", "explored")
-"""What `depth_outcomes` reads of every trace, and besides of live ones."""
+"""Columns that `depth_outcomes` reads from every trace, and additionally from live ones."""
 
 LENGTHS = "lengths"
 """Key of `Header.facts` in traces of an engine's records: how the engine chose its draft lengths."""
@@ -45,13 +45,13 @@ _LIMITED = (
 
 @dataclass(frozen=True)
 class DepthOutcomes:
-    """What rounds show of each depth.
+    """The outcomes of rounds by depth.
 
     Attributes:
-        row: [R] int64, the rounds that count, as rows of the trace.
+        row: [R] int64, the rows of the trace that are used.
         observed: [R, K] bool, depth k was observed after the k - 1 tokens before it were accepted.
         accepted: [R, K] bool, and its token was accepted as well.
-        basis: what P(A >= k) rests on, in one sentence; "" where every depth was observed.
+        basis: the assumption behind P(A >= k) in one sentence; "" if every depth was observed.
     """
 
     row: Array
@@ -61,17 +61,17 @@ class DepthOutcomes:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """`basis`, if there is something to say."""
+        """`basis`, if there is one."""
         return (self.basis,) if self.basis else ()
 
     @property
     def survival(self) -> Array:
-        """[K] float64, P(A >= k); NaN where it was not observed."""
+        """[K] float64, P(A >= k); NaN if it was not observed."""
         return survival(self.observed.sum(0), self.accepted.sum(0))
 
 
 def depth_outcomes(header: Header, columns: Mapping[str, Array]) -> DepthOutcomes:
-    """Return what the rounds of a trace show of each depth; rounds that the end of a text cut are left out.
+    """Return the outcomes of the rounds of a trace by depth, without rounds that the end of a text cut.
 
     Args:
         header: of the trace.
@@ -97,11 +97,11 @@ def depth_outcomes(header: Header, columns: Mapping[str, Array]) -> DepthOutcome
 
 
 def identified_depth(header: Header, drawn: Array) -> int:
-    """Return the depth to which rounds show what any draft length would have brought.
+    """Return the depth up to which the rounds identify the acceptance of any draft length.
 
     Args:
         header: of the trace.
-        drawn: [R, nodes] bool of the rounds that count.
+        drawn: [R, nodes] bool, of the rounds that are used.
 
     Returns:
         The trace's depth, unless an engine's draft lengths depend on acceptance: then the depth that every round drafted.
@@ -118,21 +118,15 @@ def survival(observed: Array, accepted: Array) -> Array:
         if np.array_equal(observed[..., 1:], accepted[..., :-1]):  # the product telescopes: rounds with A >= k over all
             return np.asarray(accepted / observed[..., :1])
         chance = accepted / observed
-    out = np.ones_like(chance)
-    product = np.ones(chance.shape[:-1])
-    for at in range(chance.shape[-1]):
-        product = np.where(
-            product == 0.0, 0.0, product * chance[..., at]
-        )  # after a certain rejection nothing is left open
-        out[..., at] = product
-    return out
+    impossible = np.maximum.accumulate(chance == 0.0, -1)  # after a certain rejection nothing is left to observe
+    return np.asarray(np.cumprod(np.where(impossible, 0.0, chance), -1))
 
 
 def _tried(header: Header, columns: Mapping[str, Array], row: Array) -> Array:
-    """Return [R, K] bool, whether it is known what became of all candidates after the accepted ones, by depth.
+    """Return [R, K] bool, whether the outcome of all candidates below the accepted ones is known, by depth.
 
-    Of a tree all of them count: a depth that counted as observed wherever one of a few candidates was accepted would be
-    observed because it was accepted.
+    All candidates of a tree are required: a depth that was observed because one of a few candidates was accepted would always
+    be an acceptance.
     """
     accepted, labelled, sent, tokens = (columns[name][row] for name in ("accepted", "observed", "sent", "tokens"))
     known = labelled.astype(bool) | sent.astype(bool) | (tokens == NO_TOKEN)  # no token at all: the draft ends there

@@ -30,8 +30,7 @@ from ..policies.fixed import FixedLength
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from .collectors import Collector, check_dense, choose_collector, choose_engine_collector, tokens_beyond
-from .dense.completion_check import check_completions
-from .dense.completions import Completions, find_completion
+from .completions import Completions, check_completions, find_completion
 from .prompts import Prompt, check_distinct, fit
 from .schema import Header, PromptTask, parents
 from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash

@@ -49,7 +49,7 @@ TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
 """Columns of a live round: seconds by phase, as in `decode.records.Round`."""
 
 GIVEN_TEXT = ("rejection", "rejection_replace", "block")
-"""Modes whose drafts and acceptances are sampled given the text (`dense.given_text`)."""
+"""Modes whose drafts and acceptances are sampled given the text (`given_text`)."""
 
 MAX_COUNT = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""
@@ -223,7 +223,7 @@ class Header:
 
     @property
     def given_text(self) -> bool:
-        """Whether drafts and acceptances were sampled given the text (`dense.given_text`)."""
+        """Whether drafts and acceptances were drawn given the text (`given_text`)."""
         return self.collector == "dense" and self.verification in GIVEN_TEXT
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from bars import Bars
 from scipy import stats
-from specstop.collect.dense.completion_check import MOST_ERRORS, balance
+from specstop.collect.completions import MAX_ERRORS, sampling_balance
 from specstop.collect.prompts import Prompt, encode
 from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings
@@ -132,10 +132,8 @@ def _refusals(
     def refused(texts: dict[str, list[int]], sets: int) -> list[bool]:
         names = list(texts)
         parts = [names[at * size : (at + 1) * size] for at in range(sets) if len(names) >= (at + 1) * size]
-        return [
-            balance(place.pair, settings, [by_id[n] for n in part], texts, length).errors > MOST_ERRORS
-            for part in parts
-        ]
+        found = [sampling_balance(place.pair, settings, [by_id[n] for n in part], texts, length) for part in parts]
+        return [abs(one["mean"]) > MAX_ERRORS * one["standard_error"] for one in found]
 
     right = refused(written, SETS)
     bars.add(

@@ -1,7 +1,6 @@
-"""`collect --through vllm`: prompts are decoded by vLLM in this process, and its drafter records the rounds.
+"""vLLM in this process: `collect --through vllm` decodes prompts with it, and its drafter records the rounds.
 
-vLLM writes the texts; what its drafter drew and when goes into a live trace. A shard is written once all its texts are done,
-as everywhere: a run that is killed loses the shard that it was at.
+vLLM writes the texts; what its drafter drew, and when, goes into a live trace.
 """
 
 from __future__ import annotations
@@ -11,48 +10,44 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from ...decode.engines.drafting import EngineObserver, Options
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
+from ...decode.settings import Settings
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ..explore import exploring
+from ..live import exploring
 from ..schema import PromptTask
-from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
+from .serving import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
 
-CLASS = f"{__name__}.TracingProposer"
 REQUESTS = 8
-"""Decoded side by side, unless a run says otherwise."""
+"""Default number of requests that are decoded side by side."""
 
 
-@dataclass
-class _Handed:
-    """What the class that vLLM makes is handed in this process, and what it hands back."""
-
-    policy: StopPolicy | None = None
-    proposer: TracingProposer | None = None
-
-
-_HANDED = _Handed()
-
-
-class TracingProposer(Proposer):
-    """Drafts for vLLM and records the rounds.
+class InProcessProposer(Proposer):
+    """Drafts for vLLM in this process. vLLM creates it by its name, so class attributes pass objects to and fro.
 
     Attributes:
-        recorder: of the rounds.
+        chosen: policy of the next proposer.
+        latest: the proposer that was created last.
     """
 
-    recorder: RoundRecorder
+    chosen: ClassVar[StopPolicy]
+    latest: ClassVar[Any] = None
 
     def prepared(self, policy: StopPolicy) -> StopPolicy:
-        """Return the policy that this process was asked for."""
-        _HANDED.proposer = self
-        return policy if _HANDED.policy is None else _HANDED.policy
+        """Return the policy that `start_vllm` was called with."""
+        type(self).latest = self
+        return type(self).chosen
+
+
+class TracingProposer(InProcessProposer):
+    """Drafts for vLLM and records the rounds."""
+
+    recorder: RoundRecorder
 
     def observer(self, options: Options) -> EngineObserver:
         """Return the recorder."""
@@ -60,122 +55,111 @@ class TracingProposer(Proposer):
         return self.recorder
 
 
+ProposerClass = TypeVar("ProposerClass", bound=InProcessProposer)
+
+
 class ThroughVLLM:
     """Collects through vLLM.
 
     Args:
-        target, draft: folders or hub names; "" where the drafter takes no draft model.
-        drafter: as of `--drafter`.
+        target, draft: folders or hub names; "" if the drafter has no draft model.
+        drafter: value of `--drafter`.
         policy: any that vLLM can run.
         depth: K.
-        temperature, max_new_tokens: of the texts.
-        explore: share of the rounds that are drafted to full depth whatever the policy says.
-        requests: decoded side by side.
+        settings: temperature and length limit.
+        explore: share of the rounds that are drafted to full depth whatever the policy decides.
+        requests: number decoded side by side.
         dtype: of both models.
 
     Attributes:
-        features: recorded at each token.
+        features: names recorded at each token.
+        header: fields of the header.
 
     Raises:
-        PolicyError: the policy reads what vLLM does not hand to a drafter.
-        InputError: vLLM is not installed, or the drafter reads the target's hidden states.
+        PolicyError: the policy reads what vLLM does not pass to a drafter.
+        InputError: vLLM is not installed, or the drafter reads hidden states of the target.
     """
 
     def __init__(
-        self,
-        target: str,
-        draft: str,
-        drafter: str,
-        policy: StopPolicy,
-        depth: int,
-        temperature: float = 0.0,
-        max_new_tokens: int = 128,
-        explore: float = 0.0,
-        requests: int = REQUESTS,
-        dtype: str = "float32",
-    ) -> None:
+        self, target: str, draft: str, drafter: str, policy: StopPolicy, depth: int, settings: Settings, explore: float,
+        requests: int, dtype: str,
+    ) -> None:  # fmt: skip
         check_engine_policy(policy)
-        self._drafts = {"draft": draft, "drafter": check_engine_drafter(drafter)}
+        self._options = {
+            "draft": draft, "drafter": check_engine_drafter(drafter), "temperature": settings.temperature, "rows": requests,
+        }  # fmt: skip
         self._policy = exploring(policy, explore, depth) if explore else policy.limited(depth)
-        self._target, self._depth, self._requests, self._dtype = target, depth, requests, dtype
-        self._temperature, self._tokens = temperature, max_new_tokens
-        self.features, self._engine = engine_features(temperature), None
+        self._target, self._depth, self._settings, self._dtype = target, depth, settings, dtype
+        self._engine: Any = None
+        self._proposer: TracingProposer
+        self.features = engine_features(settings.temperature)
+        mode = "match" if settings.temperature == 0.0 else "point"
         self.header = {
-            "collector": "live",
-            "policy": policy.name,
-            "explore": explore,
-            "verification": "match" if temperature == 0.0 else "point",
-            "label": "match" if temperature == 0.0 else "point",
-            "anchor_features": ANCHORS,
-        }
+            "collector": "live", "policy": policy.name, "explore": explore, "verification": mode, "label": mode,
+            "anchor_features": ANCHORS, "batch": requests,
+        }  # fmt: skip
 
-    def _start(self) -> Any:
-        """Return vLLM, started when the first texts are wanted."""
-        if self._engine is None:
-            _HANDED.policy = self._policy
-            told = {**self._drafts, "temperature": self._temperature, "rows": self._requests}
-            self._engine = start_vllm(self._target, CLASS, self._depth, told, self._dtype)
-            if self._temperature > 0 and str(_HANDED.proposer and _HANDED.proposer.device) == "cpu":
+    def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
+        """Return the rows of a batch of prompts, one column chunk per text.
+
+        Raises:
+            InputError: the drafter has failed.
+        """
+        temperature = self._settings.temperature
+        if self._engine is None:  # started with the first texts
+            self._engine, self._proposer = start_vllm(
+                TracingProposer, self._policy, self._target, self._depth, self._options, self._dtype
+            )
+            if temperature > 0 and str(self._proposer.device) == "cpu":
                 warnings.warn(
                     "on a CPU vLLM 0.32 does not sample rightly with drafts at temperatures above 0: these texts are not the "
                     "target's",
                     SpecstopWarning,
                     stacklevel=2,
                 )
-        return self._engine
-
-    def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
-        """Return the rows of a batch of prompts, one column chunk per text.
-
-        Args:
-            batch: the prompts.
-
-        Raises:
-            InputError: the drafter has failed.
-        """
-        engine = self._start()
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                temperature=self._temperature, max_tokens=self._tokens, seed=one.key % (1 << 31), detokenize=False
-            )
-            for one in batch
-        ]
-        prompts = [{"prompt_token_ids": one.tokens} for one in batch]
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        assert _HANDED.proposer is not None and _HANDED.proposer.drafting is not None
-        _HANDED.proposer.drafting.check_failed()
-        recorder = _HANDED.proposer.recorder
-        texts = recorder.take()
-        chunks = []
+        limits = {"temperature": temperature, "max_tokens": self._settings.max_new_tokens, "detokenize": False}
+        params = [SamplingParams(seed=one.key % (1 << 31), **limits) for one in batch]
+        outputs = self._engine.generate([{"prompt_token_ids": one.tokens} for one in batch], params, use_tqdm=False)
+        assert self._proposer.drafting is not None
+        self._proposer.drafting.check_failed()
+        recorder = self._proposer.recorder
+        texts, chunks = recorder.take(), []
         for one, output in zip(batch, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
             parts = parts_of(texts, [*one.tokens, *generated], len(one.tokens))
             texts = [text for text in texts if not any(text is part for part in parts)]
-            made = recorder.rows(parts, one, generated)
-            chunks += [made] if made is not None else []
+            rows = recorder.rows(parts, one, generated)
+            chunks += [rows] if rows is not None else []
         return chunks
 
 
-def start_vllm(target: str, drafts: str, depth: int, told: Mapping[str, Any], dtype: str, **more: Any) -> Any:
-    """Return vLLM in this process, with a class that drafts for it.
+def start_vllm(
+    proposer: type[ProposerClass], policy: StopPolicy, target: str, depth: int, options: Mapping[str, Any], dtype: str,
+    **arguments: Any,
+) -> tuple[Any, ProposerClass]:  # fmt: skip
+    """Start vLLM in this process.
 
     Args:
+        proposer: class that drafts.
+        policy: its policy.
         target: folder or hub name.
-        drafts: the dotted name of the class; `told` is what it is told (`settings.EngineSettings`).
         depth: K.
+        options: fields of `settings.EngineSettings`.
         dtype: of the target.
-        more: of `vllm.LLM`.
+        arguments: of `vllm.LLM`.
+
+    Returns:
+        The `vllm.LLM` and its proposer.
 
     Raises:
         InputError: vLLM is not installed.
     """
-    # In this process, where the class that vLLM makes is handed its policy, and hands back what it has seen.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # Model Runner V2 takes no such class
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise the proposer is created in another process
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # Model Runner V2 has no custom proposers
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # where output goes is for ours
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the command's output
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         from vllm import LLM
@@ -184,24 +168,26 @@ def start_vllm(target: str, drafts: str, depth: int, told: Mapping[str, Any], dt
             f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
             "(docs/vllm.md)"
         ) from None
-    with _unseen("llvmlite.binding.ffi"):
-        return LLM(
+    proposer.chosen, name = policy, f"{proposer.__module__}.{proposer.__qualname__}"
+    with _hidden_module("llvmlite.binding.ffi"):
+        engine = LLM(
             model=target,
             dtype=dtype,
             enforce_eager=True,
-            max_num_seqs=told["rows"],
-            speculative_config={"method": "custom_class", "model": drafts, "num_speculative_tokens": depth},
-            additional_config={"specstop": dict(told)},
-            **more,
+            max_num_seqs=options["rows"],
+            speculative_config={"method": "custom_class", "model": name, "num_speculative_tokens": depth},
+            additional_config={"specstop": dict(options)},
+            **arguments,
         )
+    return engine, proposer.latest
 
 
 @contextlib.contextmanager
-def _unseen(name: str) -> Iterator[None]:
-    """Keep a module out of the list of modules.
+def _hidden_module(name: str) -> Iterator[None]:
+    """Remove a module from `sys.modules` for a while.
 
-    vLLM 0.32 looks through all that are loaded for kernels of its own, and falls over an object of llvmlite's, which numba
-    brings, that answers to every name.
+    vLLM 0.32 searches all loaded modules for its kernels and fails on an object of llvmlite, loaded by numba, that has every
+    attribute.
     """
     module = sys.modules.pop(name, None)
     try:
@@ -212,17 +198,17 @@ def _unseen(name: str) -> Iterator[None]:
 
 
 def parts_of(texts: Sequence[RecordedText], tokens: list[int], prompt: int) -> list[RecordedText]:
-    """Return what was recorded of the request with this text: all that has its name.
+    """Return the records of the request with this text: all that have its name.
 
     Args:
-        texts: recorded.
-        tokens: of the text, `prompt` of them the prompt's. What was recorded of it may be shorter, or go on past its end.
+        texts: all records.
+        tokens: the text, beginning with `prompt` tokens of the prompt. A record may be shorter, or extend past its end.
     """
     alike = [
         one for one in texts if one.prompt == prompt and all(a == b for a, b in zip(one.tokens, tokens, strict=False))
     ]
     if not alike:
         return []
-    # Of two samples of a prompt that agree so far, the one that ends about where this text does.
+    # If two samples of a prompt agree so far, the one with the most similar length.
     first = min(alike, key=lambda one: abs(len(one.tokens) - len(tokens)))
     return [first] if first.name is None else [text for text in texts if text.name == first.name]

@@ -1,9 +1,9 @@
 """`profile --through vllm`: what rounds cost inside vLLM, timed by its own steps.
 
-A script drafts in the place of a policy, in texts that vLLM decodes. A step of vLLM's, from one draft to the next, is what
-the class spends (first draft step, later ones, decisions, all else) and the rest: vLLM's verification with its scheduler
-and sampling. Decisions are those of policies, which take the script's place in other texts. Drafting nothing is vLLM's step
-with speculation switched on; without it, a step is a little shorter.
+A script replaces the policy in texts that vLLM decodes. A step of vLLM, from one draft to the next, is what the proposer
+spends (first draft step, later ones, decisions, everything else) and the rest: vLLM's verification with its scheduler and
+sampling. Decisions are timed in other texts under the policies. Drafting nothing is vLLM's step with speculation switched
+on; without it, a step is a little shorter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...decode.engines.drafting import EngineDraft, EngineObserver, Options, Spent
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
-from ...decode.engines.vllm import Proposer
 from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
@@ -44,15 +43,13 @@ from ...policies.measurements import (
     Measurements,
 )
 from ...policies.profile import Profile
-from .through_vllm import start_vllm
-
-CLASS = f"{__name__}.TimedProposer"
+from .through_vllm import InProcessProposer, start_vllm
 
 
 class StepScript(StopPolicy):
-    """Has some requests draft, all equally deep, from a shuffled deck; each card twice in a row.
+    """Lets some requests draft, all equally deep, from a shuffled deck; each card twice in a row.
 
-    It counts steps, not rounds: an engine does not say what came of a round without a draft.
+    It counts steps, not rounds: an engine does not report the outcome of a round without a draft.
     """
 
     first = 0
@@ -62,31 +59,18 @@ class StepScript(StopPolicy):
         self.deal(1, 0)
 
     def deal(self, streams: int, number: int) -> None:
-        """Begin with a deck for so many requests; `number` shuffles it."""
+        """Begin a deck for this number of requests, shuffled by `number`."""
         self._deck, self._streams = BatchScript(streams, self.max_depth).deck, streams
         self._number, self._turn = number, -1
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the card, in the requests whose turn it is."""
-        self._turn += step.depth == 0  # one such question a step, for all requests
+        self._turn += step.depth == 0  # called once per step at depth 0, for all requests
         deck, place = divmod(self._turn // TWICE, len(self._deck))
-        some, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
+        count, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
         # Which requests draft changes from step to step. Rows without a request are skipped.
-        turns = ((step.batch >= 0).cumsum() - 1 - self._turn) % self._streams < some
+        turns = ((step.batch >= 0).cumsum() - 1 - self._turn) % self._streams < count
         return step.alive & (turns & (step.depth < length))[:, None], state
-
-
-@dataclasses.dataclass
-class _Step:
-    """The drafts of a step: seconds of all of it, of the first draft step, of all of them and of decisions; whether a text
-    began in it."""
-
-    drafts: Sequence[EngineDraft]
-    draft_s: float
-    first_s: float
-    model_s: float
-    asked_s: float
-    began: bool
 
 
 class StepTimer:
@@ -98,18 +82,22 @@ class StepTimer:
     Attributes:
         timed: seconds by what was timed.
         contexts: mean tokens of the texts, by side and step.
-        side: the context that is timed now; `streams` as many requests.
-        policy: whose decisions are timed, and nothing else; None = the script decides, and all else is timed.
+        side, streams: context and number of requests that are timed now.
+        policy: only its decisions are timed; None = the script decides, and everything else is timed.
     """
 
     def __init__(self, spent: Callable[[], tuple[float, float]]) -> None:
-        self._spent, self._known, self._first = spent, (0.0, 0.0), 0.0
+        self._spent, self._before, self._first = spent, (0.0, 0.0), 0.0
         self.timed: dict[Key, list[float]] = defaultdict(list)
         self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
         self.side, self.streams = CONTEXTS[0], 1
         self.policy: str | None = None
-        self._began, self._seconds = False, 0.0
-        self._last: _Step | None = None
+        self._began, self._seconds = (
+            False,
+            0.0,
+        )  # a text began in this step; seconds of the last step, if it is to be timed
+        self._last: Sequence[EngineDraft] = ()
+        self._add: Callable[[float], None] | None = None  # files the seconds of the last step
 
     def on_begin(self, row: int, text: Array, name: str | None) -> None:
         """See `EngineObserver.on_begin`."""
@@ -122,66 +110,65 @@ class StepTimer:
 
     def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
         """See `EngineObserver.on_outcomes`."""
-        # A step is timed where all requests were drafted for in it, and all are heard of now.
-        whole = self._last is not None and len(drafts) == len(self._last.drafts) == self.streams
-        self._seconds = max(step_s) if whole else 0.0
+        # A step is timed if it drafted for all requests and the outcome of all is known now.
+        self._seconds = max(step_s) if len(drafts) == len(self._last) == self.streams else 0.0
 
     def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
         """See `EngineObserver.on_drafts`."""
-        # The last step's seconds are known by now, unless a prompt was read in between.
-        if self._last is not None and self._seconds and not self._began:
-            self._add(self._last, self._seconds)
-        spent, known = self._spent(), self._known
-        first = self._first - known[0] if any(sent.drafted for sent in drafts) else 0.0
-        self._last = _Step(drafts, draft_s, first, spent[0] - known[0], spent[1] - known[1], self._began)
-        self._known, self._began, self._seconds = spent, False, 0.0
+        # The seconds of the last step are known by now, unless a prompt was read in between.
+        if self._add is not None and self._seconds and not self._began:
+            self._add(self._seconds)
+        spent, before = self._spent(), self._before
+        first_s = self._first - before[0] if any(draft.drafted for draft in drafts) else 0.0
+        seconds = draft_s, first_s, spent[0] - before[0], spent[1] - before[1]
+        self._last, self._add = drafts, partial(self._add_step, drafts, self._began, *seconds)
+        self._before, self._began, self._seconds = spent, False, 0.0
 
-    def _add(self, step: _Step, seconds: float) -> None:
-        """Add the timings of a step; one that an end of a text has cut short is none."""
-        drafts, count = step.drafts, len(step.drafts)
-        if any(sent.hit_limit for sent in drafts):
+    def _add_step(
+        self, drafts: Sequence[EngineDraft], began: bool, draft_s: float, first_s: float, model_s: float, policy_s: float,
+        seconds: float,
+    ) -> None:  # fmt: skip
+        """Add the timings of a step, unless the end of a text shortened it.
+
+        Args:
+            drafts: of the step.
+            began: a text began in it.
+            draft_s, first_s, model_s, policy_s: seconds of drafting, and in it of the first and of all draft steps, and of
+                decisions.
+            seconds: of the whole step.
+        """
+        if any(draft.hit_limit for draft in drafts):
             return
         if self.policy is not None:
-            asked = [sent.decisions for sent in drafts]
-            if any(asked):
-                self.timed[Key(DECISIONS, self.policy, (max(asked),))].append(step.asked_s)
+            if decisions := max(draft.decisions for draft in drafts):
+                self.timed[Key(DECISIONS, self.policy, (decisions,))].append(policy_s)
             return
-        drafting, tokens = [sent for sent in drafts if sent.drafted], sum(sent.drafted for sent in drafts)
-        rest, outside, later = (
-            seconds - step.draft_s, step.draft_s - step.model_s - step.asked_s, step.model_s - step.first_s
-        )  # fmt: skip
+        drafting, tokens = [draft for draft in drafts if draft.drafted], sum(draft.drafted for draft in drafts)
+        rest, outside, later = seconds - draft_s, draft_s - model_s - policy_s, model_s - first_s
 
         def add(what: str, counts: tuple[int, ...], value: float) -> None:
             self.timed[Key(what, self.side, counts)].append(value)
 
-        self.contexts[self.side].append(statistics.fmean(sent.context for sent in drafts))
+        self.contexts[self.side].append(statistics.fmean(draft.context for draft in drafts))
+        count, later_steps = len(drafts), max((draft.drafted for draft in drafting), default=0) - 1
         add(BATCH_VERIFY, (count, count + tokens), rest + outside)
-        read, steps = sum(sent.backlog for sent in drafting), max((sent.drafted for sent in drafting), default=0) - 1
-        # A draft that begins a text reads all of it.
-        if drafting and not step.began:
-            add(BATCH_FIRST, (len(drafting),), step.first_s)
-            if steps:
-                add(BATCH_DRAFTS, (len(drafting), steps), later)
+        if drafting and not began:  # the draft that begins a text reads all of it
+            add(BATCH_FIRST, (len(drafting),), first_s)
+            if later_steps:
+                add(BATCH_DRAFTS, (len(drafting), later_steps), later)
         if count == 1:
             add(VERIFY, (tokens,), rest)
             add(OUTSIDE, (tokens,), outside)
             if drafting:
-                add(FIRST, (read,), step.first_s)
-            if steps > 0:
+                add(FIRST, (drafting[0].backlog,), first_s)
+            if later_steps > 0:
                 add(LATER, (tokens,), later)
 
 
-class TimedProposer(Proposer):
-    """Drafts for vLLM as the script says, and times it."""
+class TimedProposer(InProcessProposer):
+    """Drafts for vLLM as the script decides, and times it."""
 
-    made: TimedProposer
-    script: StepScript
     timer: StepTimer
-
-    def prepared(self, policy: StopPolicy) -> StopPolicy:
-        """Return the script."""
-        TimedProposer.made, self.script = self, StepScript(self.depth)
-        return self.script
 
     def observer(self, options: Options) -> EngineObserver:
         """Return the timer."""
@@ -214,13 +201,13 @@ def measure_vllm(
 
     Args:
         target, draft: folders or hub names; "" where the drafter takes no draft model.
-        prompts: token ids; not the ones that predictions are made for.
-        drafter: as of `--drafter`.
+        prompts: token ids; not those of the evaluation.
+        drafter: value of `--drafter`.
         depth: K, the longest draft timed.
         temperature: of the sampling.
         new_tokens: decoded from each of two contexts.
-        batch: how many requests are decoded side by side, of each size that is timed; 1 always is.
-        policies: whose decisions are timed as well, of one request.
+        batch: numbers of requests that are decoded side by side; 1 is always included.
+        policies: their decisions are timed too.
         readable: the longest text that both models read.
         dtype: of both models.
         effort: how long to measure.
@@ -229,7 +216,7 @@ def measure_vllm(
 
     Raises:
         InputError: vLLM is not installed, an option is out of range, or the drafter reads the target's hidden states.
-        PolicyError: a policy reads what vLLM does not hand to a drafter.
+        PolicyError: a policy reads what vLLM does not pass to a drafter.
     """
     sizes = sorted({1, *batch})
     check_limits({"depth": 1}, depth=depth, temperature=temperature, batch=sizes[-1])
@@ -240,11 +227,10 @@ def measure_vllm(
     from vllm import __version__
 
     mode = "match" if temperature == 0.0 else "point"
-    made = Profile.measured(measured, (short, long), depth, temperature)
-    noise = made.noise.to_dict() if made.noise else {}
-    return dataclasses.replace(
-        made, facts={**(facts or {}), "engine": f"vllm {__version__}", **noise}, verification=mode
-    )
+    profile = Profile.measured(measured, (short, long), depth, temperature)
+    noise = profile.noise.to_dict() if profile.noise else {}
+    facts = {**(facts or {}), "engine": f"vllm {__version__}", **noise}
+    return dataclasses.replace(profile, facts=facts, verification=mode)
 
 
 def measure_vllm_decisions(
@@ -267,25 +253,28 @@ def measure_vllm_decisions(
 
 
 class _Run:
-    """Texts that vLLM, started for them, decodes to time its steps; see `measure_vllm`."""
+    """vLLM, started to decode texts whose steps are timed; see `measure_vllm`."""
 
     def __init__(
         self, models: tuple[str, str, str], prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy], depth: int,
         temperature: float, new_tokens: int, rows: int, readable: int, dtype: str,
     ) -> None:  # fmt: skip
         self._policies = [check_engine_policy(policy).limited(depth) for policy in policies]
-        self._rows = rows
-        self._prompts, self._lengths = prompts, two_lengths(readable, prompts, new_tokens + depth)
-        drafter = check_engine_drafter(models[2])
-        settings = {"draft": models[1], "drafter": drafter, "rows": rows, "temperature": temperature}
-        # The same texts are decoded again and again, and their prompts are to be read each time.
-        self._engine = start_vllm(models[0], CLASS, depth, settings, dtype, enable_prefix_caching=False)
-        self._proposer = TimedProposer.made
+        self._rows, self._prompts, self._lengths = rows, prompts, two_lengths(readable, prompts, new_tokens + depth)
+        target, draft, drafter = models
+        options = {"draft": draft, "drafter": check_engine_drafter(drafter), "rows": rows, "temperature": temperature}
+        self._script = StepScript(depth)
+        # The same texts are decoded again and again, and their prompts must be read each time.
+        self._engine, proposer = start_vllm(
+            TimedProposer, self._script, target, depth, options, dtype, enable_prefix_caching=False
+        )
+        assert proposer.drafting is not None
+        self._drafting, self._timer = proposer.drafting, proposer.timer
+        self.contexts = self._timer.contexts
         from vllm import SamplingParams
 
-        told = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
-        self._params, self._one = (SamplingParams(max_tokens=n, **told) for n in (new_tokens, 1))
-        self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
+        common = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
+        self._params, self._one = (SamplingParams(max_tokens=count, **common) for count in (new_tokens, 1))
 
     def deciding(self) -> dict[str, Case]:
         """Return the cases of the policies' decisions: about one request, and about as many as the engine takes."""
@@ -297,35 +286,35 @@ class _Run:
 
     def _decide(self, policy: StopPolicy, streams: int, number: int) -> Seconds:
         """Decode texts under a policy and return the seconds of its decisions, round by round."""
-        proposer, timed = self._proposer, defaultdict[Key, list[float]](list)
-        assert proposer.drafting is not None
-        proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, streams, policy.cost_name
-        proposer.drafting.use(policy)
+        timed = self._begin(streams, policy.cost_name)
+        self._drafting.use(policy)
         self._engine.generate(self._texts(self._lengths[0], streams, number), self._params, use_tqdm=False)
-        proposer.drafting.check_failed()
-        proposer.drafting.use(proposer.script)
-        proposer.timer.policy = None
+        self._drafting.check_failed()
+        self._drafting.use(self._script)
         return timed if number else {}
 
+    def _begin(self, streams: int, policy: str | None) -> dict[Key, list[float]]:
+        """Return what the timer fills from now on."""
+        self._timer.timed, self._timer.streams, self._timer.policy = defaultdict(list), streams, policy
+        return self._timer.timed
+
     def _texts(self, length: int, streams: int, number: int) -> list[dict[str, list[int]]]:
-        """Return so many prompts of so many tokens, others in each repetition."""
+        """Return prompts of `length` tokens, different ones in each repetition."""
         at = range(number * streams, (number + 1) * streams)
         return [{"prompt_token_ids": stretch(self._prompts, length, n)} for n in at]
 
     def play(self, streams: int, number: int) -> Seconds:
-        """Decode so many texts side by side at each context."""
-        proposer, timed = self._proposer, defaultdict[Key, list[float]](list)
-        assert proposer.drafting is not None
+        """Decode texts side by side at each context."""
+        timed = self._begin(streams, None)
         for side, length in zip(CONTEXTS, self._lengths, strict=True):
-            texts, timer = self._texts(length, streams, number), proposer.timer
-            timer.timed, timer.contexts, timer.side, timer.streams = timed, self.contexts, side, streams
-            proposer.script.deal(streams, number)
+            texts, self._timer.side = self._texts(length, streams, number), side
+            self._script.deal(streams, number)
             self._engine.generate(texts, self._params, use_tqdm=False)
             if streams == 1:
                 # One token: the prompt is read, and whatever is drafted after it is subtracted.
-                before, begun = proposer.drafting.spent.all_s, time.perf_counter()
+                drafted, begin = self._drafting.spent.all_s, time.perf_counter()
                 self._engine.generate(texts, self._one, use_tqdm=False)
-                spent = time.perf_counter() - begun - (proposer.drafting.spent.all_s - before)
-                timed[Key(PREFILL, side, (length,))].append(spent)
-        proposer.drafting.check_failed()
+                seconds = time.perf_counter() - begin - (self._drafting.spent.all_s - drafted)
+                timed[Key(PREFILL, side, (length,))].append(seconds)
+        self._drafting.check_failed()
         return timed if number else {}

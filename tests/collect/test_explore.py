@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from specstop.collect.explore import exploring
+from specstop.collect.live import exploring
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 
 DEPTH = 5

@@ -6,21 +6,17 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
-import specstop.collect.dense.unroll as unrolling
 import torch
 from enumeration import NEGLIGIBLE
-from specstop.collect.dense.collector import Written, text_columns
-from specstop.collect.dense.completions import target_rows
-from specstop.collect.dense.gather import gather
-from specstop.collect.dense.places import Places
-from specstop.collect.dense.unroll import Anchors, Unroller, node_features
+from specstop.collect.completions import target_rows
+from specstop.collect.dense import DenseCollector, node_features
+from specstop.collect.proposals import Proposals, TargetText
 from specstop.collect.schema import Header, PromptTask, parents
 from specstop.decode.rounds import play_round
+from specstop.decode.settings import Settings
 from specstop.decode.topology import Topology
 from specstop.decode.verify.modes import MODES
 from specstop.policies.contract import StopPolicy
@@ -151,31 +147,31 @@ def drawn_traces(case: Case, text: tuple[int, ...]) -> tuple[TraceArrays, Any]:
         """Whether a round may come to what is drawn there: the limit leaves one token to the target."""
         return position - start + depths[node] <= case.new - 2 and position - start < len(text)
 
-    unroller = Unroller(
-        pair, tree, 1.0, verification=case.mode, off_text=case.off_text,
+    collector = DenseCollector(
+        pair, Settings(1.0, case.new, tree.deepest, tree=tree.name, verification=case.mode), off_text=case.off_text,
         choices=lambda key, draw: lambda position, node: EnumeratedDraws(numbers, wanted, position, node),
     )  # fmt: skip
-    depths = unroller.shape.depth
+    depths = collector.shape.depth
     rows = target_rows(pair, list(case.prompt), list(text))[0]
     anchor = torch.arange(1, len(text))
-    anchors = Anchors([*case.prompt, *text], start, anchor, 0)
-    runs: list[Places] = []
-    with mock.patch.object(unrolling, "gather", lambda places, begin, tree: places):
+    prompt = PromptTask(0, "t", "", list(case.prompt))
+    known = TargetText(prompt, list(text), rows, None, None, len(text), anchor)
+    runs: list[Proposals] = []
+    with torch.inference_mode():
         while not runs or not all(one.exhausted for one in numbers.values()):
             for one in numbers.values():
                 one.begin()
-            runs.append(unroller.unroll(anchors, rows))
+            runs.append(collector.propose(known))
             for one in numbers.values():
                 one.end()
-    return _combined(case, unroller, text, rows, anchor, runs, numbers)
+        return _combined(case, collector, known, runs, numbers)
 
 
 def _combined(
-    case: Case, unroller: Unroller, text: tuple[int, ...], rows: Tensor, anchor: Tensor, runs: list[Places],
-    numbers: dict[int, Numbers],
-) -> tuple[TraceArrays, Any]:  # fmt: skip
-    """Return the traces of all combinations of leaves of the places, put together by the collector's own `gather`."""
-    start, first = len(case.prompt), runs[0]
+    case: Case, collector: DenseCollector, text: TargetText, runs: list[Proposals], numbers: dict[int, Numbers]
+) -> tuple[TraceArrays, Any]:
+    """Return the traces of all combinations of leaves of the places, put together by the collector's own `trees`."""
+    start, first, anchor = len(case.prompt), runs[0], text.anchor
     leaves = [numbers[start + 1 + at].leaves if start + 1 + at in numbers else [1.0] for at in range(first.places)]
     combos = np.array(list(itertools.product(*(range(len(one)) for one in leaves))))  # [C, P]
     weights = np.prod([np.array(one)[combos[:, at]] for at, one in enumerate(leaves)], 0)
@@ -183,7 +179,10 @@ def _combined(
     pick = torch.from_numpy(combos)[:, first.place]  # [C, U] run by state
     mixed = copy.copy(first)
     state = torch.arange(states)
-    for name in ("token", "kept", "pre", "best", "numbers", "overlap", "target_prob", "chance", "some", "own"):
+    for name in (
+        *("token", "accepted", "pre", "best", "numbers", "overlap", "target_prob", "accept_chance", "next_chance"),
+        *("next_token", "hidden"),
+    ):
         stack = [getattr(run, name) for run in runs]
         if isinstance(stack[0], Tensor):
             setattr(mixed, name, torch.stack(stack)[pick, state].flatten(0, 1))
@@ -193,12 +192,8 @@ def _combined(
     shift = torch.arange(many)[:, None] * states
     mixed.after, mixed.begin = (first.after + shift).flatten(), (first.begin + shift).flatten()
     begin = (anchor - 1 + torch.arange(many)[:, None] * first.places).flatten()
-    trees = gather(mixed, begin, unroller.tree)
-    stub: Any = SimpleNamespace(
-        unroll=lambda *_: trees, pair=unroller.pair, depth=unroller.depth, features=unroller.features, draws=1
-    )
-    written = Written(PromptTask(0, "t", "", list(case.prompt)), list(text), rows, len(text), anchor.repeat(many))
-    return _arrays(case, text_columns(stub, written), many, len(anchor)), weights
+    repeated = replace(text, anchor=anchor.repeat(many))
+    return _arrays(case, collector.columns(repeated, 0, mixed.trees(begin)), many, len(anchor)), weights
 
 
 def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_records import all_or_none, at_random, by_confidence, by_load, fixed, simulated
 from specstop.collect.acceptance import DEPENDENT, FIXED, INDEPENDENT
-from specstop.collect.engines.draft_lengths import LEVEL, lengths_kind
+from specstop.collect.engines.vllm_records import LEVEL, lengths_kind
 
 SEEDS = 30
 

@@ -11,11 +11,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from simulated_engine import Engine, Request
-from specstop.collect.engines.rounds import ANCHORS, RoundRecorder, engine_features, explored_by
-from specstop.collect.engines.serving import PartWriter, import_parts
+from specstop.collect.engines.serving import (
+    ANCHORS,
+    PartWriter,
+    RoundRecorder,
+    engine_features,
+    explored_by,
+    import_parts,
+)
 from specstop.collect.engines.vllm_records import import_vllm
-from specstop.collect.explore import exploring
-from specstop.collect.live import LiveCollector
+from specstop.collect.live import LiveCollector, exploring
 from specstop.collect.schema import Header, PromptTask, chain
 from specstop.decode.drafters import find_drafter
 from specstop.decode.engines.drafting import Drafting, Options

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from specstop.collect.engines import through_vllm
-from specstop.collect.engines.rounds import RecordedText
+from specstop.collect.engines.serving import RecordedText
 from specstop.collect.engines.through_vllm import parts_of
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
+from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.registry import load_policy
 
@@ -64,8 +65,8 @@ def test_a_machine_without_vllm_is_told(
 def test_as_many_texts_are_decoded_side_by_side_as_were_asked_for(
     pair: Pair, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int | None, rows: int
 ) -> None:
-    def start(target: str, drafts: str, depth: int, told: dict, dtype: str) -> None:
-        raise InputError(f"{told['rows']} rows")
+    def start(proposer: type, policy: StopPolicy, target: str, depth: int, options: dict, dtype: str) -> None:
+        raise InputError(f"{options['rows']} rows")
 
     monkeypatch.setattr(through_vllm, "start_vllm", start)
     with pytest.raises(InputError, match=f"^{rows} rows"):

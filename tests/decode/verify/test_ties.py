@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import VOCABULARY
-from specstop.collect.dense.proposals import Asked, BestScores
-from specstop.decode.models.pair import Pair
+from specstop.collect.given_text import best_candidates
 from specstop.decode.topology import parse_tree
 from specstop.decode.verify.modes import Draw, Match, best_tokens
 
@@ -45,8 +44,7 @@ def test_of_equal_scores_the_first_token_is_drawn_first(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_dense_trace_takes_the_same(pair: Pair, width: int) -> None:
-    rows, number = tied_rows(), torch.arange(40)
-    asked = Asked(rows, cast(Any, None), number, number, number, 1, torch.full((40,), -1), torch.ones(40).double())
-    found, _ = BestScores(pair, None, 0, 0, None)(asked, width, width + 1)
-    assert found.tokens.tolist() == draw(rows, width).tokens
+def test_a_dense_trace_takes_the_same(width: int) -> None:
+    rows = tied_rows()
+    candidates = best_candidates(rows, torch.full((40,), -1), width, width + 1)
+    assert candidates.tokens.tolist() == draw(rows, width).tokens

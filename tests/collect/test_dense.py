@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import DEPTH
 from reference_features import Rows, compute
-from specstop.collect.dense.collector import Unroller, dense_rows
-from specstop.collect.dense.threads import map_threads
+from specstop.collect.dense import DenseCollector, memory_budget
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import PromptTask
+from specstop.collect.shards import plan_run
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.pair import Pair, join, load_pair
+from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
@@ -52,11 +54,6 @@ class Recording(StopPolicy):
         self.rounds.append({"steps": self.steps, "tokens": self.tokens, "accepted": int(outcome.accepted[0])})
         self.steps, self.tokens = {}, []
         return state
-
-
-@pytest.fixture(scope="module")
-def compact(pair_folder: Path) -> Pair:
-    return load_pair(pair_folder / "target", pair_folder / "draft", engine="compact")
 
 
 def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
@@ -175,6 +172,10 @@ def test_tokens_and_probabilities_are_those_of_a_loop_without_cache(
             prefix = [*prefix, int(token)]
 
 
+def collector(pair: Pair, temperature: float, depth: int = DEPTH, **more: Any) -> DenseCollector:
+    return DenseCollector(pair, Settings(temperature, NEW, depth, verification="match"), **more)
+
+
 def batch(prompts: list[Prompt], ids: list[list[int]]) -> list[PromptTask]:
     return [PromptTask(i, p.id, p.group, ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
 
@@ -194,53 +195,17 @@ def test_rows_do_not_depend_on_the_chunk_size(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], temperature: float
 ) -> None:
     work = batch(prompts, prompt_ids)
-    whole = dense_rows(pair, Unroller(pair, DEPTH, temperature), work, NEW)
-    pieces = dense_rows(pair, Unroller(pair, DEPTH, temperature, memory_bytes=1), work, NEW)
+    whole = collector(pair, temperature).rows(work)
+    pieces = collector(pair, temperature, memory_bytes=1).rows(work)
     assert max(len(chunk["anchor"]) for chunk in whole) > 16, "no text is longer than two of the smallest chunks"
     assert_same(whole, pieces)
 
 
-def test_texts_are_unrolled_side_by_side(compact: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]) -> None:
-    work = batch(prompts, prompt_ids)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        unroller = Unroller(compact, DEPTH, 0.7)
-        together = dense_rows(compact, unroller, work, NEW)
-        assert len(unroller.copies(3)) == 3 and len(unroller.copies(2)) == 2 and torch.get_num_threads() == 3
-        tight = Unroller(compact, DEPTH, 0.7, memory_bytes=1)
-        assert tight.copies(3) == [tight], "a further one does not fit into the budget"
-        torch.set_num_threads(1)
-        alone = dense_rows(compact, Unroller(compact, DEPTH, 0.7), work, NEW)
-    finally:
-        torch.set_num_threads(before)
-    assert [c["sequence"][0] for c in together] == [c["sequence"][0] for c in alone]
-    assert_same(together, alone, 1e-4)  # the target computes in float32 on three threads and on one
-
-
-def test_what_goes_wrong_in_one_text_is_raised(compact: Pair) -> None:
-    before = torch.get_num_threads()
-
-    def odd(_: Unroller, item: int) -> int:
-        if item % 2:
-            raise ValueError(f"item {item}")
-        return item
-
-    try:
-        torch.set_num_threads(2)
-        with pytest.raises(ValueError, match="item 1"):
-            map_threads(Unroller(compact, DEPTH, 0.0), odd, range(4))
-        assert torch.get_num_threads() == 2
-        assert map_threads(Unroller(compact, DEPTH, 0.0), odd, range(0, 8, 2)) == [0, 2, 4, 6]
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_rows_do_not_depend_on_the_batch(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]) -> None:
     work = batch(prompts, prompt_ids)
-    together = dense_rows(pair, Unroller(pair, DEPTH, 0.7), work, NEW)
-    unroller = Unroller(pair, DEPTH, 0.7)
-    alone = [chunk for one in reversed(work) for chunk in dense_rows(pair, unroller, [one], NEW)][::-1]
+    together = collector(pair, 0.7).rows(work)
+    single = collector(pair, 0.7)
+    alone = [chunk for one in reversed(work) for chunk in single.rows([one])][::-1]
     assert_same(together, alone)
 
 
@@ -249,8 +214,8 @@ def test_rows_are_the_same_under_eager_attention(
 ) -> None:
     work = batch(prompts, prompt_ids)[:4]
     assert_same(
-        dense_rows(pair, Unroller(pair, DEPTH, 0.7), work, NEW),
-        dense_rows(eager_pair, Unroller(eager_pair, DEPTH, 0.7), work, NEW),
+        collector(pair, 0.7).rows(work),
+        collector(eager_pair, 0.7).rows(work),
         EAGER,
     )
 
@@ -258,7 +223,7 @@ def test_rows_are_the_same_under_eager_attention(
 def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]]) -> None:
     first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
     ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
-    assert dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [PromptTask(0, "a", "", prompt_ids[0])], NEW) == []
+    assert collector(ends_at_once, 0.0, 3).rows([PromptTask(0, "a", "", prompt_ids[0])]) == []
 
 
 @pytest.mark.parametrize("tree", [None, "2,2"])
@@ -277,3 +242,15 @@ def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(
         values = table[name].to_pylist()
         assert np.isfinite(np.array(values, dtype=np.float64)).all(), name
     assert max(map(max, table["tokens"].to_pylist())) < VOCABULARY
+
+
+@pytest.mark.parametrize(("free", "budget"), [(8 << 30, 512), (1 << 20, 64), (1 << 50, 1024)])
+def test_the_default_memory_is_a_share_of_what_is_free(
+    pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, free: int, budget: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
+    assert memory_budget(torch.device("cuda:1")) == 768
+    assert plan_run(pair, prompts[:2], depth=2, max_new_tokens=4).header.facts["memory MiB"] == budget
+    assert plan_run(pair, prompts[:2], depth=2, max_new_tokens=4, memory=70).header.facts["memory MiB"] == 70
+    assert "memory MiB" not in plan_run(pair, prompts[:2], depth=2, max_new_tokens=4, collector="live").header.facts

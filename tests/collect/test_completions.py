@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import EOS
 from reference_features import Rows, compute
-from specstop.collect.dense.completions import own_anchors
+from specstop.collect.completions import agreeing_anchors
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
@@ -75,7 +75,7 @@ def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kep
     ],
 )
 def test_anchors_look_two_tokens_ahead(text: list[int], own: list[int], ended: bool, anchors: list[int]) -> None:
-    assert own_anchors(text, own, len(text), 2, ended) == anchors
+    assert agreeing_anchors(text, own, len(text), 2, ended) == anchors
 
 
 def test_a_trace_of_completions_is_not_replayed_where_anchors_miss(

@@ -110,13 +110,13 @@ def test_live_rows_hold_what_dense_ones_do(
 def test_rows_do_not_depend_on_the_chunk_size(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], chunk: dict[str, int]
 ) -> None:
-    from specstop.collect.dense.collector import dense_rows
-    from specstop.collect.dense.unroll import Unroller
-    from specstop.decode.topology import parse_tree
+    from specstop.collect.dense import DenseCollector
+    from specstop.decode.settings import Settings
 
     work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
-    for tree in (DEPTH, parse_tree(TREE)):
-        one, other = (dense_rows(pair, Unroller(pair, tree, 0.7, hidden=BOTH, **c), work, NEW) for c in ({}, chunk))
+    for tree in (None, TREE):
+        settings = Settings(0.7, NEW, DEPTH, tree=tree, verification="match")
+        one, other = (DenseCollector(pair, settings, BOTH, **c).rows(work) for c in ({}, chunk))
         for first, second in zip(one, other, strict=True):
             for name in BOTH:
                 np.testing.assert_allclose(

@@ -13,7 +13,7 @@ import torch
 from drawn_law import drawn_traces, replay_law
 from enumeration import EXACT
 from random_stops import ByTokens, TrimmingByRows
-from specstop.collect.dense.given_text import KeyedDraws, block_candidates, draw_key, rejection_candidates
+from specstop.collect.given_text import KeyedDraws, block_candidates, draw_key, rejection_candidates
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from text_law import Case, apart, live_law

@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmark_scripts import part
 from conftest import NEW, make_prompts
-from specstop.collect.dense.mixed import mixed_rows
+from specstop.collect.dense import DenseCollector
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, Header, PromptTask
@@ -113,8 +113,8 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(
     options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": SamplingParams(top_k=1)}
     mixed = numpy_rows(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
     work = [PromptTask(n, str(n), "", ids, stream_key(0, str(n))) for n, ids in enumerate(prompt_ids)]
-    settings = Settings(0.7, NEW, shaping=SamplingParams(top_k=1), verification="match")
-    alone, together = (mixed_rows(pair, work, settings, 0.3, memory_bytes=size) for size in (1, 1 << 28))
+    settings = Settings(0.7, NEW, 1, shaping=SamplingParams(top_k=1), verification="match")
+    alone, together = (DenseCollector(pair, settings, memory_bytes=size, mix=0.3).rows(work) for size in (1, 1 << 28))
     for one, other in zip(alone, together, strict=True):  # one text at a time, or all side by side
         columns = {name: value for name, value in one.items() if isinstance(value, np.ndarray)}
         assert {"tokens", "accepted", "top1"} <= set(columns)

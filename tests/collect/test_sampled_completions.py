@@ -12,9 +12,8 @@ import torch
 from conftest import EOS, make_prompts
 from contract_policies import TEST_POLICIES
 from scipy import stats
-from specstop.collect.dense.completion_check import balance
-from specstop.collect.dense.completions import given_noise, sampled_rows, target_rows
-from specstop.collect.dense.given_text import gumbel_given
+from specstop.collect.completions import given_noise, sampled_rows, sampling_balance, target_rows
+from specstop.collect.given_text import gumbel_given
 from specstop.collect.prompts import Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
@@ -219,7 +218,7 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
     found = {}
     for temperature in (0.4, TEMPERATURE, 1.4):
         texts = {name: write(pair, ids, NEW, temperature, SamplingParams(), at) for at, (name, ids) in enumerate(named)}
-        found[temperature] = balance(
+        found[temperature] = sampling_balance(
             pair, settings, list(zip(many, [ids for _, ids in named], strict=True)), texts, NEW
         )
         if temperature != TEMPERATURE:
@@ -228,9 +227,10 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
                 collect(pair, many, tmp_path / "a", depth=2, temperature=TEMPERATURE, max_new_tokens=NEW,
                         completions=words)  # fmt: skip
     assert not (tmp_path / "a").exists(), "refused before anything is written"
-    assert found[TEMPERATURE].errors < 4 < min(found[0.4].errors, found[1.4].errors)
-    assert found[0.4].mean > 0 > found[1.4].mean, "colder texts surprise less"
-    assert found[TEMPERATURE].texts == 60 and found[TEMPERATURE].impossible == 0
+    errors = {at: abs(one["mean"]) / one["standard_error"] for at, one in found.items()}
+    assert errors[TEMPERATURE] < 4 < min(errors[0.4], errors[1.4])
+    assert found[0.4]["mean"] > 0 > found[1.4]["mean"], "colder texts surprise less"
+    assert found[TEMPERATURE]["texts"] == 60 and found[TEMPERATURE]["impossible"] == 0
 
 
 def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> None:
@@ -253,9 +253,9 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
     sums = np.array([off[[owner == name for owner, _ in parts]].sum() for name, _ in named])
     error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
     encoded = list(zip(prompts, [ids for _, ids in named], strict=True))
-    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P, verification="match"), encoded, texts, 12)
-    assert (found.mean, found.standard_error) == pytest.approx((values.mean(), error), rel=1e-9)
-    assert (found.texts, found.tokens) == (9, len(values))
+    found = sampling_balance(plain_pair, Settings(0.9, 12, shaping=TOP_P, verification="match"), encoded, texts, 12)
+    assert (found["mean"], found["standard_error"]) == pytest.approx((values.mean(), error), rel=1e-9)
+    assert (found["texts"], found["tokens"]) == (9, len(values))
 
 
 def test_few_texts_are_taken_with_a_warning_and_odd_ids_are_not(

@@ -10,16 +10,15 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH
-from specstop.collect.dense.collector import dense_rows
-from specstop.collect.dense.unroll import Unroller
+from specstop.collect.dense import DenseCollector
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect, plan_run
+from specstop.collect.run import collect
 from specstop.collect.schema import PromptTask
+from specstop.collect.shards import plan_run
 from specstop.collect.store import Trace, open_trace
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
-from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
@@ -124,7 +123,7 @@ def test_rows_do_not_depend_on_the_chunks(
 ) -> None:
     work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
     whole, pieces = (
-        dense_rows(pair, Unroller(pair, parse_tree(tree), 0.7, verification=name, draws=2, **size), work, NEW)
+        DenseCollector(pair, Settings(0.7, NEW, tree=tree, verification=name), draws=2, **size).rows(work)
         for size in ({}, {"memory_bytes": 1})
     )
     assert [int(chunk["sequence"][0]) for chunk in whole] == list(range(8))

@@ -10,14 +10,15 @@ import pytest
 import torch
 from conftest import EOS, NEW
 from reference_features import Rows, compute
-from specstop.collect.dense.collector import dense_rows
-from specstop.collect.dense.unroll import Unroller, closure
+from specstop.collect.dense import DenseCollector
 from specstop.collect.prompts import Prompt
+from specstop.collect.proposals import closure
 from specstop.collect.run import collect
 from specstop.collect.schema import PromptTask
 from specstop.collect.store import open_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.settings import Settings
 from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.features import TREE_FEATURES
@@ -98,9 +99,9 @@ def test_rows_do_not_depend_on_the_chunks(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tree: str
 ) -> None:
     work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
-    topology = parse_tree(tree)
-    whole = dense_rows(pair, Unroller(pair, topology, 0.7, rows=512), work, NEW)
-    pieces = dense_rows(pair, Unroller(pair, topology, 0.7, memory_bytes=1), work, NEW)
+    settings = Settings(0.7, NEW, tree=tree, verification="match")
+    whole = DenseCollector(pair, settings, rows=512).rows(work)
+    pieces = DenseCollector(pair, settings, memory_bytes=1).rows(work)
     for one, other in zip(whole, pieces, strict=True):
         for name, values in one.items():
             if getattr(values, "dtype", None) in (np.float32, np.float64):

@@ -1,8 +1,11 @@
-"""Rejection and block verification given the text: samples drafts and acceptances for a text that is already complete.
+"""Candidates that the draft proposes after the prefixes of a text, and which of them rounds of a verification accept.
 
-A lossless mode gives texts the target's distribution, whatever stops the drafts. The collector therefore samples a text from
-the target, and then the candidates and acceptances at each place given that text. Text and rounds have the joint
-distribution of the live loop. After a prefix, with the text's next token x and a candidate y:
+Under `match` and `point` the candidates follow from the prefix, and the text says which one is accepted.
+
+Under `rejection` and `block` candidates and acceptances are random, but the text is already complete. A lossless mode gives
+texts the target's distribution, whatever stops the drafts. The collector therefore samples a text from the target, and then
+the candidates and acceptances at each place given that text. Text and rounds have the joint distribution of the live loop.
+After a prefix, with the text's next token x and a candidate y:
 
 - Rejection: y = x, accepted, with probability min(1, q(x) / p(x)); else y ~ (q - p)+. Further siblings use the residuals of p
   and, without replacement, of q. After an accepted sibling and off the text, y ~ q.
@@ -18,18 +21,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...decode.verify.modes import block_chance, ratio
-from ...decode.verify.noise import mix_one, uniform, uniform_at
-from ...policies.counter_rng import GOLDEN, signed
+from ..decode.verify.modes import block_chance, ratio
+from ..decode.verify.noise import best_scores, in_order, mix_one, uniform, uniform_at
+from ..policies.contract import Array
+from ..policies.counter_rng import GOLDEN, signed
+from .schema import NO_TOKEN
 
 OFF_TEXT = -1
 """Replaces the text's token at prefixes that are not on the text."""
-
-NOTHING_LEFT = -1
-"""Replaces a candidate if the draft has no further token."""
 
 _SALT = 0x6BADD0FF
 _RANK_BITS = 20
@@ -89,8 +92,14 @@ class KeyedDraws:
         return torch.minimum(token, last)[:, 0].clamp_max(weights.shape[-1] - 1)
 
 
-DrawsAt = Callable[[Tensor, Tensor], KeyedDraws]
+Draws = Callable[[Tensor, Tensor], KeyedDraws]
 """Returns the choices for (absolute positions [R], rows of the tree [R])."""
+
+
+def keyed_draws(key: int, draw: int) -> Draws:
+    """Return the choices of draw number `draw` for a stream."""
+    salted = draw_key(key, draw)
+    return lambda position, node: KeyedDraws(salted, position, node)
 
 
 @dataclass(frozen=True)
@@ -98,18 +107,44 @@ class Candidates:
     """W candidates at each of R prefixes.
 
     Attributes:
-        tokens: [R, W] in the order in which they are tried; `NOTHING_LEFT` if there are fewer.
+        tokens: [R, W] in the order in which they are tried; `NO_TOKEN` if there are fewer.
         accepted: [R] index of the accepted candidate, which is the text's token; -1 if none is.
         accept_chance: [R, W] probability of acceptance given the prefix and the token; 0 if the candidate is not tried.
         next_chance: [R] probability that the first candidate is accepted, before it is drawn; 0 off the text.
         weight: [R, W] weight of the path that ends with the candidate, for block verification.
+        best: [R, .] the largest noisy scores, descending, under `match`.
     """
 
     tokens: Tensor
     accepted: Tensor
-    accept_chance: Tensor
-    next_chance: Tensor
+    accept_chance: Tensor | None = None
+    next_chance: Tensor | None = None
     weight: Tensor | None = None
+    best: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: list[Candidates]) -> Candidates:
+        """Return the candidates of all parts as one."""
+        columns = {name: [getattr(part, name) for part in parts] for name in cls.__dataclass_fields__}
+        return cls(**{name: torch.cat(values) for name, values in columns.items() if values[0] is not None})
+
+
+def best_candidates(scores: Tensor, text_token: Tensor, width: int, most: int) -> Candidates:
+    """Return the tokens of the largest scores, of which the text's token is accepted.
+
+    Args:
+        scores: [R, V], with the shared noise under `match`.
+        text_token: [R] the text's next token, negative off the text.
+        width: W.
+        most: number of scores that are returned, at least W.
+    """
+    best, tokens, tied = best_scores(scores, most)
+    if bool(tied.any()):
+        tokens[tied] = in_order(scores[tied], most)
+    tokens = tokens[:, :width]
+    hit = (tokens == text_token[:, None]) & (text_token >= 0)[:, None]
+    accepted = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
+    return Candidates(tokens.where(best[:, :width] > -torch.inf, NO_TOKEN), accepted, best=best)
 
 
 def rejection_candidates(
@@ -120,12 +155,12 @@ def rejection_candidates(
     Args:
         q: [R, V] float64, distribution of the draft.
         p: [R, V], distribution of the target; None = all rows are off the text.
-        text_token: [R] the text's next token, or `OFF_TEXT`.
+        text_token: [R] the text's next token, negative off the text.
         width: W.
         replacement: whether candidates are drawn independently.
         draws: random choices of these rows.
     """
-    tokens = torch.full((len(q), width), NOTHING_LEFT, device=q.device)
+    tokens = torch.full((len(q), width), NO_TOKEN, device=q.device)
     accepted, possible = torch.full_like(text_token, -1), torch.ones_like(text_token, dtype=torch.bool)
     accept_chance, next_chance = q.new_zeros(len(q), width), q.new_zeros(len(q))
     tried = text_token >= 0  # on the text, and no earlier sibling was accepted
@@ -141,7 +176,7 @@ def rejection_candidates(
             token = torch.where(hit, text_token, draws.tokens(weights, rank))
             accept_chance[:, rank] = ratio(_entries(p, token), _entries(q, token)) * tried
             accepted, tried = torch.where(hit, rank, accepted), tried & ~hit
-        tokens[:, rank] = torch.where(possible, token, NOTHING_LEFT)
+        tokens[:, rank] = torch.where(possible, token, NO_TOKEN)
         if rank + 1 == width:
             break
         if p is not None:
@@ -162,7 +197,7 @@ def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Te
         q: [R, V] float64, distribution of the draft.
         p: [R, V], distribution of the target on and off the text. None approximates block verification off the text: all
             tokens are drawn from q.
-        text_token: [R] the text's next token, or `OFF_TEXT`.
+        text_token: [R] the text's next token, negative off the text.
         weight: [R] float64, w of the path.
         draws: random choices of these rows.
     """
@@ -179,9 +214,45 @@ def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Te
     accept_chance = ratio(overlap, overlap + missed) * on_text
     # Sum of min(w p, q) / w.
     next_chance = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0)
-    accepted = torch.where(hit, 0, -1)
-    path_weight = ratio(wp_y, q_y)
+    accepted, path_weight = torch.where(hit, 0, -1), ratio(wp_y, q_y)
     return Candidates(token[:, None], accepted, accept_chance[:, None], next_chance * on_text, path_weight[:, None])
+
+
+def block_states(step: Array, depth: int, anchors: int) -> tuple[Array, Array, Array, Array]:
+    """Return the states of block verification on a text: the weights that rounds from any anchor bring to each place.
+
+    A round of weight w at a place has weight min(1, w p / q) at the next one, p and q of the text's token (block
+    verification, arXiv 2403.10444). Rounds whose weight was 1 at the same place continue alike, so there are few states.
+
+    Args:
+        step: [P] p / q of the text's token at each place.
+        depth: K; a round that begins at place a visits the places a .. a + K - 1, with weight 1 at the first.
+        anchors: number of places at which rounds begin, the first ones.
+
+    Returns:
+        [P] the state of weight 1 at each place; [U] place of each state, [U] the state that follows it on the text, [U] its
+        weight.
+    """
+    places = len(step)
+    weight = np.ones((places, depth))  # by place and tokens of the round before it
+    state = np.zeros((places, depth), dtype=np.int64)
+    weights: list[Array] = []
+    count = 0
+    for at in range(places):
+        if at:
+            weight[at, 1:] = np.minimum(1.0, weight[at - 1, :-1] * step[at - 1])
+        lanes = slice(max(0, at + 1 - anchors), at + 1)  # rounds from existing anchors
+        # Equal bit for bit: weights that were cut to 1 at the same place are multiplied by the same steps from there on.
+        distinct, index = np.unique(weight[at, lanes], return_inverse=True)
+        state[at, lanes] = count + index
+        weights.append(distinct)
+        count += len(distinct)
+    place, after = np.repeat(np.arange(places), [len(distinct) for distinct in weights]), np.arange(count)
+    # Rounds of one state continue in one state. Those at depth K end: their state is followed by itself.
+    for at in range(places - 1):
+        lanes = slice(max(0, at + 1 - anchors), min(at + 1, depth - 1))
+        after[state[at, lanes]] = state[at + 1, lanes.start + 1 : lanes.stop + 1]
+    return state[:, 0].copy(), place, after, np.concatenate(weights)
 
 
 def _positive(values: Tensor, otherwise: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from conftest import NEW
 from contract_policies import TEST_POLICIES
 from small_drafters import TRAINED, output_weight, small_network
 from specstop.collect import collectors
-from specstop.collect.dense.collector import dense_rows
-from specstop.collect.dense.positions import PositionsCollector
-from specstop.collect.dense.unroll import Unroller
+from specstop.collect.dense import DenseCollector
+from specstop.collect.live import PositionsCollector
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect, plan_run
+from specstop.collect.run import collect
 from specstop.collect.schema import PromptTask
+from specstop.collect.shards import plan_run
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -56,8 +56,7 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
     batch = [PromptTask(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
     for temperature in (0.0, 0.7):
         settings = Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
-        unroller = Unroller(pair, settings.topology, temperature, hidden=(TARGET_HIDDEN,))
-        expected = dense_rows(pair, unroller, batch, NEW)
+        expected = DenseCollector(pair, settings, (TARGET_HIDDEN,)).rows(batch)
         made = PositionsCollector(pair, settings, (TARGET_HIDDEN,)).rows(batch)
         assert len(made) == len(expected) > 0
         for own, other in zip(made, expected, strict=True):

@@ -1,0 +1,225 @@
+"""Completions: texts that already exist, labelled instead of the target's own texts with one target pass per text.
+
+At temperature 0 those positions are anchors after which a text continues as the target itself would. Above it a text is
+taken as a sample of the target. Under `match`, noise is drawn given the text (`gumbel_given`), so that text and noise
+together have the distribution of plain sampling and every position is an exact anchor; other verifications need no noise.
+Texts that were not sampled so are refused (`check_completions`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..decode.models.cache import CachedModel
+from ..decode.models.outputs import check_rows, stored
+from ..decode.models.pair import Pair
+from ..decode.settings import Settings
+from ..decode.verify.modes import Match
+from ..decode.verify.noise import best_of_rows
+from ..decode.verify.sampler import Sampler
+from ..policies.errors import InputError, SpecstopWarning
+from ..policies.features import TARGET_HIDDEN
+from ..policies.learned import sampling_text
+from .dense import DenseCollector
+from .given_text import gumbel_given
+from .prompts import Prompt, sample_text, spread
+from .proposals import TargetText
+from .schema import PromptTask
+
+Completions: TypeAlias = "Mapping[str, str | Sequence[int]] | Mapping[tuple[str, str], str | Sequence[int]]"
+"""By prompt id, or by (prompt id, sample): what followed the prompt, as a text or as token ids."""
+
+_CHUNK = 64
+"""Positions whose noise is drawn together: it takes several rows of float64 each."""
+
+MAX_ERRORS = 4.0
+"""Standard errors from 0 beyond which texts are refused."""
+
+MAX_TEXTS, MIN_TEXTS = 1024, 8
+"""Most texts that are checked, and the smallest number that gives an answer."""
+
+MAX_IMPOSSIBLE = 0.01
+"""Share of tokens of probability 0 from which on a warning is issued."""
+
+
+def find_completion(completions: Completions, prompt_id: str, sample: str) -> str | Sequence[int] | None:
+    """Return the completion of a sample of a prompt, or None. A prompt without samples may be given by its id alone."""
+    keyed: Mapping[Any, str | Sequence[int]] = completions
+    completion = keyed.get((prompt_id, sample))
+    return keyed.get(prompt_id) if completion is None and not sample else completion
+
+
+def completion_ids(pair: Pair, completions: Completions, prompt_id: str, sample: str) -> list[int]:
+    """Return the tokens of the completion of a sample of a prompt, up to the first that ends a text.
+
+    Raises:
+        InputError: there is none, or an id is not one of the vocabulary.
+    """
+    completion = find_completion(completions, prompt_id, sample)
+    if completion is None:
+        raise InputError(f"--completions: {sample_text(prompt_id, sample)} has none")
+    if isinstance(completion, str):
+        assert pair.tokenizer is not None
+        completion = list(pair.tokenizer(completion, add_special_tokens=False)["input_ids"])
+    if odd := [token for token in completion if not 0 <= token < pair.vocabulary]:
+        name = sample_text(prompt_id, sample)
+        raise InputError(f"--completions: {name} has the token {odd[0]}; expected ids below {pair.vocabulary}")
+    end = next((at for at, token in enumerate(completion, 1) if token in pair.eos), None)
+    return list(completion[:end])
+
+
+def completed_texts(of: DenseCollector, batch: Sequence[PromptTask], completions: Completions) -> Iterator[TargetText]:
+    """Yield the completions of a batch of prompts with the target's rows and their anchors; see `DenseCollector`."""
+    pair, depth, limit, temperature = of.pair, of.tree.deepest, of.settings.max_new_tokens, of.temperature
+    for one in batch:
+        text = completion_ids(pair, completions, one.prompt_id, one.sample)[: limit + depth]
+        if len(text) < 2:  # rounds begin after the first token
+            continue
+        rows, states = target_rows(pair, one.tokens, text, TARGET_HIDDEN in of.hidden)
+        sampled, noise = sampled_rows(pair, of.settings, one.tokens, text, rows), None
+        if temperature > 0:  # only what precedes the first token of probability 0 can be a sample
+            own = sampled.gather(-1, torch.tensor(text, device=sampled.device)[:, None])[:, 0]
+            text = text[: [*(own > -torch.inf).tolist(), False].index(False)]
+            if of.mode.name == Match.name:
+                noise = given_noise(pair, sampled[: len(text)], len(one.tokens), text, one.key)
+        ended = bool(text) and text[-1] in pair.eos
+        if temperature > 0:
+            # A text cannot be continued: an anchor needs K tokens after it, unless EOS ended the text before.
+            length = min(limit, len(text) if ended else len(text) - depth + 1)
+            anchors = list(range(1, length))
+        else:
+            length = min(limit, len(text))
+            anchors = agreeing_anchors(text, best_of_rows(sampled).tolist(), length, depth, ended)
+        if anchors:
+            anchor = torch.tensor(anchors, device=pair.device)
+            yield TargetText(one, text, rows[: len(text)], noise, states, length, anchor)
+
+
+def agreeing_anchors(text: Sequence[int], greedy: Sequence[int], length: int, depth: int, ended: bool) -> list[int]:
+    """Return the anchors 1 .. length - 1 after which `depth` tokens, or all up to EOS, are the target's.
+
+    Args:
+        text: the completion.
+        greedy: the target's token at each position.
+        length: number of tokens that count.
+        depth: K.
+        ended: the text ends with EOS.
+    """
+    last = length if ended else min(length, len(text) - depth + 1)
+    return [a for a in range(1, last) if list(text[a : a + depth]) == list(greedy[a : a + depth])]
+
+
+def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return [L, V], the target's raw rows before each token of a text, and their hidden states [L, H] float16."""
+    capacity, reading = len(prompt) + len(text), pair.readings[0]
+    model = CachedModel(pair.target, capacity, pair.vocabulary, hidden, device=pair.device, reading=reading)
+    rows = model.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
+    check_rows(rows)
+    return rows, None if model.states is None else stored(model.states[0, -len(text) :])
+
+
+def sampled_rows(pair: Pair, settings: Settings, prompt: Sequence[int], text: Sequence[int], rows: Tensor) -> Tensor:
+    """Return [L, V], the processed `target_rows` from which each token of the text is sampled."""
+    temperature = settings.temperature
+    sampler = Sampler(settings.shaping.build(temperature, prompt, pair.eos, pair.device), temperature)
+    return sampler(rows, lambda: [[*prompt, *text[:at]] for at in range(len(text))])
+
+
+def given_noise(pair: Pair, sampled: Tensor, start: int, text: Sequence[int], key: int) -> Tensor:
+    """Return [L, V] noise under which the text, from position `start` on, is what the target draws from `sampled` [L, V]."""
+    tokens = torch.tensor(list(text), dtype=torch.int64, device=pair.device)
+    position = torch.arange(start, start + len(text), device=pair.device)
+    chunks = zip(position.split(_CHUNK), sampled.split(_CHUNK), tokens.split(_CHUNK), strict=True)
+    parts = [gumbel_given(key, at, logits, token).to(pair.logits_dtype) for at, logits, token in chunks]
+    return torch.cat(parts) if parts else sampled.new_zeros(0, pair.vocabulary)
+
+
+@torch.inference_mode()
+def sampling_balance(
+    pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
+) -> dict[str, float]:
+    """Return the mean of log p(x) + H(p) over the tokens of texts: 0 in expectation if each x is drawn from p.
+
+    Texts of another temperature, filter or model differ from it by some hundredths of a nat per token, which a few dozen
+    texts reveal.
+
+    Args:
+        pair: provides the target.
+        settings: temperature and sampling parameters.
+        prompts: with their token ids; at most `MAX_TEXTS` of them are checked, evenly spaced.
+        completions: see `Completions`.
+        most: number of tokens of a text that are checked.
+
+    Returns:
+        Numbers of `texts`, of `tokens` and of `impossible` ones (probability 0, which the mean excludes); `mean` in nats and
+        its `standard_error`, clustered by text.
+    """
+    sums, counts, tokens = [], [], 0
+    for one, prompt in spread(prompts, MAX_TEXTS):
+        text = completion_ids(pair, completions, one.id, one.sample)[:most]
+        if not text:
+            continue
+        rows = target_rows(pair, prompt, text)[0]
+        logs = torch.log_softmax(sampled_rows(pair, settings, prompt, text, rows).double(), -1)
+        own = logs.gather(-1, torch.tensor(text, device=logs.device)[:, None])[:, 0]
+        # Impossible tokens add 0 to the entropy; 0 times -inf would be NaN.
+        entropy = -(logs.exp() * logs.clamp_min(-1e30)).sum(-1)
+        possible = own > -torch.inf
+        sums.append(float((own + entropy)[possible].sum()))
+        counts.append(int(possible.sum()))
+        tokens += len(text)
+    groups, drawn = len(sums), max(sum(counts), 1)
+    mean = sum(sums) / drawn
+    # A ratio of sums over texts of unequal length; variance by linearisation, clustered by text:
+    # G / (G - 1) sum (s_i - mean n_i)^2 / (sum n_i)^2, s_i the sum over text i and n_i its tokens.
+    squares = sum((part - mean * count) ** 2 for part, count in zip(sums, counts, strict=True))
+    error = math.sqrt(squares * groups / max(groups - 1, 1)) / drawn
+    return {
+        "texts": groups, "tokens": tokens, "impossible": tokens - sum(counts), "mean": mean, "standard_error": error,
+    }  # fmt: skip
+
+
+def check_completions(
+    pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
+) -> dict[str, float]:
+    """Refuse prompts without a completion, and texts that were not sampled as `settings` say.
+
+    Arguments and result are those of `sampling_balance`. At temperature 0 only positions at which the target agrees are
+    anchors, and the result is empty.
+
+    Raises:
+        InputError: a completion is missing or has ids beyond the vocabulary, or the mean is more than `MAX_ERRORS` from 0.
+    """
+    for prompt, _ in prompts:  # all of them, before any work
+        completion_ids(pair, completions, prompt.id, prompt.sample)
+    if settings.temperature == 0.0:
+        return {}
+    result = sampling_balance(pair, settings, prompts, completions, most)
+    sampling, limit = (
+        sampling_text(settings.temperature, settings.shaping.to_dict()),
+        MAX_ERRORS * result["standard_error"],
+    )
+    if result["texts"] < MIN_TEXTS:
+        _warn(f"{result['texts']} texts are too few to tell whether they were sampled from the target at {sampling}")
+    elif abs(result["mean"]) > limit > 0:  # without a spread, as of rows with one possible token, nothing can be said
+        raise InputError(
+            f"--completions: these texts were not sampled from this target at {sampling}: log p + entropy is "
+            f"{result['mean']:+.3f} a token, {MAX_ERRORS * abs(result['mean']) / limit:.1f} standard errors from 0; say how "
+            "they were sampled (--temperature, --top-p, ...), or leave --completions out for the target's own texts"
+        )
+    if result["impossible"] > MAX_IMPOSSIBLE * result["tokens"]:
+        _warn(
+            f"{result['impossible'] / result['tokens']:.1%} of the tokens cannot be drawn at {sampling}; of each text what "
+            "comes before the first of them is used"
+        )
+    return result
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"--completions: {text}", SpecstopWarning, stacklevel=4)
