@@ -32,10 +32,10 @@ from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import Line
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import Line
 from tuned_rules import BUDGET, rule_defaults, tuned_rules
 
 TEMPERATURES = (0.0, 0.7)

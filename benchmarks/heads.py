@@ -42,6 +42,8 @@ from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, TOKEN_FEATUR
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.demo.pair import shipped_pair
+from specstop.train.evaluate.analysis import survival
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.plan import FEATURES, REPORT_SHARE, split_report
 from specstop.train.fit.rules import fixed_grid
@@ -53,8 +55,6 @@ from specstop.train.heads.rows import visits
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.reliability import survival
-from specstop.train.statistics import Resamples
 from tuned_rules import tuned_rules
 
 TEMPERATURES = (0.0, 0.7)
@@ -99,7 +99,6 @@ OURS = {
     "tokens-lean": Ours("tokens", features=head_class("tokens").default_features(FEATURES)),
     HIDDEN: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN,)),
     BOTH: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN, TARGET_HIDDEN)),
-    "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),
 }
 
 

@@ -146,7 +146,6 @@ def shipped(arrays: TraceArrays, seen: Trace, profile: Profile, tree: str | None
     else:
         made += [train(seen, profile, head=head).policy for head in ("logistic", "mlp", "xgboost", "resnet")]
         made.append(train(seen, profile, head="tokens", features=("top1", "depth", *TOKEN_FEATURES)).policy)
-        made.append(train(seen, profile, head="xgboost", rule="continuation", name="continuation").policy)
     return made
 
 

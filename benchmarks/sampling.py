@@ -33,12 +33,12 @@ from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.display import Progress
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.pair import shipped_pair
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.achievable import NAME as ESTIMATE
 from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import train
 from specstop.train.fit.settle import settle
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
 
 MODES = ("block", "match")
 DRAWS = 4

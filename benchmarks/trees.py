@@ -44,6 +44,7 @@ from specstop.policies.errors import SpecstopError
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import Measurements, decision_prices
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.plan import REPORT_SHARE, split_report, tree_features
 from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
@@ -54,7 +55,6 @@ from specstop.train.replay.bounds.static_tree import best_static_tree, drafted_a
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree, subtree
-from specstop.train.statistics import Resamples
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")
 DEPTH = 10

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from specstop.decode.benchmark import Ratio
-from specstop.train.statistics import Resamples
+from specstop.train.evaluate.statistics import Resamples
 from vllm_bench import SIZES, TOKENS, Bench
 from vllm_engine import Engine, engines, ours, theirs
 from vllm_traces import achievable

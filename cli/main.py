@@ -19,10 +19,10 @@ import typer
 from typer.core import TyperCommand
 
 from ..policies.arguments import check_limits
-from ..policies.errors import InputError, PolicyFailure, SpecstopError, close_match
+from ..policies.errors import InputError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
 from ..policies.files import check_separate, disk_text, is_text, uninterrupted
 from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, with_groups
-from .output import Interrupted, prints_on_stderr, say, warn_in_one_line
+from .output import Interrupted, prints_on_stderr, say
 
 COMMANDS = (
     "demo", "collect", "profile", "train", "evaluate", "decode", "bench", "deploy", "train-drafter", "import", "info",
@@ -148,11 +148,11 @@ def _run() -> tuple[int, str]:
         ("ORT_DISABLE_TELEMETRY", "1"),
     ):
         os.environ.setdefault(name, value)
-    warnings.showwarning = warn_in_one_line
+    warnings.showwarning = _show_warning
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="specstop", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except Interrupted as error:
@@ -174,6 +174,11 @@ def _run() -> tuple[int, str]:
     if code == 130:  # typer converts a KeyboardInterrupt
         return 130, "interrupted"
     return (code if isinstance(code, int) else 0), ""
+
+
+def _show_warning(message: Warning | str, *details: Any) -> None:
+    """Replace `warnings.showwarning`: write a warning as one line."""
+    say(f"warning: {with_keys(message.command_line) if isinstance(message, SpecstopWarning) else message}")
 
 
 def with_keys(message: str) -> str:

@@ -487,19 +487,6 @@ def save_config(path: Path) -> None:
     context = running.get()
     if context is None:
         return
-    values = {
-        name: _yaml_value(value) for name, value in context.params.items() if name != "config" and value is not None
-    }
-    write_atomic(path, yaml.safe_dump({"command": context.command.name, **values}, sort_keys=False))
-
-
-def _yaml_value(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_yaml_value(item) for item in value]
-    return value if isinstance(value, (bool, int, float)) else str(value)
-
-
-def running_options() -> dict[str, Any]:
-    """Return the options of the running command."""
-    context = running.get()
-    return {} if context is None else dict(context.params)
+    values = {name: value for name, value in context.params.items() if name != "config" and value is not None}
+    plain = json.loads(json.dumps({"command": context.command.name, **values}, default=str))
+    write_atomic(path, yaml.safe_dump(plain, sort_keys=False))

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..policies.display import Progress, printable, silent
-from ..policies.errors import PolicyFailure, SpecstopWarning
+from ..policies.errors import PolicyFailure
 
 PROGRESS_LINE_S = 5.0
 """Seconds between two lines of progress where standard error is no terminal."""
@@ -52,11 +52,6 @@ def say(text: str) -> None:
     """Write a line to standard error, with control characters escaped. A closed standard error is ignored."""
     with contextlib.suppress(OSError, AttributeError):
         sys.stderr.write(printable(text) + "\n")
-
-
-def warn_in_one_line(message: Warning | str, *details: Any) -> None:
-    """Replace `warnings.showwarning`: write a warning as one line."""
-    say(f"warning: {message.command_line if isinstance(message, SpecstopWarning) else message}")
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ def make_monitor(
     """
     if mode == "off" or not chain or not isinstance(policy, LearnedPolicy) or isinstance(policy, TreeGain):
         return None
-    # A policy that is first called at depth 2 does not predict S_1, and a continuation value is not a survival.
-    if policy.first > 1 or policy.rule.kind == "continuation":
+    # A policy that is first called at depth 2 does not predict S_1.
+    if policy.first > 1:
         return None
     return DriftMonitor(policy, mode, fallback, streams)

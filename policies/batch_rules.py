@@ -345,7 +345,7 @@ def for_batches(
         PolicyError: it is not a policy of chains that predicts survival, or its metadata lacks the costs.
     """
     where, metadata = f"{policy.name}: rule batch", policy.metadata
-    if policy.rule.kind in ("gain", "continuation"):
+    if policy.rule.kind == "gain":
         raise PolicyError(f"{where} needs a policy of chains that predicts survival, not {policy.rule.kind}")
     if profile is not None:
         metadata = dataclasses.replace(metadata, profile=profile.record(policy.cost_name))

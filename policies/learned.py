@@ -14,10 +14,9 @@ from typing_extensions import Self
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError, SpecstopWarning
-from .features import Kind, feature
 from .heads.base import NO_HIDDEN, Head, Hidden
 from .kernels import on_first_use
-from .rules import THRESHOLD_RULES, BatchRule, Continuation, Derived, Rule, Threshold
+from .rules import THRESHOLD_RULES, BatchRule, Derived, Rule, Threshold
 from .tree_rules import TreeRule
 
 KINDS = ("identity", "temperature", "isotonic")
@@ -323,52 +322,6 @@ class LearnedPolicy(StopPolicy):
         return survival
 
 
-class ContinuationPolicy(LearnedPolicy):
-    """Continues while the second output of the head, a value in tokens, is above the rule's margin.
-
-    If the rule remembers, the head reads two depths: the features of this one and those of the previous decision in this
-    round (0 at the first one). The state holds the remembered features [S, B, M] float32. The calibrations are not used.
-    """
-
-    rule: Continuation
-
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
-        if not isinstance(self.rule, Continuation) or self.hidden:
-            raise PolicyError(
-                f"{self.name}: expected a head of scalar features and the rule continuation, not the rule {self.rule.kind} "
-                f"and a head that reads {', '.join(self.hidden) or 'scalars'}; choose another head or rule"
-            )
-        self._memory = np.array(remembered(self.features) if self.rule.remembers else [], dtype=np.int64)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the branches with a value of continuing above the margin."""
-        rows, alive, count = step.features, step.alive, step.features.shape[-1]
-        if len(self._memory):
-            rows = np.zeros((*alive.shape, count + len(self._memory)), dtype=np.float32)  # [S, B, F + M]
-            rows[..., :count] = step.features
-            if step.depth > self.first:
-                one = state.shape[1] == 1
-                rows[..., count:] = state if one else np.take_along_axis(state, step.parent[..., None], 1)
-            state = step.features.take(self._memory, -1)
-        at = np.flatnonzero(alive)
-        value = self.head.scores(rows.reshape(alive.size, rows.shape[-1])[at], step.depth)[:, 1]
-        kept = np.zeros(alive.shape, dtype=np.bool_)
-        kept.flat[at] = value > self.rule.margin
-        return kept, state
-
-
-def remembered(features: Sequence[str]) -> list[int]:
-    """Return the indices of the features that differ from depth to depth."""
-    return [at for at, name in enumerate(features) if feature(name).kind in (Kind.PRE, Kind.POST) and name != "depth"]
-
-
-def head_names(features: Sequence[str], rule: Rule) -> tuple[str, ...]:
-    """Return the columns of the head: the features, and those of the depth before if the rule remembers them."""
-    remembers = isinstance(rule, Continuation) and rule.remembers
-    return (*features, *(features[at] for at in remembered(features) if remembers))
-
-
 class TreeGain(LearnedPolicy):
     """Tracks the survival of every node, the calibrated probability that its path is accepted, and keeps what pays.
 
@@ -432,7 +385,7 @@ class TreeGain(LearnedPolicy):
 
 RULES: Mapping[str, Callable[..., Rule]] = {
     **{kind: partial(Threshold, kind) for kind in THRESHOLD_RULES},
-    **{rule.kind: rule for rule in (Derived, Continuation, BatchRule, TreeRule)},
+    **{rule.kind: rule for rule in (Derived, BatchRule, TreeRule)},
 }
 
 

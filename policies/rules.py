@@ -122,30 +122,6 @@ class Derived(Rule):
 
 
 @dataclass(eq=False)
-class Continuation(Rule):
-    """Continue while the head's second output is above a margin.
-
-    That output is the fitted value of continuing, in tokens: the saving of continuing and deciding optimally later over
-    stopping now, cost of decisions included (optimal stopping by backward regression, Longstaff and Schwartz 2001). If the
-    rule `remembers`, the head reads the features of the previous decision too (`learned.ContinuationPolicy`).
-    """
-
-    margin: float = 0.0
-    first: int = 0
-    remembers: bool = False
-    kind = "continuation"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.margin = float(self.margin)
-        if not math.isfinite(self.margin) or not isinstance(self.remembers, bool):
-            raise PolicyError(
-                f"rule continuation: expected a finite margin and true or false for remembers, not {self.margin} and "
-                f"{self.remembers!r}"
-            )
-
-
-@dataclass(eq=False)
 class BatchRule(Rule):
     """Draft and send the tokens of the whole batch that are worth their time; see `batch_rules`."""
 

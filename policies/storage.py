@@ -36,17 +36,15 @@ from .files import (
 from .heads import build_head
 from .learned import (
     Calibrator,
-    ContinuationPolicy,
     LearnedPolicy,
     PathCalibrator,
     SurvivalMaps,
     TrainingMetadata,
     TreeGain,
     build_rule,
-    head_names,
     sampling_text,
 )
-from .rules import BatchRule, Continuation
+from .rules import BatchRule
 from .tree_rules import TreeRule
 
 POLICY_SCHEMA = 2
@@ -200,7 +198,7 @@ def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Ar
         if tensor.dtype not in (np.float32, np.int64, np.bool_) or tensor.ndim > MAX_DIMENSIONS:
             raise PolicyError(f"weights: {key} has an unexpected type {tensor.dtype} or {tensor.ndim} dimensions")
     of_head = {key.removeprefix("head."): t for key, t in tensors.items() if key not in (*_KNOTS, _SURVIVAL)}
-    head = build_head(record.head, head_names(features, rule), of_head)
+    head = build_head(record.head, features, of_head)
     accept, next_ = (
         PathCalibrator(tensors[key])
         if c.kind == PathCalibrator.name
@@ -210,8 +208,7 @@ def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Ar
     survival = SurvivalMaps(tensors[_SURVIVAL]) if _SURVIVAL in tensors else None
     if survival is not None and survival.depth != depth:
         raise PolicyError(f"calibration: expected survival tables for {depth} depths, got {survival.depth}")
-    kinds: dict[str, type[LearnedPolicy]] = {Continuation.kind: ContinuationPolicy, TreeRule.kind: TreeGain}
-    kind = kinds.get(rule.kind, LearnedPolicy)
+    kind = TreeGain if isinstance(rule, TreeRule) else LearnedPolicy
     policy = kind(name, features, head, accept, next_, rule, depth, metadata, survival)
     return for_batches(policy, rule=rule) if isinstance(rule, BatchRule) else policy
 

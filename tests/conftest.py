@@ -95,10 +95,10 @@ def decisions_timed_briefly() -> None:
 @pytest.fixture(scope="module")
 def few_draws() -> Iterator[None]:
     """Reports whose intervals are of few draws of the profile, for tests that want any interval at all."""
-    from specstop.train.report.pricing import Draws
+    from specstop.train.evaluate.pricing import ProfileBootstrap
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draws.__init__, "__defaults__", (0, 4))
+        patch.setattr(ProfileBootstrap.__init__, "__defaults__", (0, 4))
         yield
 
 

@@ -126,7 +126,7 @@ def test_every_command_named_in_a_page_exists_with_its_options(page: Path) -> No
 def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
     """Of a benchmark, at least; what other engines are started with is theirs (`deploy.md`)."""
     pages = [cli("--help").out, *map(help_of, COMMANDS)]
-    assert all("--config" in page and "--set" in page for page in pages[1:]), "options that every command has"
+    assert all("--config" in help_of(name) for name in set(COMMANDS) - {"info", "policies"})
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(pages)))
     known |= set(re.findall(r"--[a-z][a-z-]+", " ".join(p.read_text() for p in (ROOT / "benchmarks").glob("*.py"))))
     for page in documents():

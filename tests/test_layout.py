@@ -32,7 +32,7 @@ TRAIN = (
     "drafters",
     "fit",
     "report",
-    "off_policy",
+    "evaluate",
     "export",
     "demo",
 )  # the same inside `train`

@@ -66,7 +66,7 @@ def card(out: Path) -> None:
 PAIR = "--target @pair/target --draft @pair/draft --dtype float64"
 SMALL = f"--depth {DEPTH} --max-new-tokens {NEW}"
 TRAIN = "train --traces @fit --profile @profile.json"
-STEP = "--rule step --threshold 0.5 --no-cross-fit --passes 1"
+STEP = "--rule step --threshold 0.5"
 COMMANDS = (
     Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL}", open_trace, ("--quiet", "--resume")),
     Command(f"collect {PAIR} --prompts @data {SMALL} --extra shards=2", open_trace, ("--quiet", "--resume")),
@@ -75,11 +75,11 @@ COMMANDS = (
     Command("import @records.jsonl", open_trace, ("--json",)),
     Command(f"{TRAIN} {STEP}", load_policy_folder),
     Command(f"train --traces @link --profile @profile.json {STEP}", load_policy_folder),
-    Command(f"{TRAIN} {STEP} --head mlp --epochs 1 --param width=4 --checkpoints %", load_policy_folder, ("--resume",)),
-    Command("evaluate --traces @held --profile @profile.json --policy @policy --no-sweep", report),
-    Command("evaluate --traces @held --train-traces @fit --profile @profile.json --no-sweep", report),
-    Command("evaluate --traces @linked --profile @profile.json --policy fixed:2 --no-sweep", report),
-    Command("transfer --traces @held --profile @profile.json --policy @policy", report),
+    Command(f"{TRAIN} {STEP} --head mlp --param epochs=1 --param width=4", load_policy_folder),
+    Command("evaluate --traces @held --profile @profile.json --policy @policy", report),
+    Command("evaluate --traces @held --train-traces @fit --profile @profile.json", report),
+    Command("evaluate --traces @linked --profile @profile.json --policy fixed:2", report),
+    Command("evaluate --traces @held --traces @linked --profile @profile.json --policy fixed:2", report),
     Command("deploy --to vllm --traces @fit --profile @profile.json --policy @policy --max-batch 2", report),
     Command("deploy --to llama.cpp --traces @fit --held-out @held --profile @profile.json", report, ()),
     Command("deploy --to hf --policy @policy", card),
@@ -87,9 +87,9 @@ COMMANDS = (
     Command("import @weights.pt", load_policy_folder, ("--json",)),
     Command(f"profile {PAIR} --prompts @prompts.jsonl --depth 1 --repeats 1", Profile.load, ("--quiet",)),
     Command("demo --pair @pair", report),
-    Command("compare @a @b", flags=("--json",)),
+    Command("evaluate --compare @a --compare @b", flags=("--json",)),
     Command("info @held", flags=("--json", "--check")),
-    Command("estimate --traces @live --profile @profile.json --policy fixed:1", flags=("--json",)),
+    Command("evaluate --traces @live --profile @profile.json --policy fixed:1", flags=("--json",)),
     Command(f"decode w5 {PAIR} --policy @policy --max-new-tokens {NEW}"),
 )  # fmt: skip
 

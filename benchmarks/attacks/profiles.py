@@ -33,7 +33,7 @@ from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
 from specstop.policies.profile import Profile
-from specstop.train.report.evaluate import evaluate
+from specstop.train.evaluate.evaluate import evaluate
 
 from .random_pair import PROMPTS, prompt_ids, save_pair
 

@@ -1,6 +1,6 @@
-"""Signals at random moments: a command ends with 130 or 143 and one line, or had ended before; nothing is half-written.
+"""Ctrl-C at random moments: a command ends with 130 and one line, or had ended before; nothing is half-written.
 
-Each case runs one command as a process of its own and sends it SIGINT or SIGTERM after a random share of the time that the
+Each case runs one command as a process of its own and sends it SIGINT after a random share of the time that the
 undisturbed command took; a fifth of them wait until something is being written. What it leaves must be whole: a trace goes
 on to the same rows, a policy or a report is the undisturbed one or not there, no file of a temporary name stays, and the
 inputs have not changed by a byte.
@@ -80,7 +80,7 @@ class Ended:
     @property
     def outcome(self) -> str:
         """One or two words for the tally."""
-        before = "done before" if self.code == 0 else "before the handlers"
+        before = "done before" if self.code == 0 else "before its first line"
         return f"{self.command[0]}: {'interrupted' if self.code > 0 else before}"
 
     def faults(self) -> list[str]:

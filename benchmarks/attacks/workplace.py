@@ -19,8 +19,8 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import load_pair
 from specstop.policies.fixed import FixedLength
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.report.evaluate import evaluate
 
 from .profiles import chain_profile
 from .random_pair import save_pair

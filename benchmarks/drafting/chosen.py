@@ -9,17 +9,18 @@ from specstop.decode.benchmark import Ratio
 from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.plan import TREE_FEATURES, Plan
 from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
 from specstop.train.fit.tree_rules import TreeChoice, choose_tree, solve_tree
+from specstop.train.heads import make_head
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree
-from specstop.train.statistics import Resamples
 
 from .ground import Ground
 
@@ -32,7 +33,7 @@ FIXED, CHAIN, WHOLE, STATIC, NODES = (
 )
 
 
-TREE = Plan("logistic", "gain", features=TREE_FEATURES, name="tree")
+TREE = Plan(make_head("logistic"), "gain", features=TREE_FEATURES, name="tree")
 """The policy of trees that `train --rule gain` fits unless told otherwise."""
 
 

@@ -10,8 +10,8 @@ from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Request
 from specstop.decode.profile import CalibrationRun
 from specstop.policies import FixedLength
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.run import replay
-from specstop.train.statistics import Resamples
 
 from .chosen import FIXED, STATIC, WHOLE, Chosen, Setting
 from .ground import Ground

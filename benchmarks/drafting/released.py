@@ -17,7 +17,7 @@ from specstop.decode.drafters.networks import CTCNetwork
 from specstop.policies import FixedLength
 from specstop.train.drafters.proposals import Module, positions, positions_for, right_proposals
 from specstop.train.drafters.texts import Batch, Text
-from specstop.train.statistics import Resamples
+from specstop.train.evaluate.statistics import Resamples
 
 DEPTH, TREE, ROOM = 4, "medusa-63", "ctc-released"
 """Depth of the released tree of symbols; the tree that ours drafts; what has room for the former, collapsed."""

@@ -19,8 +19,8 @@ from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.display import Progress
 from specstop.policies.errors import SpecstopError
 from specstop.policies.learned import LearnedPolicy
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.report.evaluate import evaluate
 
 TEMPERATURE, DEPTH, BAR = 0.7, 8, 0.98
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)

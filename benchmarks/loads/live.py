@@ -14,10 +14,10 @@ from specstop.decode.profile import CalibrationRun
 from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
-from specstop.train.statistics import Resamples
 
 from .replayed import CLEAR
 

@@ -19,14 +19,14 @@ from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
 from specstop.policies.registry import load_policy
+from specstop.train.evaluate.batches import by_batch
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.achievable import NAME as ESTIMATE, achievable_in_batches
 from specstop.train.fit.batch_rules import settle_batch
 from specstop.train.fit.rules import Part
 from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
-from specstop.train.report.batches import by_batch
-from specstop.train.statistics import Resamples
 
 CUDA_GRAPH = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 """Tokens of the verifications that a GPU has captured; others are filled up to the next of them."""

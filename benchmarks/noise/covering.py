@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from bars import Bars
 from specstop.policies.fixed import FixedLength
-from specstop.train.report.evaluate import evaluate
+from specstop.train.evaluate.evaluate import evaluate
 
 from .machines import NOISY
 from .worlds import timed_profile
@@ -57,7 +57,7 @@ def _world(seed: int) -> list[Covered]:
     best = min(worlds.true_seconds(world, FixedLength(k)) for k in range(worlds.DEPTH + 1))
     found = []
     for name, rule in (("Hugging Face default", worlds.DEEPER), (worlds.LOGGING.name, worlds.LOGGING)):
-        truth, parts = best / worlds.true_seconds(world, rule), report.line(name).parts
+        truth, parts = best / worlds.true_seconds(world, rule), report[name].parts
         held, by_prompts = (worlds.compared(parts[part], truth)[0] for part in ("all", "prompts"))
         found.append(Covered(f"{rule.name} to best fixed", held, by_prompts))
     return found

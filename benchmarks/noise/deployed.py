@@ -10,8 +10,8 @@ import numpy as np
 from bars import Bars
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import DEPLOY, Line
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import DEPLOY, Line
 
 from .machines import NOISY, QUIET
 from .worlds import timed_profile

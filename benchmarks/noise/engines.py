@@ -25,9 +25,9 @@ from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.analysis import trace_outcomes
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.insight import trace_outcomes
 
 Array = np.ndarray[Any, Any]
 

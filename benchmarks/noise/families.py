@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bars import Bars
-from specstop.train.report.clusters import choose_clusters
-from specstop.train.report.records import DEPLOY, TOO_FEW, verdict
-from specstop.train.statistics import Resamples
+from specstop.train.evaluate.records import DEPLOY, TOO_FEW, verdict
+from specstop.train.evaluate.statistics import Resamples, choose_clusters
 
 WORLDS, QUICK = 500, 10
 REPLICATES = 1000

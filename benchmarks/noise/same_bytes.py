@@ -12,7 +12,7 @@ import intervals as worlds
 import numpy as np
 from bars import Bars
 from specstop.policies.measurements import DECISIONS, Measurements
-from specstop.train.report.evaluate import evaluate
+from specstop.train.evaluate.evaluate import evaluate
 
 from .machines import NOISY
 from .worlds import timed_profile

@@ -160,7 +160,8 @@ def show(trace: Trace, place: Place) -> None:
     table(title, ("depth", "P(A >= depth)", "positions"), depths)
     if note := facts.get("note on acceptance"):
         console.print(f"Note: {note}", soft_wrap=True)
-    used = options.running_options()
+    context = options.running.get()
+    used = context.params if context else {}
     source = used.get("prompts")
     next_step(
         "profile", *pair_options(header), *(["--chat"] if used.get("chat") else []),

@@ -100,7 +100,7 @@ def show(result: Demo) -> None:
             if measured is not None:
                 ratios = f"{measured.measured / best.measured:.3f} ({measured.predicted / best.predicted:.3f})"
             rows.append((line.name, f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), ratios))
-    fixed = report.line("best fixed").note.partition(",")[0]
+    fixed = report["best fixed"].note.partition(",")[0]
     table(
         f"{report.facts['prompts']} held-out prompts by replay, {result.live[0].tally.texts} of them live. Best fixed: "
         f"{fixed}, live {best.name}",

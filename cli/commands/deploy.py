@@ -61,7 +61,10 @@ def deploy(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a learned policy, or what of it another runtime can take, for that runtime."""
+    """Write a learned policy, or what of it another runtime can take, for that runtime.
+
+    Example: specstop deploy --to hf --policy policy --out exported
+    """
     if to not in TARGETS:
         raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
     if max_batch is not None and to not in BY_BATCH:
@@ -110,7 +113,7 @@ def _deploy(
 
         return deploy_hf(_named(policy, to), out, drafter=drafter, overwrite=overwrite)
     from ...policies.profile import Profile
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces
 
     assert traces is not None and profile is not None
     costs, opened = Profile.load(profile), load_traces(traces)

@@ -2,189 +2,227 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ...policies.errors import InputError
 from ..options import (
+    PROMPTS,
+    RESULT,
+    ROUNDS,
+    Batches,
     Json,
-    Out,
     Overwrite,
     Policies,
-    ProfileFile,
     Quiet,
-    Sampling,
     Seed,
-    Traces,
+    Wide,
     batch_sizes,
     config_saved,
+    option,
 )
 from ..output import check_failures, output, print_json, progress_bars, table
 
 if TYPE_CHECKING:
-    from ...train.report.records import Report
+    from ...policies.contract import StopPolicy
+    from ...policies.profile import Profile
+    from ...train.evaluate.records import Report
+
+SHORT = ("policy", "tokens/s", "vs best fixed", "verdict")
+MORE = ("vs plain", "oracle share", "tokens/call", "drafted", "accepted", "note")
+
+HeldOut = Annotated[list[Path], option(PROMPTS, "Trace folder of held-out prompts; repeatable for several places.")]
+Profiles = Annotated[list[Path], option(PROMPTS, "Latency profile; repeatable for several places.", "--profile")]
+Earlier = Annotated[list[Path], option(RESULT, "Earlier report to compare with. Without --traces: two reports.")]
+OptionalOut = Annotated[Path | None, option(RESULT, "Folder for the report. Default: it is only printed.")]
+TrainTraces = Annotated[
+    Path | None, option(PROMPTS, "Training traces to tune thresholds and rates on for this profile.")
+]
+SweepOption = Annotated[bool, option(ROUNDS, "Add from which cost of a draft step each policy pays.", "--sweep")]
+Achievable = Annotated[bool, option(ROUNDS, "Add what a policy with all features reaches (minutes).", "--achievable")]
+Arrivals = Annotated[
+    str | None,
+    option(ROUNDS, "With --batch: requests per second at random times, or a JSON file of times. Default: all at once."),
+]
+Cluster = Annotated[str, option(RESULT, "Unit of the intervals: prompt, or group if its prompts are similar.")]
+Primary = Annotated[
+    str, option(RESULT, "Policy chosen before this evaluation: its interval is not widened for the other policies.")
+]
+Overlap = Annotated[bool, option(PROMPTS, "Warn about training prompts instead of refusing them.", "--allow-overlap")]
 
 
 def evaluate(
     *,
-    traces: Traces,
-    profile: ProfileFile,
-    out: Out,
+    traces: HeldOut = [],  # noqa: B006
+    profile: Profiles = [],  # noqa: B006
     policy: Policies = [],  # noqa: B006
-    train_traces: Annotated[
-        Path | None,
-        typer.Option(help="Training traces, on which thresholds and rates are tuned for this profile."),
-    ] = None,
-    sweep: Annotated[
-        bool | None,
-        typer.Option(help="Show from which cost of a draft step each policy pays. Default: where it takes seconds."),
-    ] = None,
-    achievable: Annotated[
-        bool, typer.Option("--achievable", help="Add what a policy could reach that knows all features. Takes minutes.")
-    ] = False,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            help="Also compare with so many texts side by side: 1,2,4,8; the profile needs batches as large as the largest."
-        ),
-    ] = None,
-    arrivals: Annotated[
-        str | None,
-        typer.Option(
-            help="With --batch: requests a second, at random, or a JSON list of the seconds at which they arrive: all "
-            "held-out texts, and all again until they are four times the largest batch. Default: all at once."
-        ),
-    ] = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="What intervals resample: prompt (with all its samples), group, or auto: groups if the prompts of a group "
-            "resemble each other."
-        ),
-    ] = "auto",
-    primary: Annotated[
-        str,
-        typer.Option(
-            help="Name of the one policy that was chosen before this evaluation: the verdict is about it, and its interval "
-            "is not widened for the number of policies."
-        ),
-    ] = "",
-    allow_overlap: Annotated[
-        bool,
-        typer.Option(
-            "--allow-overlap", help="Warn about prompts that policies were trained on instead of refusing them."
-        ),
-    ] = False,
-    sampling: Sampling,
+    compare: Earlier = [],  # noqa: B006
+    out: OptionalOut = None,
+    train_traces: TrainTraces = None,
+    sweep: SweepOption = False,
+    achievable: Achievable = False,
+    batch: Batches = None,
+    arrivals: Arrivals = None,
+    cluster: Cluster = "prompt",
+    primary: Primary = "",
+    allow_overlap: Overlap = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
+    wide: Wide = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say offline, exactly, what each policy would gain on held-out prompts with this latency.
+    """Compute what each policy gains on held-out prompts, by exact replay with the latency of a machine.
 
-    Traces that were not sampled with the parameters of --sampling are refused.
+    Several traces or profiles are several places: the result says where to deploy each policy.
+
+    Example: specstop evaluate --traces held-out --profile profile.json --policy policy --out report
     """
+    if not traces:
+        _print_comparison(compare, json, seed)
+        return
     from ...policies.profile import Profile
 
-    sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
-    costs = Profile.load(profile)  # report an invalid profile before torch is imported
-    from ...policies.registry import load_policy
-    from ...train.report.checks import load_traces
-    from ...train.report.evaluate import evaluate as run
-
-    with progress_bars(quiet or json) as progress, config_saved(out):
-        report = run(
-            load_traces(traces),
-            costs,
-            [load_policy(spec) for spec in policy],
-            train_traces=load_traces(train_traces) if train_traces else None,
-            out=out,
-            sweep=sweep,
-            achievable=achievable,
-            shaping=shaping if (shaping := sampling.params()).to_dict() else None,
-            batch=sizes,
-            arrivals=coming,
-            cluster=cluster,
-            primary=primary,
-            allow_overlap=allow_overlap,
-            seed=seed,
-            overwrite=overwrite,
-            progress=progress,
+    sizes, times = batch_sizes(batch), _arrivals(arrivals, batch, seed)
+    profiles = [Profile.load(path) for path in profile]  # reports an invalid profile before torch is imported
+    if not profiles or len(compare) > 1:
+        raise InputError("expected at least one --profile, and with --traces at most one --compare")
+    is_table = len(traces) * len(profiles) > 1
+    single = {"train-traces": train_traces, "sweep": sweep, "achievable": achievable, "batch": batch, "primary": primary,
+              "compare": compare}  # fmt: skip
+    if is_table and (name := next((name for name, value in single.items() if value), None)):
+        raise InputError(
+            f"--{name}: expected one --traces and one --profile; in several, policies are used as they are"
         )
+    from ...policies.registry import load_policy
+    from ...train.evaluate.evaluate import evaluate as run
+    from ...train.replay.traces.checking import load_traces
+
+    policies, saved = [load_policy(spec) for spec in policy], config_saved(out) if out else contextlib.nullcontext()
+    with progress_bars(quiet or json) as progress, saved:
+        options: dict[str, Any] = {"allow_overlap": allow_overlap, "seed": seed, "progress": progress}
+        if is_table:
+            _evaluate_places(traces, profiles, policies, out, overwrite, json, options)
+            return
+        report = run(
+            load_traces(traces[0]), profiles[0], policies, out=out, sweep=sweep, achievable=achievable, batch=sizes,
+            train_traces=load_traces(train_traces) if train_traces else None, compare=compare[0] if compare else None,
+            arrivals=times, cluster=cluster, primary=primary, overwrite=overwrite, **options,
+        )  # fmt: skip
     if json:
         print_json(report.to_dict())
-        check_failures(report.failed)
-        return
-    show_report(report)
-    page = out / "report.html"
-    output().print(f"The page: {page} (the same as report.md, report.json, report.csv, report.png beside it)")
+    else:
+        show_report(report, wide)
+        if out is not None:
+            output().print(f"The page: {out / 'report.html'} (also report.md, report.json, report.csv, report.png)")
     check_failures(report.failed)
 
 
-def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
-    """Return when requests arrive, by their number."""
+def show_report(report: Report, wide: bool = False) -> None:
+    """Print the table of a report, its notes and the answer; `wide` adds columns and the fixed lengths."""
+    from ...decode.benchmark import Ratio
+    from ...policies.learned import sampling_text
+
+    facts, rows = report.facts, []
+    for x in report.lines:
+        counts = (f"{count:.2f}" for count in (x.block_efficiency, x.drafted, x.accepted))
+        short = (x.name, f"{x.tokens_per_s:.1f}", x.to_best_fixed.text(), x.verdict)
+        rows.append((*short, x.to_plain.text(), x.oracle_share.text(2), *counts, x.note) if wide else short)
+    columns = (*SHORT, *MORE) if wide else SHORT
+    rows += [(f"{failure.policy} FAILED", *["-"] * (len(columns) - 1)) for failure in report.failed]
+    sampled = sampling_text(facts["temperature"], facts["shaping"])
+    table(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}", columns, rows, wide)
+    if wide:
+        reached = ["1.00", *(f"{share:.2f}" for share in report.acceptance)]
+        lengths = itertools.zip_longest(map(str, range(len(report.fixed))), (f"{x:.0f}" for x in report.fixed), reached)
+        table("Fixed lengths", ("k", "tokens/s", "P(A >= k)"), [[cell or "-" for cell in row] for row in lengths])
+    if sides := report.details.get("batch"):
+        rows = [
+            (str(size), line["name"], f"{line['tokens_per_s'][at]:.0f}", Ratio(**line["to_best_fixed"][at]).text())
+            for at, size in enumerate(sides["sizes"])
+            for line in sides["lines"]
+        ]
+        table("Texts side by side, best fixed length of that batch size = 1", ("batch", *SHORT[:3]), rows)
+    for name in ("importance", "comparison"):
+        if name in report.details:
+            _print_section(report.details[name])
+    notes = [f"Note: {note}" for note in (*report.caveats, *report.findings)]
+    found = report.answer
+    answer = ["no policy was compared"] if found is None else [found.headline, found.interval, *found.why]
+    for text in (*notes, *answer, *([sides["words"]] if sides else [])):
+        output().print(text)
+
+
+def _print_section(section: dict[str, Any]) -> None:
+    from ...decode.benchmark import Ratio
+
+    rows = [[Ratio(**cell).text() if isinstance(cell, dict) else cell for cell in row] for row in section["rows"]]
+    table(section["title"], section["columns"], rows)
+    output().print(section["text"])
+
+
+def _print_comparison(paths: list[Path], json: bool, seed: int) -> None:
+    """Compare two finished reports."""
+    if len(paths) != 2:
+        raise InputError(
+            "--traces: expected a trace folder, or two reports to compare (--compare BEFORE --compare AFTER)"
+        )
+    from ...train.evaluate.report_comparison import compare_reports, read_report
+
+    section = compare_reports(*map(read_report, paths), seed=seed).section()
+    (print_json if json else _print_section)(section)
+
+
+def _evaluate_places(
+    traces: list[Path], profiles: list[Profile], policies: list[StopPolicy], out: Path | None, overwrite: bool,
+    json: bool, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Evaluate every trace with every profile, write places.json and places.md, and print them."""
+    from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
+    from ...train.evaluate.places import evaluate_places
+    from ...train.replay.traces.checking import load_traces
+
+    if out is not None:
+        prepare_output_dir(out, overwrite=overwrite)
+    opened = {str(path): load_traces(path) for path in traces}
+    costs = {f", {profile.source}" if len(profiles) > 1 else "": profile for profile in profiles}
+    if len(opened) < len(traces) or len(costs) < len(profiles):
+        raise InputError("--traces, --profile: expected each trace and each profile once")
+    places = {a + b: (trace, profile) for (a, trace), (b, profile) in itertools.product(opened.items(), costs.items())}
+    result = evaluate_places(policies, places, **options)
+    if out is not None:
+        with staged_folder(out) as stage:
+            write_json(stage / "places.json", result.to_dict())
+            write_atomic(stage / "places.md", result.to_markdown())
+    if json:
+        print_json(result.to_dict())
+        return
+    for place in result.places:
+        table(place.title, SHORT, place.rows())
+    for text in result.summary():
+        output().print(text)
+
+
+def _arrivals(text: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
+    """Return the function from the number of requests to their times of arrival."""
     from ...policies.files import read_json
     from ...train.replay.arrivals import at_once, poisson, recorded
 
-    if told is None:
+    if text is None:
         return at_once
     if batch is None:
-        raise InputError("--arrivals: only batches have requests that wait for each other; give --batch too")
+        raise InputError("--arrivals: only requests of a batch wait for each other; give --batch too")
     try:
-        rate = float(told)
+        rate = float(text)
     except ValueError:
-        times = read_json(Path(told), "--arrivals")
+        times = read_json(Path(text), "--arrivals")
         if not isinstance(times, list) or not all(type(time) in (int, float) for time in times):
-            raise InputError(f"--arrivals: expected a rate, or a JSON list of seconds; {told} is neither") from None
+            raise InputError(
+                f"--arrivals: expected a rate, or a JSON file with a list of seconds, got {text}"
+            ) from None
         return lambda count: recorded(times, count)
     poisson(1, rate)
     return lambda count: poisson(count, rate, seed)
-
-
-def show_report(report: Report) -> None:
-    """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
-    from ...policies.learned import sampling_text
-    from ...train.report.writing.files import headline, policy_rows
-
-    facts = report.facts
-    sampled = sampling_text(facts["temperature"], facts["shaping"])
-    title = f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}"
-    heads, *rows = policy_rows(report)
-    failed = [[f"{failure.policy} FAILED", *["-"] * (len(heads) - 1)] for failure in report.failed]
-    table(title, heads, [*rows, *failed])
-    not_observed = ["-"] * (len(report.fixed) - 1 - len(report.acceptance))
-    by_length = [
-        ("tokens/s, fixed length", *(f"{rate:.0f}" for rate in report.fixed)),
-        ("P(A >= k)", "", *(f"{p:.2f}" for p in report.acceptance), *not_observed),
-    ]
-    table("By length", ("k", *map(str, range(len(report.fixed)))), by_length)
-    console = output()
-    if facts.get("cluster choice"):
-        console.print(f"Clusters: {facts['cluster choice']}.")
-    if (sides := report.details.get("batch")) is not None:
-        _show_batches(sides)
-    for text in (*report.caveats, *report.findings):
-        console.print(f"Note: {text}")
-    console.print(headline(report))
-    if sides is not None:
-        console.print(sides["words"])
-    if report.answer is not None:
-        console.print(" ".join([report.answer.interval, *report.answer.why]))
-
-
-def _show_batches(found: dict[str, Any]) -> None:
-    """Print what each policy gains by batch size."""
-    from ...decode.benchmark import Ratio
-
-    best = zip(found["best_fixed"], found["lines"][0]["tokens_per_s"], strict=True)
-    rows = [
-        ("plain decoding, tokens/s", *(f"{rate:.0f}" for rate in found["plain"])),
-        ("best fixed, tokens/s", *(f"fixed:{length}, {rate:.0f}" for length, rate in best)),
-    ]
-    for line in found["lines"][1:]:
-        rows.append((line["name"], *(Ratio(**ratio).text() for ratio in line["to_best_fixed"])))
-    table("Texts side by side, best fixed length of that batch size = 1", ("batch", *map(str, found["sizes"])), rows)

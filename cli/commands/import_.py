@@ -23,9 +23,7 @@ def import_(
     out: Out,
     target: Annotated[
         str | None,
-        typer.Option(
-            help="Target of Medusa's heads, which become the folder of a drafter; or of records. Default: a policy is imported."
-        ),
+        typer.Option(help="Target of Medusa's heads, which become a drafter, or of records. Default: import a policy."),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model of records.")] = None,
     dtype: Dtype = "float32",
@@ -67,7 +65,7 @@ def import_(
         return
     if dtype != "float32":
         raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
-    from ...train.released.convert import import_weights
+    from ...train.released import import_weights
 
     with config_saved(out):
         done = import_weights(
@@ -114,7 +112,7 @@ def _import_records(source: Path, out: Path, target: str, draft: str, overwrite:
 
 def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool, json: bool) -> None:
     """Import Medusa's heads."""
-    from ...train.released.medusa import import_medusa
+    from ...train.released import import_medusa
 
     with config_saved(out):
         models = Models(target, drafter="lookup", dtype=dtype)

@@ -84,7 +84,10 @@ def train(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a stop head on traces and save it as a policy folder."""
+    """Fit a stop head on traces and save it as a policy folder.
+
+    Example: specstop train --traces traces --profile profile.json --out policy
+    """
     from ...policies.profile import Profile
 
     params, arguments = key_values("--param", param), key_values("--trainer", trainer)
@@ -94,7 +97,7 @@ def train(
     if tune is None and (policy or storage):
         raise InputError("--policy, --storage: are for --tune N; to compare two policies as they are, use `evaluate`")
     from ...train.fit.run import train as run
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces
 
     with progress_bars(quiet or json) as progress, config_saved(out):
         trained = run(

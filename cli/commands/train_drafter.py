@@ -63,7 +63,10 @@ def train_drafter(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a drafter on the target's own texts and hidden states, and save it as a folder."""
+    """Fit a drafter on the target's own texts and hidden states, and save it as a folder.
+
+    Example: specstop train-drafter --target T --prompts train.jsonl --kind medusa --out drafter
+    """
     if resume and checkpoints is None:
         raise InputError("--resume: name the folder of the interrupted run with --checkpoints")
     arguments = key_values("--trainer", trainer)

@@ -127,7 +127,7 @@ def draft_on(
 
 
 # Bounds of log-odds, where a probability is 1 in double precision, and of chances before log-odds are taken of them. The
-# latter are those of the fit (`train.fit.trees.calibrate`).
+# latter are those of the fit (`train.fit.tree_rules`).
 _MAX_ODDS, _EDGE, _SHARE_EDGE = 60.0, 1e-6, 1e-4
 _MIN_SURVIVAL = 1e-9  # of a division
 

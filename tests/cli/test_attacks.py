@@ -11,7 +11,7 @@ import pytest
 from attack_families import family
 from commands import cli
 
-SLOW = ("demo", "profile", "deploy", "transfer")
+SLOW = ("demo", "profile", "deploy")
 A_PROCESS_S = 6.0
 """About what a process takes that collects a few texts; most of it to import the libraries."""
 

@@ -22,8 +22,8 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.errors import SpecstopError, TraceError
 from specstop.policies.files import sha256
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.report.evaluate import evaluate
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 

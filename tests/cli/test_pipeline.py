@@ -163,7 +163,7 @@ def test_policies_lists_the_built_in_ones(done: dict[str, Any]) -> None:
 
 def test_tables_are_for_people(done: dict[str, Any], home: Path, models: list[str]) -> None:
     for args, words in (
-        (("policies",), ("fixed", "confidence", "built in")),
+        (("policies", "--wide"), ("fixed", "confidence", "built in")),
         (("info", home / "fit"), ("acceptance", "36", "match (lossless)")),
         (("info", home / "policy"), ("logistic", "derived")),
         (("info", home / "profile.json"), ("draft step, ms",)),

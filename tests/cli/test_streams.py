@@ -30,7 +30,7 @@ def test_results_that_cannot_be_shown_are_still_written(
     full_profile.save(tmp_path / "profile.json")
     options = ["--traces", sides[0].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "policy"]
     with open("/dev/full", "w") as full:
-        answer = cli("train", *options, "--no-cross-fit", "--quiet", stdout=full)
+        answer = cli("train", *options, "--quiet", stdout=full)
     assert (answer.code, answer.err) == (2, FULL)
     assert load_policy_folder(tmp_path / "policy").head.kind == "logistic"
     assert (tmp_path / "policy" / "run.yaml").is_file()

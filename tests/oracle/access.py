@@ -211,17 +211,14 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     from specstop.policies.heads.layers import HARD_FEATURES
     from specstop.policies.learned import (
         Calibrator,
-        ContinuationPolicy,
         LearnedPolicy,
         SurvivalMaps,
         TrainingMetadata,
-        head_names,
     )
-    from specstop.policies.rules import BatchRule, Continuation, Derived, Threshold
+    from specstop.policies.rules import BatchRule, Derived, Threshold
     from trees import FREE, make_tree_policy
 
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
-    identity = Calibrator(), Calibrator()
     facts = TrainingMetadata(
         0.8, "match", "match", {}, 52.5, (0.8, 0.75, 0.7, 0.7, 0.6), profile.to_dict(), {"seed": 1}, {"gain": 0.25}
     )
@@ -261,19 +258,6 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     save("specdec-published", random_heads.specdec((0, 0, 0), draft), Threshold("survival", 0.1))
     save("dynasd-soft", ("dynasd-soft", (), random_heads.layers((draft, 6, 4, 1))), Threshold("any", 0.4))
     save("dynasd-hard", ("dynasd-hard", HARD_FEATURES, random_heads.layers((11, 9, 1))), Threshold("any", 0.4))
-    for rule in (Continuation(-0.2), Continuation(-0.1, 1, True)):
-        columns = head_names(NAMES, rule)
-        width = len(columns) + sum(name in ("top1", "anchor_top1", "mean_full") for name in columns)
-        dice = np.random.default_rng(6)
-        weights = {
-            "mean": dice.standard_normal(width).astype(np.float32),
-            "scale": (0.5 + dice.random(width)).astype(np.float32),
-            "weight": 0.4 * dice.standard_normal((3, width)).astype(np.float32),
-            "bias": np.array([0.5, 0.1, 0.3], dtype=np.float32),
-        }
-        name = "continuation-remembers" if rule.remembers else "continuation"
-        head = build_head("logistic", columns, weights)
-        save_policy(ContinuationPolicy(name, NAMES, head, *identity, rule, 5, facts), folder / name)
     plain = LearnedPolicy("batch", NAMES, build_head(*logistic), *maps, derived, 5, facts)
     for name, rule in {
         "batch-best": BatchRule("best"),

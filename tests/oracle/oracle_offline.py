@@ -54,7 +54,6 @@ REPLAYED = [
     "mlp-calibrated",
     "xgboost-derived",
     "tokens-derived",
-    "continuation-remembers",
     "resnet-both",
     "specdec",
     "dynasd-hard",
@@ -306,7 +305,7 @@ def export(inputs: Inputs, small: bool = False) -> Cases:
             raw = json.loads((out / "policy.json").read_text(encoding="utf-8"))
             before = json.loads((Path(inputs.policy(name)) / "policy.json").read_text(encoding="utf-8"))
             yield f"saved again | {name}", {"same": raw == before, "sha256": raw["sha256"], "files": raw["files"]}
-        for name in ("logistic-derived", "mlp-survival", "xgboost-derived", "resnet-both", "tree-free", "continuation"):
+        for name in ("logistic-derived", "mlp-survival", "xgboost-derived", "resnet-both", "tree-free"):
             result = answer(lambda n=name: onnx(inputs, n, folder))
             yield f"onnx | {name}", result
         trace = traced(inputs, folder / "trace", "dense", max_new_tokens=NEW)

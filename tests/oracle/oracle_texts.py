@@ -180,8 +180,6 @@ CHAIN_RULES = [
     "specdec-published",
     "dynasd-soft",
     "dynasd-hard",
-    "continuation",
-    "continuation-remembers",
     "resnet-draft",
     "logistic-first2",
 ]

@@ -17,7 +17,7 @@ from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.storage import load_policy_folder
-from specstop.train.released.convert import import_weights
+from specstop.train.released import import_weights
 from torch import Tensor, nn
 
 

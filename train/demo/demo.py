@@ -42,12 +42,12 @@ from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.storage import load_policy_folder
+from ..evaluate.evaluate import evaluate
+from ..evaluate.records import Report
 from ..fit.rules import best_of, fixed_grid
 from ..fit.run import train
 from ..fit.settle import settle
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..report.evaluate import evaluate
-from ..report.records import Report
 from .live import LiveLine, compare_live
 from .pair import check_pair, shipped_pair
 from .resume import QUICK, STATE_FILE, Sizes, begin, continued_sizes, only_one

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..report.records import AGAIN, DEPLOY, NOISY, TOO_FEW
-from ..statistics import FEWEST
+from ..evaluate.records import DEPLOY, NOISY, TOO_FEW
+from ..evaluate.statistics import FEWEST
 
 if TYPE_CHECKING:
     from ...policies.learned import LearnedPolicy
     from ...policies.profile import Profile
+    from ..evaluate.records import Line, Report
     from ..replay.traces.arrays import TraceArrays
-    from ..report.records import Line, Report
     from .live import LiveLine
 
 SMALL_HEADROOM = 1.05
@@ -24,7 +24,7 @@ def explain(report: Report) -> list[str]:
     answer = report.answer
     if answer is None:
         return ["No policy was compared."]
-    if answer.verdict in (DEPLOY, NOISY, AGAIN):  # the headline has the reason
+    if answer.verdict in (DEPLOY, NOISY):  # the headline has the reason
         return [answer.headline]
     return [answer.headline, _reason(report)]
 
@@ -32,7 +32,7 @@ def explain(report: Report) -> list[str]:
 def _reason(report: Report) -> str:
     """Return the main reason against deploying: little head-room, the price of decisions, or noise."""
     assert report.answer is not None
-    line = report.line(report.answer.candidate)
+    line = report[report.answer.candidate]
     bound = next(line for line in report.lines if line.kind == "bound").to_best_fixed.value
     if bound < SMALL_HEADROOM:
         return f"Why: little head-room. The oracle bound is only {bound:.3f} times the best fixed length."
@@ -52,7 +52,7 @@ def _reason(report: Report) -> str:
 
 def _savings(report: Report, line: Line) -> tuple[float, float]:
     """Return the milliseconds of wrong stops that a policy avoids in 100 tokens, and those that its decisions take."""
-    lost = {stop.name: [100 * ms for ms in stop.ms_per_token] for stop in report.details["stops"]}
+    lost = {stop["name"]: [100 * ms for ms in stop["ms_per_token"]] for stop in report.details["stops"]}
     early, late, decided, _ = lost[line.name]
     early_fixed, late_fixed, _, _ = lost["best fixed"]
     return early_fixed + late_fixed - early - late, decided
@@ -87,7 +87,7 @@ def heads_text(learned: Sequence[LearnedPolicy], profile: Profile) -> str:
 
 def report_text(report: Report) -> str:
     """Return the speeds of the best fixed length, the fastest learned policy and the oracle bound."""
-    best, oracle = report.line("best fixed"), next(line for line in report.lines if line.kind == "bound")
+    best, oracle = report["best fixed"], next(line for line in report.lines if line.kind == "bound")
     top = max((line for line in report.lines if line.kind == "learned"), key=lambda line: line.tokens_per_s)
     return (
         f"best fixed length ({best.note.partition(',')[0]}) {best.to_plain.value:.2f} times plain decoding; {top.name} "

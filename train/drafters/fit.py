@@ -188,8 +188,8 @@ def _split(texts: Texts, depth: int) -> tuple[Texts, Texts]:
     total, kept = len(Texts(texts.files)), sum(map(len, parts))
     if not all(map(len, parts)):
         raise InputError(
-            f"--prompts: {kept} of {total} texts have the {shortest} tokens, prompt included, that --depth requires, and some "
-            "are needed to fit on and some to hold out; give other prompts or less --depth"
+            f"--prompts: {kept} of {total} texts have the {shortest} tokens, prompt included, that --depth requires, and "
+            "some are needed to fit on and some to hold out; give other prompts or less --depth"
         )
     if kept < total:
         message = f"{total - kept} of {total} texts are shorter than {shortest} tokens and are left out"

@@ -1,7 +1,7 @@
 """Proposals of a drafter's network at every position of known texts, its loss, and the acceptance of greedy proposals.
 
-At position s the target has read token s and drawn token s + 1, the root. A drafter there proposes tokens s + 2, s + 3 and so
-on. It is fed with the text's own tokens, so that it sees what it would see in decoding as long as its candidates are accepted.
+At position s the target has read token s and drawn token s + 1, the root. A drafter there proposes tokens s + 2, s + 3, ...
+It is fed with the text's own tokens, so that it sees what it would see in decoding as long as its candidates are accepted.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def drafter_loss(network: Any, batch: Batch, embedding: Module, output: Module) 
 
 
 def _ctc_loss(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
-    """Return the mean CTC loss per token over windows of the text after each root, and the distillation of the first position.
+    """Return the mean CTC loss per token over windows of the text after each root, and the loss of the first position.
 
     The blank is the last symbol. `torch.nn.CTCLoss` sums over all alignments of T positions with the window's tokens. It
     hardly determines where each token stands, so the first position is also fitted to the target's distribution of the next

@@ -19,13 +19,13 @@ from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.fixed import FixedLength
 from ...policies.profile import Profile
+from ..evaluate.pricing import Priced, ResampleSource
+from ..evaluate.statistics import Resamples, Values
 from ..replay.arrivals import at_once, deal
 from ..replay.batch import replay_batch
 from ..replay.known_lengths import ReplayedRuns
 from ..replay.log import Rounds
 from ..replay.traces.arrays import TraceArrays
-from ..report.pricing import Priced, Vary
-from ..statistics import Resamples, Values
 from .folder import Export
 from .serving import batch_profile
 
@@ -122,12 +122,12 @@ class FixedBatches:
     ) -> Values:
         """Return [1 + R, P] of [P, S] seconds in every resample of prompts and timings."""
         total = boot.total(seconds.T)
-        if not self.export.draws.drawn:
+        if not self.export.draws.profiles:
             return total
         # What other timings would make of it is told by single streams' rounds, which can be priced again.
         priced = Priced(boot, self.export.draws, rounds, arrays.prompt_tokens)
         share = partial(batch_profile, batch=size)
-        out: Values = total * priced.seconds(change=share) / priced.seconds(Vary.PROMPTS, share)
+        out: Values = total * priced.seconds(change=share) / priced.seconds(ResampleSource.PROMPTS, share)
         return out
 
 
@@ -166,7 +166,7 @@ def _moves(batches: FixedBatches, size: int | None) -> Values:
     out = np.full((count, count), WORTH)
     np.fill_diagonal(out, 0.0)
     out[np.triu_indices(count, 1)] = np.inf
-    if size is None or not export.draws.drawn:
+    if size is None or not export.draws.profiles:
         return out
     spent = batches.fit_spent(size)
     for shorter, longer in itertools.combinations(range(count), 2):

@@ -19,17 +19,16 @@ from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
+from ..evaluate.decision_costs import with_prices
+from ..evaluate.pricing import Priced, ProfileBootstrap
+from ..evaluate.statistics import Resamples
 from ..fit.settle import settle_for
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
-from ..replay.traces.checking import require_disjoint_policies, tell_other_rounds
-from ..report.checks import check_fit
-from ..report.decision_costs import with_prices
-from ..report.pricing import Draws, Priced
-from ..statistics import Resamples
+from ..replay.traces.checking import check_fit, require_disjoint_policies, tell_other_rounds
 from .serving import Sides, split_sides
 
 SEEN = (
@@ -107,7 +106,7 @@ class Export:
             if isinstance(policy, LearnedPolicy):
                 policy, self.settled = settle_for(policy, self.sides.fit, profile)
             self.policy = policy.limited(self.depth)
-        self.profile, self.draws = profile, Draws(profile, seed)
+        self.profile, self.draws = profile, ProfileBootstrap(profile, seed)
         self.fit_fixed: ReplayedRuns = replay_fixed(self.sides.fit, self.depth)
         self.held_fixed: ReplayedRuns = replay_fixed(self.sides.held, self.depth)
         self.held_boot = Resamples(self.sides.held.clusters, seed)
@@ -137,7 +136,7 @@ class Export:
             "best_fixed": self.best,
             "to_best_fixed": boot.interval(best / this),
             "oracle_bound_to_this": boot.interval(this / bound),
-            "intervals": self.draws.text,
+            "intervals": self.draws.describe(),
         }
         if self.policy is not None:
             found["policy"] = self.policy.name

@@ -78,10 +78,10 @@ def build_onnx(policy: LearnedPolicy) -> Any:
     except ImportError:
         raise PolicyError('deploy: onnx is not installed; pip install "specstop[onnx]"') from None
     head = policy.head
-    if policy.rule.kind in ("gain", "continuation") or not isinstance(head, LinearHead | MLPHead | TreesHead):
+    if policy.rule.kind == "gain" or not isinstance(head, LinearHead | MLPHead | TreesHead):
         raise PolicyError(
             f"deploy: a policy with the rule {policy.rule.kind} and the head {head.kind} has no ONNX form: expected a head "
-            "logistic, mlp or xgboost, and not the rule gain or continuation; use `specstop decode`"
+            "logistic, mlp or xgboost, and not the rule gain; use `specstop decode`"
         )
     graph = _Graph(helper, numpy_helper)
     later = first = _scores(graph, head, first=False)

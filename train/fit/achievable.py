@@ -2,9 +2,10 @@
 
 For single streams: fitted continuation value. From one anchor everything is known in hindsight: the draft to depth K, which
 of its tokens the target accepts, and what each length would have cost to the end of the text (`CostToGo`). For depth
-j = K-1, ..., 0, the gain of continuing (the cost of stopping here, less the cost of continuing and then deciding optimally) is
-regressed on what a policy sees at depth j; the policy continues where the regression is above 0 (Longstaff and Schwartz 2001,
-for American options). Trees that decide have never seen the prompt. Then all is repeated with the cost-to-go under this policy.
+j = K-1, ..., 0, the gain of continuing is the cost of stopping here, less the cost of continuing and then deciding
+optimally. It is regressed on what a policy sees at depth j; the policy continues where the regression is above 0 (Longstaff
+and Schwartz 2001, for American options). Trees that decide have never seen the prompt. Then all is repeated with the
+cost-to-go under this policy.
 
 For batches: the rule `batch` on cross-fitted acceptance probabilities.
 

@@ -106,8 +106,8 @@ def _best_length(parts: Sequence[Part], profile: Profile, size: int, depth: int)
 def solve_batch_rates(policy: BatchStop, parts: Sequence[Part], profile: Profile) -> dict[int, tuple[float, float]]:
     """Return by batch size of the profile the fastest replayed rate, and what a second was taken to be worth for it.
 
-    That value is a multiple of the best fixed length's rate, found by Dinkelbach's iteration: assume the rate of the best fixed
-    length, replay batches, assume the result. A profile without batches has none.
+    That value is a multiple of the best fixed length's rate, found by Dinkelbach's iteration: assume the rate of the best
+    fixed length, replay batches, assume the result. A profile without batches has none.
     """
     if profile.batch is None:
         return {}

@@ -348,8 +348,8 @@ def solve_tree(
 ) -> tuple[TreeGain, float]:
     """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the result.
 
-    The look-ahead and the depth of the first decision are chosen on the way by replayed rate; last, the branches that need not
-    be read at all.
+    The look-ahead and the depth of the first decision are chosen on the way by replayed rate; last, the branches that need
+    not be read at all.
 
     Args:
         policy: whose head and calibration are used.

@@ -16,7 +16,7 @@ from ...policies.display import Progress
 from ...policies.errors import TraceError
 from ...policies.features import DRAFT_HIDDEN
 from ...policies.heads.layers import HARD_FEATURES
-from ..released.convert import ANY_THRESHOLD, STOP_THRESHOLD, unbiased
+from ..released import ANY_THRESHOLD, STOP_THRESHOLD, unbiased
 from .linear import constant_logit
 from .networks import NetworkEstimator, layer_tensors, perceptron, stacked_blocks
 from .rows import FitRows

@@ -1,1 +1,1 @@
-"""What `evaluate`, `compare`, `sweep` and `transfer` answer, as figures, words and pictures."""
+"""What `evaluate` answers, as figures, words and pictures."""

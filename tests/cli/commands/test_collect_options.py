@@ -280,7 +280,7 @@ def test_hidden_states_are_collected_where_they_are_asked_for(collect: list[obje
         ("dense", extra(hidden="target,draft")),
         ("rounds", (*extra(hidden="draft"), "--collector", "live")),
     ):
-        answer = cli(*collect, *words, "--out", home / f"hidden-{name}")
+        answer = cli(*collect, *SHARDS, *words, "--out", home / f"hidden-{name}")
         assert answer.code == 0, answer.err
     made = open_trace(home / "hidden-dense")
     assert made.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
@@ -291,7 +291,7 @@ def test_hidden_states_are_collected_where_they_are_asked_for(collect: list[obje
     assert "hidden states" in cli("info", made.folder).out
     assert list(open_trace(home / "hidden-rounds").header.hidden) == ["draft_hidden"]
     yaml_file = yaml.safe_load((home / "hidden-dense" / "run.yaml").read_text())
-    assert yaml_file["extra"] == ["hidden=target,draft"]
+    assert yaml_file["extra"] == ["shards=4", "hidden=target,draft"]
 
 
 def info(folder: Path) -> dict[str, Any]:

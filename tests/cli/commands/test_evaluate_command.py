@@ -18,8 +18,8 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
-from specstop.train.report import evaluate as report_of
-from specstop.train.report.evaluate import evaluate
+from specstop.train.evaluate import evaluate as report_of
+from specstop.train.evaluate.evaluate import evaluate
 from timed import timed_profile
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -39,7 +39,7 @@ def test_the_command_line_says_what_the_profile_lacks(
     said = []
     for at in range(2):
         arguments = ("--traces", sides[1].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / f"r{at}")
-        answer = cli("evaluate", *arguments, "--policy", "confidence:0.7", "--no-sweep", "--quiet")
+        answer = cli("evaluate", *arguments, "--policy", "confidence:0.7", "--quiet")
         assert answer.code == 0, answer.err
         said.append(" ".join(answer.out.split()))
     assert said[0].replace("r0", "r1") == said[1]
@@ -137,7 +137,7 @@ def test_without_a_place_to_go_a_profile_is_refused(pair_folder: Path) -> None:
     assert answer.code == 2 and "--out: expected a JSON file for the profile" in answer.err
 
 
-def test_rows_are_called_what_was_typed(
+def test_policies_are_named_by_what_they_are(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
     """Two folders of one head, whose own names are the same, and a rule."""
@@ -147,12 +147,12 @@ def test_rows_are_called_what_was_typed(
     typed = [str(tmp_path / "one"), str(tmp_path / "two"), "confidence:0.7"]
     options = [word for spec in typed for word in ("--policy", spec)]
     read = ["evaluate", "--traces", sides[1].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "r"]
-    answer = cli(*read, *options, "--no-sweep", "--json")
+    answer = cli(*read, *options, "--json")
     assert answer.code == 0, answer.err
     names = [line["name"] for line in json.loads(answer.out)["lines"]]
-    assert set(typed) <= set(names)
+    assert {"confidence:0.7", *(f"logistic ({folder})" for folder in typed[:2])} <= set(names)
     twice = cli(*read, *options[:2] * 2, "--overwrite")
-    assert twice.code == 2 and f"two policies are called '{typed[0]}'" in twice.err
+    assert twice.code == 2 and f"two policies are called 'logistic ({typed[0]})'" in twice.err
 
 
 def test_policies_are_compared_by_batch_size(
@@ -173,7 +173,7 @@ def test_policies_are_compared_by_batch_size(
         "--policy",
         "confidence:0.5",
     ]
-    answer = cli(*read, "--out", tmp_path / "r", "--batch", "1,4", "--no-sweep")
+    answer = cli(*read, "--out", tmp_path / "r", "--batch", "1,4")
     assert answer.code == 0, answer.err
     said = " ".join(answer.out.split())
     assert "Texts side by side, best fixed length of that batch size = 1" in said and "By batch size: " in said
@@ -193,7 +193,7 @@ def test_policies_are_compared_by_batch_size(
     for name in ("report.md", "report.html"):
         page = (tmp_path / "r" / name).read_text()
         assert "Texts side by side" in page and found["words"] in page
-    late = cli(*read, "--out", tmp_path / "late", "--batch", "4", "--arrivals", "0.5", "--no-sweep", "--json")
+    late = cli(*read, "--out", tmp_path / "late", "--batch", "4", "--arrivals", "0.5", "--json")
     assert late.code == 0, late.err
     spaced = json.loads(late.out)["details"]["batch"]["lines"][1]
     assert spaced["latency_s"][0]["value"] < policies[0]["latency_s"][1]["value"], "who comes later waits less"

@@ -20,10 +20,10 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
+from specstop.train.evaluate.analysis import acceptance_bands
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.rounds import ROUND_COLUMNS
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.insight import acceptance_bands
-from specstop.train.statistics import Resamples
 
 SETTINGS = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
 

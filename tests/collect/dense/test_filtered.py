@@ -28,11 +28,10 @@ from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
-from specstop.train.report.evaluate import evaluate
 from trace_rows import numpy_rows
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -195,7 +194,7 @@ def test_other_filters_and_temperatures_are_told_of(
     explored = collect(pair, prompts, tmp_path / "live", depth=5, temperature=0.7, max_new_tokens=NEW, collector="live",
                        policy=FixedLength(3), explore=0.5)  # fmt: skip
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
-        estimate_offline(explored, policy, full_profile)
+        evaluate(explored, full_profile, [policy])
     with pytest.raises(TraceError, match=r"traces: .*plain was sampled with the filter none, not top-p 0.8"):
         evaluate(other, full_profile, shaping=TOP_P)
     with warnings.catch_warnings():

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_heads import random_head
 from specstop.policies.errors import PolicyError
-from specstop.policies.learned import Calibrator, ContinuationPolicy, build_rule
-from specstop.policies.rules import Continuation, Derived, Threshold
+from specstop.policies.learned import build_rule
+from specstop.policies.rules import Derived, Threshold
 from specstop.train.fit.rules import derived_thresholds
 from told_head import kept_by
 
@@ -99,10 +98,3 @@ def test_times_are_of_rising_sizes_and_above_0(times: list[tuple[int, float]]) -
 def test_a_mangled_rule_is_refused(raw: Any, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         build_rule(raw)
-
-
-@pytest.mark.parametrize("remembers", [False, True])
-def test_a_head_of_hidden_states_is_refused_at_once(remembers: bool) -> None:
-    names, head = random_head("resnet of both")
-    with pytest.raises(PolicyError, match="draft_hidden, target_hidden"):
-        ContinuationPolicy("c", names, head, Calibrator(), Calibrator(), Continuation(0.0, 1, remembers), 4)

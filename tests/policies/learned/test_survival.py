@@ -14,7 +14,7 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, TrainingMetadata
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.train.heads.calibration.survival import KNOTS, identity_tables
+from specstop.train.heads.calibration import KNOTS, identity_tables
 
 DEPTH = 4
 NEAR = 1e-6  # knots are float32

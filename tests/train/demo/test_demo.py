@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import specstop.train.demo.resume as module
@@ -27,8 +26,9 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.demo import Demo, demo
 from specstop.train.demo.resume import Sizes
 from specstop.train.demo.texts import explain
+from specstop.train.evaluate.records import Answer, Line, Report
+from specstop.train.evaluate.verdict import verdict
 from specstop.train.heads.networks import MLPEstimator
-from specstop.train.report.records import Answer, Line, Report, verdict
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(
@@ -169,11 +169,11 @@ def report_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) 
         Line("oracle bound", "bound", 120.0, one, Ratio(bound, bound, bound), one),
     )
     stops = (
-        SimpleNamespace(name="best fixed", ms_per_token=(0.1, 0.1, 0.0, 0.0)),
-        SimpleNamespace(name="mlp", ms_per_token=(0.1, 0.1 - saved_ms / 100, decided_ms / 100, 0.0)),
+        {"name": "best fixed", "ms_per_token": (0.1, 0.1, 0.0, 0.0)},
+        {"name": "mlp", "ms_per_token": (0.1, 0.1 - saved_ms / 100, decided_ms / 100, 0.0)},
     )
     answer = Answer(verdict(ratio, 40), "mlp", "mlp", "The headline.", "")
-    return Report(lines, (), (), {"prompts": 40}, (), answer, (), (), {"stops": stops})
+    return Report(lines, (), {"prompts": 40}, (), answer, (), (), {"stops": stops})
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_texts_too_short_to_compare_all_depths_are_left_out(
     lengths = sorted(len(text.tokens) for text in texts)
     short = Texts(sorted((tmp_path / "texts").glob("*.safetensors")), lengths[-1])
     assert 0 < len(list(short)) < len(texts) and all(len(text.tokens) == lengths[-1] for text in short)
-    with pytest.raises(InputError, match=r"0 of \d+ texts have the \d+ tokens, prompt included, that `depth` asks for"):
+    with pytest.raises(InputError, match=r"0 of \d+ texts have the \d+ tokens, prompt included, that `depth` requires"):
         _split(Texts(short.files), lengths[-1])
     with pytest.warns(SpecstopWarning, match=r"\d+ of \d+ texts are shorter than"):
         sides = _split(Texts(short.files), lengths[1] - 3)

@@ -17,13 +17,13 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train.evaluate.batches import by_batch
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.serving import split_sides
 from specstop.train.fit.run import train, training_metadata
 from specstop.train.fit.settle import settle_for
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.batches import by_batch
 
 EXACT = 1e-9
 

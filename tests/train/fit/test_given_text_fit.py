@@ -21,6 +21,7 @@ from specstop.decode.verify.modes import resolve_mode
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.export.hf import deploy_hf
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train
@@ -29,7 +30,6 @@ from specstop.train.heads.linear import as_classes, is_constant
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.checking import tell_other_rounds
-from specstop.train.report.evaluate import evaluate
 
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}
 
@@ -99,7 +99,7 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
     assert made.metrics["accept_log_loss"] < 1.1 * made.metrics["accept_log_loss_constant"], "few rows, weak features"
     report = evaluate(block[1], full_profile, [policy], train_traces=block[0])
     assert report.facts["exactness"] == "exact in law, 2 draws of each text" and 8 < report.facts["prompts"] <= 12
-    assert report.line(policy.name).tokens_per_s > 0
+    assert report[policy.name].tokens_per_s > 0
     if head == "logistic":
         settings = Settings(0.7, NEW, verification="auto")
         assert resolve_mode("auto", policy, settings.topology, 0.7) == "block"

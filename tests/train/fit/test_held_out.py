@@ -11,14 +11,13 @@ import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import REPORT_SHARE, Plan, split_report
 from specstop.train.fit.run import train, train_arrays
 from specstop.train.fit.settle import settle_for, unfitted_prompts
-from specstop.train.fit.tuning.search import SearchOptions, train_best
 from specstop.train.heads import make_head
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
-from specstop.train.report.evaluate import evaluate
 
 NAMES = ("top1", "noisy_margin", "depth")
 
@@ -47,7 +46,7 @@ def parts(policy: LearnedPolicy) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("head", "rule"),
-    [("logistic", "derived"), ("xgboost", "survival"), ("mlp", "derived"), ("xgboost", "continuation")],
+    [("logistic", "derived"), ("xgboost", "survival"), ("mlp", "derived")],
 )
 def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Profile, head: str, rule: str) -> None:
     profile = full_profile.with_decisions({head: 1e-5})
@@ -67,9 +66,8 @@ def test_a_search_sees_no_report_prompt(
     for changed in (False, True):
         read = joined_arrays if not changed else lambda *args: other_report(joined_arrays(*args))
         monkeypatch.setattr("specstop.train.fit.run.joined_arrays", read)
-        options = SearchOptions(2, ("logistic",), ("survival",))
-        trained, result = train_best(sides[0], profile, options, features=NAMES)
-        found.append((result.rows(), parts(trained.policy), trained.metrics["held_out_tokens_per_s"]))
+        trained = train(sides[0], profile, head="logistic", rule="survival", features=NAMES, tune=2)
+        found.append((trained.metrics["trials"], parts(trained.policy), trained.metrics["held_out_tokens_per_s"]))
     assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2]
 
 

@@ -22,12 +22,11 @@ from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.files import MANIFEST
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.search import SearchOptions, train_best
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
@@ -56,7 +55,7 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
     assert torch.equal(mine.log, theirs.log)
     assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
     report = evaluate(sides[1], dataclasses.replace(full_profile, round_s=full_profile.round_s + 1e-3), [again])
-    assert report.line(again.name).note == "decides by the costs of this profile"
+    assert report[again.name].note == "decides by the costs of this profile"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_fewer_features_and_a_name_of_its_own(
         (
             {"rule": "surviva"},
             InputError,
-            "expected derived, survival, step, any, continuation or batch, not 'surviva'",
+            "expected derived, survival, step, any, batch or gain, not 'surviva'",
         ),
         ({"rule": "step", "threshold": 1.5}, PolicyError, "between 0 and 1"),
     ],
@@ -202,10 +201,9 @@ def test_a_policy_never_replaces_what_it_is_made_from(
     for out in (place, place / "traces", place / "traces" / "data" / "new", place / "profiles"):
         with pytest.raises(InputError, match="which the command reads"):
             train(trace, costs, out=out, overwrite=True)
-    (tmp_path / "work" / "deep").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
     with pytest.raises(InputError, match="which the command reads"):
-        options = SearchOptions(1, work=tmp_path / "work" / "deep")
-        train_best(trace, costs, options, out=tmp_path / "work", overwrite=True)
+        train(trace, costs, out=tmp_path / "work", overwrite=True, tune=1, storage=tmp_path / "work" / "trials.log")
     assert files(place) == before
 
 

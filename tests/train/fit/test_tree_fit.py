@@ -33,6 +33,7 @@ from specstop.policies.learned import TreeGain
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
 from specstop.train.fit.settle import settle
@@ -51,7 +52,6 @@ from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tre
 from specstop.train.replay.run import Replayed, replay, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays, typical_context
 from specstop.train.replay.traces.subtrees import on_subtree, subtree
-from specstop.train.report.evaluate import evaluate
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -151,7 +151,7 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
         full_profile, low=replace(full_profile.low, verify_s=tuple(30 * s for s in full_profile.low.verify_s))
     )
     report = evaluate(forest[0.7], costly, [made.policy], allow_overlap=True)
-    assert "rho as saved" in report.line("tree").note
+    assert "rho as saved" in report["tree"].note
     assert made.path is not None
     rho = load_policy_folder(made.path).metadata.rho
     settled = settle(made.path, forest[0.7], costly)
@@ -174,16 +174,16 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
             if node and (not accepted[parent] or ended[node] or ended[parent]):
                 continue
             below = tree.children[node]
-            assert rows.rows.depth[at] == tree.depth[node]
-            assert bool(rows.rows.accepted[at]) == accepted[node]
-            assert bool(rows.rows.followed_known[at]) == (accepted[node] and bool(below))
+            assert rows.depth[at] == tree.depth[node]
+            assert bool(rows.accepted[at]) == accepted[node]
+            assert bool(rows.followed_known[at]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
-                assert bool(rows.rows.followed[at]) == accepted[below[0]]
+                assert bool(rows.followed[at]) == accepted[below[0]]
             if node:
-                assert rows.rows.features[at, 1:].tolist() == [rows.rank[at], tree.depth[node]]
+                assert rows.features[at, 1:].tolist() == [tree.children[parent].index(node), tree.depth[node]]
             at += 1
-    assert at == len(rows.rows)
+    assert at == len(rows)
 
 
 def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[float, Trace]) -> None:

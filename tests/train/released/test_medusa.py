@@ -17,7 +17,7 @@ from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.fixed import FixedLength
-from specstop.train.released.medusa import PREFIX, import_medusa
+from specstop.train.released import PREFIX, import_medusa
 from torch import Tensor, nn
 
 HEADS = 3

@@ -12,9 +12,9 @@ from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, St
 from specstop.policies.errors import PolicyFailure
 from specstop.policies.profile import Profile
 from specstop.policies.published.bandit import Bandit
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.evaluate import evaluate
 
 
 class Good(StopPolicy):

@@ -17,19 +17,16 @@ from contract_policies import DEPTH
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.benchmark import Ratio
 from specstop.decode.models.pair import Pair
-from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import TOO_FEW, Report
 from specstop.train.fit.achievable import Achievable, achievable_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.comparing.compare import compare
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import TOO_FEW, Report
 from specstop.train.report.writing.files import plain, to_csv, to_markdown, write_report
 from specstop.train.report.writing.page import to_html
 from specstop.train.report.writing.sections import sections
@@ -175,7 +172,7 @@ def test_hostile_names_stay_words(data: dict[str, Any]) -> None:
     Page(to_html(hostile))
 
 
-def test_a_transfer_table_and_groups_find_their_place(data: dict[str, Any]) -> None:
+def test_a_comparison_and_groups_find_their_place(data: dict[str, Any]) -> None:
     more = copy.deepcopy(data)
     ratio = {"value": 0.97, "low": 0.95, "high": 0.99}
     names = list(more["details"]["sensitivity"][0]["ratios"])
@@ -183,13 +180,11 @@ def test_a_transfer_table_and_groups_find_their_place(data: dict[str, Any]) -> N
         {"name": n, "prompts": count, "tokens": 70, "best_fixed": "fixed:1", "ratios": dict.fromkeys(names, ratio)}
         for n, count in (("a", 3), ("b", 20))
     ]
-    cell = {"to_best_fixed": ratio, "verdict": "do not deploy", "own": True}
-    more["details"]["transfer"] = {"rows": ["x"], "trained_on": ["y"], "columns": ["z"], "cells": [[cell]]}
+    more["details"]["comparison"] = {"title": "Change", "text": "", "columns": ["x", "y"], "rows": [["z", ratio]]}
     found = Page(to_html(more))
     words = "".join(found.words)
-    assert words.count("0.970 [0.950, 0.990] do not deploy") == 1
     assert words.count("0.970 [0.950, 0.990] below") == len(names), "a group of 3 prompts has no verdict"
-    assert {"groups", "transfer"} <= {attributes.get("id") for _, attributes in found.elements}
+    assert {"groups", "comparison"} <= {attributes.get("id") for _, attributes in found.elements}
 
 
 def test_a_report_without_details_is_a_page_too(
@@ -222,8 +217,8 @@ def test_one_prompt_gives_no_verdict_and_no_interval(
     assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + to_markdown(report))
     with (tmp_path / "a" / "report.csv").open() as file:
         assert {row["to_plain_low"] for row in csv.DictReader(file)} == {""}
-    both = compare(tmp_path / "a", tmp_path / "a").line("best fixed")
-    assert both.to_best_a == Ratio(1.0) and both.overlap is None
+    again = evaluate(alone, full_profile, [Confidence(0.7, DEPTH)], compare=tmp_path / "a")
+    assert again.details["comparison"]["rows"][1] == ("best fixed", "-", {"value": 1.0, "low": None, "high": None})
 
 
 # Markdown, CSV
@@ -264,10 +259,10 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True, batch=[1])
     names = [line["name"] for line in report.details["batch"]["lines"]]
     assert names[-2:] == ["achievable estimate", "oracle bound of the batch"]
-    line = report.line("achievable estimate")
+    line = report["achievable estimate"]
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
-    assert line.tokens_per_s <= report.line("oracle bound").tokens_per_s
+    assert line.tokens_per_s <= report["oracle bound"].tokens_per_s
     Page(to_html(plain(report)))
 
 
@@ -278,7 +273,7 @@ def test_a_policy_above_the_achievable_estimate_is_a_finding(
     known = Achievable(poor.seconds, poor.rate, torch.zeros(0))
     monkeypatch.setattr("specstop.train.fit.achievable.achievable_estimate", lambda *_, **__: known)
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
-    to_plain = report.line("achievable estimate").to_plain
+    to_plain = report["achievable estimate"].to_plain
     assert (to_plain.value, to_plain.low, to_plain.high) == pytest.approx((1.0, 1.0, 1.0))
     assert any(text.startswith("fixed:2 is above the achievable estimate") for text in report.findings)
     Page(to_html(plain(report)))
@@ -303,19 +298,14 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
     arrays = trace_arrays(live, extra=ROUND_COLUMNS)
     values = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
     assert len(values.taken.sequence) == len(values.committed) == report.facts["rounds"]
-    found = report.line("confidence:0.7")
+    found = report["confidence:0.7"]
     assert found.tokens_per_s == pytest.approx(values.rate)
     assert found.block_efficiency == pytest.approx(float(values.committed.mean()))
     assert report.caveats == values.caveats
-    bound = report.line("oracle bound")
+    bound = report["oracle bound"]
     assert bound.tokens_per_s >= max(x.tokens_per_s for x in report.lines)
     page = Page((tmp_path / "out" / "report.html").read_text())
     words = "".join(page.words)
     assert all(caveat in words for caveat in values.caveats)
     assert all(caveat in (tmp_path / "out" / "report.md").read_text() for caveat in values.caveats)
     assert "rejection verification (lossless)" in words
-
-
-def test_a_sweep_needs_a_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    with pytest.raises(InputError, match="at least one policy to sweep"):
-        evaluate(sides[1], full_profile, sweep=True)

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from ....collect.schema import Header
+from ....collect.store.folder import Trace, open_trace
 from ....decode.verify.modes import check_mode, find_mode
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features import check_sizes
 from ....policies.host import validate_policy
-from ....policies.learned import LearnedPolicy
+from ....policies.learned import LearnedPolicy, warn_other_conditions
 from ....policies.profile import Profile
 from .arrays import TraceArrays
+
+
+def load_traces(traces: Trace | str | Path) -> Trace:
+    """Return a trace, opened if it is a folder.
+
+    Raises:
+        TraceError: the folder is incomplete, or as of `open_trace`.
+    """
+    if isinstance(traces, Trace):
+        return traces
+    trace = open_trace(traces)
+    if not trace.complete:
+        raise TraceError(f"traces: {trace.folder} is not complete; run collect with --resume first")
+    return trace
+
+
+def check_fit(policy: StopPolicy, traces: Trace) -> None:
+    """Warn if a learned policy was trained for another temperature, filter, verification, pair or tree."""
+    used = dataclasses.replace(traces.header.conditions, tree=traces.header.tree.name)
+    warn_other_conditions(policy, used, "these traces")
 
 
 def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ....policies.files import write_atomic
-from ..records import Report
+from ...evaluate.records import Report
 
 _COLOURS = {
     "fixed": "#6b7280",

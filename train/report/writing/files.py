@@ -5,16 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ....decode.benchmark import Ratio
 from ....policies.display import markdown, markdown_cell, printable
 from ....policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
-from ..decision_costs import FILE as DECISIONS_FILE
+from ...evaluate.records import Report
 from ..drawing.plot import save_speed_plot
-from ..records import Report
 from .model import Data, Table
 from .page import facts_text, to_html
 from .sections import sections, speed_table
@@ -22,14 +19,10 @@ from .sections import sections, speed_table
 FILES = ("report.html", "report.json", "report.md", "report.csv", "report.png")
 
 
-def write_report(
-    report: Report, out: Path, *, overwrite: bool = False, decisions: Mapping[str, Any] | None = None
-) -> None:
-    """Write `FILES` into the folder `out`, all or none, and timings of decisions that the profile lacks beside them."""
+def write_report(report: Report, out: Path, *, overwrite: bool = False) -> None:
+    """Write `FILES` into the folder `out`, all or none."""
     data = plain(report)
     with staged_folder(prepare_output_dir(out, overwrite=overwrite)) as stage:
-        if decisions is not None:
-            write_json(stage / DECISIONS_FILE, decisions)
         write_json(stage / "report.json", data)
         write_atomic(stage / "report.html", to_html(data))
         write_atomic(stage / "report.md", to_markdown(report))

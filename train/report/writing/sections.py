@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ....decode.benchmark import Ratio
-from ...statistics import FEWEST
+from ...evaluate.statistics import FEWEST
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
-from .whatif import sensitivity, sweep, transfer
+from .whatif import prepared, sensitivity, sweep
 
 _REFERENCES = ("plain decoding", "best fixed", "oracle bound")
 
@@ -117,11 +118,6 @@ def lengths(found: Any, data: Data) -> Section:
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (str(k), *(Num((*where, i, name, k), ".0f") for i, name in columns)) for k in depth
     )
-    most = max(max(row) for row in mine["table"]) or 1
-    table: tuple[tuple[Cell, ...], ...] = tuple(
-        (str(k), *(Num((*where, 0, "table", k, i), ".0f") for i in depth)) for k in depth
-    )
-    shades = tuple((0.0, *(count / most for count in row)) for row in mine["table"])
     return Section(
         "lengths",
         "Chosen against ideal length",
@@ -129,10 +125,7 @@ def lengths(found: Any, data: Data) -> Section:
             f"Rounds of {mine['name']} by the depth it drafted to, beside what the oracle would have drafted at the "
             "same positions.",
         ),
-        (
-            Table("Rounds by depth", ("depth", f"{mine['name']}: chosen", "ideal", "best fixed: chosen"), rows),
-            Table("Rounds by chosen (down) and ideal depth (across)", ("", *map(str, depth)), table, shades),
-        ),
+        (Table("Rounds by depth", ("depth", f"{mine['name']}: chosen", "ideal", "best fixed: chosen"), rows),),
     )
 
 
@@ -199,13 +192,12 @@ def stops(found: Any, data: Data) -> Section:
     for at, one in enumerate(found):
         path: Path = ("details", "stops", at)
         formats = (
-            ("rounds", ",.0f"), ("early_rounds", ",.0f"), ("early_ms", ".3f"), ("early_s", ".3f"), ("late_rounds", ",.0f"),
-            ("late_ms", ".3f"), ("late_s", ".3f"), ("decision_s", ".3f"), ("other_s", ".3f"), ("total_s", ".3f"),
+            ("rounds", ",.0f"), ("early_rounds", ",.0f"), ("early_s", ".3f"), ("late_rounds", ",.0f"),
+            ("late_s", ".3f"), ("decision_s", ".3f"), ("other_s", ".3f"), ("total_s", ".3f"),
         )  # fmt: skip
         rows.append((one["name"], *(Num((*path, name), form) for name, form in formats)))
     columns = (
-        "policy", "rounds", "too early", "ms/round", "s", "too late", "ms/round", "s", "decisions, s", "catching up, s",
-        "all, s",
+        "policy", "rounds", "too early", "s", "too late", "s", "decisions, s", "catching up, s", "all, s",
     )  # fmt: skip
     return Section(
         "stops",
@@ -286,7 +278,8 @@ def losses(found: Any, data: Data) -> Section:
 SECTIONS: dict[str, Callable[[Any, Data], Section]] = {
     "speed": speeds, "batch": batches, "parts": parts, "acceptance": acceptance, "lengths": lengths,
     "reliability": reliability, "time": time, "stops": stops, "groups": groups, "prompts": prompts,
-    "sensitivity": sensitivity, "sweep": sweep, "transfer": transfer, "losses": losses,
+    "sensitivity": sensitivity, "sweep": sweep, "losses": losses,
+    "importance": partial(prepared, "importance"), "comparison": partial(prepared, "comparison"),
 }  # fmt: skip
 """What writes each section, in order: from what the JSON has of it, and the whole."""
 

@@ -53,19 +53,13 @@ def sweep(found: Any, data: Data) -> Section:
     )
 
 
-def transfer(found: Any, data: Data) -> Section:
-    """Trained on one, used on another."""
-    rows: list[tuple[Cell, ...]] = []
-    for at, name in enumerate(found["rows"]):
-        cells: list[Cell] = []
-        for i, cell in enumerate(found["cells"][at]):
-            tail = f" {cell['verdict']}" + (", own" if cell["own"] else "")
-            cells.append((Spread(("details", "transfer", "cells", at, i, "to_best_fixed")), tail))
-        rows.append((name, found["trained_on"][at], *cells))
-    return Section(
-        "transfer",
-        "Trained on one, used on another",
-        ("Speed against the best fixed length of each column.",),
-        (Table("Transfer", ("policy", "trained on", *found["columns"]), tuple(rows)),),
-        open=True,
+def prepared(name: str, found: Any, data: Data) -> Section:
+    """Return a section of which the report has title, text, columns and rows."""
+    rows = tuple(
+        tuple(
+            Spread(("details", name, "rows", at, i)) if isinstance(cell, dict) else str(cell)
+            for i, cell in enumerate(row)
+        )
+        for at, row in enumerate(found["rows"])
     )
+    return Section(name, found["title"], (found["text"],), (Table(found["title"], tuple(found["columns"]), rows),))

@@ -1,0 +1,395 @@
+"""What a report's sections say: losses that add up, rounds priced again, times taken apart, predictions held to account."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW
+from contract_policies import DEPTH, TEST_POLICIES
+from specstop.collect.prompts.read import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store.folder import Trace
+from specstop.decode.models.pair import Pair
+from specstop.policies.batch_rules import for_batches
+from specstop.policies.costs import CostTable
+from specstop.policies.errors import SpecstopWarning, TraceError
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
+from specstop.train.evaluate.analysis import (
+    UNKNOWN,
+    Entry,
+    Replays,
+    acceptance_bands,
+    by_group,
+    by_prompt,
+    calibration,
+    largest_losses,
+    lengths,
+    reliability,
+    sensitivity,
+    stop_cost,
+    survival,
+    time_share,
+    token_decoder,
+)
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.pricing import ProfileBootstrap
+from specstop.train.evaluate.statistics import Resamples
+from specstop.train.fit.run import train
+from specstop.train.replay import run
+from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds
+from specstop.train.replay.bounds.regret import judge
+from specstop.train.replay.log import play, scaled
+from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from synthetic import synthetic_trace
+from trees import make_tree_policy
+
+EXACT = 1e-12  # the same sums, in another order
+SUMS = 1e-9  # seconds: differences of sums of some hundred rounds
+
+
+@pytest.fixture(scope="module")
+def chains(traces: dict[float, Trace]) -> TraceArrays:
+    return trace_arrays(traces[0.7])
+
+
+@pytest.fixture(scope="module")
+def tree_trace(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    folder = tmp_path_factory.mktemp("tree")
+    return collect(pair, prompts, folder, tree="3,2,1,1,1", temperature=0.7, max_new_tokens=NEW)
+
+
+@pytest.fixture(scope="module")
+def trees(tree_trace: Trace) -> TraceArrays:
+    return trace_arrays(tree_trace)
+
+
+@pytest.fixture(scope="module", params=["chains", "trees"])
+def arrays(request: pytest.FixtureRequest) -> TraceArrays:
+    found: TraceArrays = request.getfixturevalue(request.param)
+    return found
+
+
+# Rounds
+
+
+@pytest.mark.parametrize("name", TEST_POLICIES)
+def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: Profile, name: str) -> None:
+    played = play(arrays, TEST_POLICIES[name], profile)
+    plain = replay(arrays, TEST_POLICIES[name], profile)
+    assert torch.equal(played.result.log, plain.log)
+    assert played.rounds.of_texts(profile, arrays.prompt_tokens).numpy() == pytest.approx(
+        plain.seconds.numpy(), rel=EXACT
+    )
+    assert torch.equal(played.rounds.accepted, plain.log[:, 4])
+    assert torch.equal(played.rounds.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
+
+
+def test_a_policy_that_carries_its_state_is_logged_in_its_order(chains: TraceArrays, profile: Profile) -> None:
+    class Carrying(Confidence):
+        carries = True
+
+    one, other = play(chains, Carrying(0.4, DEPTH), profile), play(chains, Confidence(0.4, DEPTH), profile)
+    assert torch.equal(one.rounds.backlog, other.rounds.backlog)
+    assert torch.equal(one.rounds.decisions, other.rounds.decisions)
+    assert one.rounds.of_texts(profile, chains.prompt_tokens).numpy() == pytest.approx(
+        other.rounds.of_texts(profile, chains.prompt_tokens).numpy(), rel=EXACT
+    )
+
+
+@pytest.mark.parametrize("factors", [(2.0, 1.0, 1.0), (0.5, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 0.0)])
+def test_rounds_under_another_latency_cost_what_a_replay_says(
+    arrays: TraceArrays, profile: Profile, factors: tuple[float, float, float]
+) -> None:
+    policy, other = Confidence(0.4, DEPTH), scaled(profile, *factors)
+    again = play(arrays, policy, profile).rounds.of_texts(other, arrays.prompt_tokens)
+    assert again.numpy() == pytest.approx(replay(arrays, policy, other).seconds.numpy(), rel=EXACT)
+    assert not torch.equal(again, replay(arrays, policy, profile).seconds)
+
+
+# The oracle's plan
+
+
+def test_the_plan_is_the_bounds(arrays: TraceArrays, profile: Profile) -> None:
+    plan = oracle_plan(arrays, profile)
+    assert torch.equal(plan.seconds, oracle_seconds(arrays, profile))
+
+
+@pytest.mark.parametrize("name", TEST_POLICIES)
+def test_what_rounds_lost_adds_up_to_the_distance_from_the_bound(
+    arrays: TraceArrays, profile: Profile, name: str
+) -> None:
+    played, plan = play(arrays, TEST_POLICIES[name], profile), oracle_plan(arrays, profile)
+    found = judge(arrays, played.rounds, plan, profile)
+    lost = found.choice_s + found.decision_s + found.backlog_s
+    by_text = played.rounds.by_sequence(lost, arrays.sequences)
+    assert by_text.numpy() == pytest.approx((played.result.seconds - plan.seconds).numpy(), abs=SUMS)
+    assert float(found.choice_s.min()) > -SUMS
+    assert float(found.backlog_s.min()) > -SUMS
+    assert not bool((found.early & found.late).any())
+    right = ~found.early & ~found.late
+    if arrays.tree.is_chain and not TEST_POLICIES[name].trims and "select" not in name:
+        assert torch.equal(played.rounds.steps[right], found.ideal[right]) or float(found.choice_s[right].max()) < SUMS
+    total = stop_cost(name, found, int(arrays.text_tokens.sum()))
+    assert total["total_s"] == pytest.approx(float((played.result.seconds - plan.seconds).sum()), abs=SUMS)
+    assert (total["rounds"], total["early_rounds"] + total["late_rounds"]) == (len(right), int((~right).sum()))
+    assert sum(total["ms_per_token"]) == pytest.approx(1e3 * total["total_s"] / int(arrays.text_tokens.sum()), abs=1e-6)
+
+
+def steep(step: float) -> Profile:
+    table = CostTable(0.0, (step, step), 0.0, (1.0,) * 5)
+    return Profile(table, table, 0.0, 0.0, (0.0, 0.0))
+
+
+def test_stops_are_early_or_late_as_they_are(profile: Profile) -> None:
+    """Verification costs 1 and a draft step .1, so that the ideal round drafts just what is accepted."""
+    arrays = synthetic_trace([[3, 0, 0, 0, 0, 2, 1, 0, 0, 0]], 4)
+    costs = steep(0.1)
+    plan = oracle_plan(arrays, costs)
+    early = judge(arrays, play(arrays, FixedLength(1), costs).rounds, plan, costs)
+    assert (bool(early.early[0]), bool(early.late[0])) == (True, False)
+    played = play(arrays, FixedLength(4), costs)
+    found = judge(arrays, played.rounds, plan, costs)
+    assert not bool(found.early.any())
+    assert found.late[:2].tolist() == [True, True]
+    assert found.choice_s[:2].tolist() == pytest.approx([0.1, 0.4])
+    replays = Replays(arrays, ProfileBootstrap(costs), [], [played], played, plan)
+    depths = lengths("fixed:4", replays, played)
+    assert sum(depths["chosen"]) == sum(depths["ideal"]) == depths["chosen"][4] == len(found.ideal)
+    assert depths["ideal"][3] == int((found.ideal == 3).sum()) >= 1
+
+
+# Where time goes
+
+
+def test_time_taken_apart_is_all_of_it(arrays: TraceArrays, profile: Profile) -> None:
+    played = play(arrays, Confidence(0.4, DEPTH), profile)
+    share = time_share("x", arrays, played, profile)
+    parts = [share[f"{part}_ms"] for part in ("draft", "verify", "decision", "outside", "prompt")]
+    assert min(parts) > 0
+    tokens = int(arrays.text_tokens.sum())
+    assert sum(parts) == pytest.approx(share["total_ms"], rel=1e-9)
+    assert share["total_ms"] == pytest.approx(1e3 * float(played.result.seconds.sum()) / tokens, rel=1e-9)
+    decisions = int(played.rounds.decisions.sum())
+    assert share["decision_ms"] == pytest.approx(1e3 * 6.0e-5 * decisions / tokens)
+    plain = time_share("plain", arrays, play(arrays, FixedLength(0), profile), profile)
+    assert plain["draft_ms"] == pytest.approx(0.0, abs=1e-9)
+    assert plain["decision_ms"] == 0.0
+
+
+def test_the_draft_pays_for_its_steps(chains: TraceArrays) -> None:
+    costs = steep(0.25)
+    played = play(chains, FixedLength(2), costs)
+    share = time_share("x", chains, played, costs)
+    tokens = int(chains.text_tokens.sum())
+    assert share["draft_ms"] == pytest.approx(250.0 * int(played.rounds.drafted.sum()) / tokens)
+    assert share["verify_ms"] == pytest.approx(1000.0 * len(played.rounds.drafted) / tokens)
+
+
+# Groups, prompts, latencies
+
+
+def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, profile: Profile) -> None:
+    fixed = [play(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
+    entry = Entry("mine", "rule", "", play(chains, Confidence(0.4, DEPTH), profile))
+    best = max(fixed, key=lambda one: one.result.rate)
+    replays = Replays(chains, ProfileBootstrap(profile), [entry], fixed, best, oracle_plan(chains, profile))
+    groups = by_group(replays, 0)
+    assert sorted(group["name"] for group in groups) == ["g0", "g1"]
+    for group in groups:
+        at = [i for i, name in enumerate(chains.groups) if name == group["name"]]
+        expected = float(best.result.seconds[at].sum() / entry.played.result.seconds[at].sum())
+        ratio = group["ratios"]["mine"]
+        assert ratio["value"] == pytest.approx(expected)
+        assert ratio["low"] <= expected <= ratio["high"]
+        assert (group["prompts"], group["tokens"]) == (4, int(chains.text_tokens[at].sum()))
+    points = by_prompt(replays, entry.played, 0)
+    assert [point["prompt"] for point in points] == chains.prompt_ids
+    assert points[2]["policy"] == pytest.approx(float(fixed[0].result.seconds[2] / entry.played.result.seconds[2]))
+    rows = {(row["what"], row["factor"]): row for row in sensitivity(replays, Resamples(chains.prompt_ids, 0))}
+    ratios = {case: row["ratios"]["mine"]["value"] for case, row in rows.items()}
+    centre = ("as measured", 1.0)
+    assert ratios[centre] == pytest.approx(float(best.result.seconds.sum() / entry.played.result.seconds.sum()))
+    assert ratios["decisions", 0.0] > ratios[centre]
+    costly, same, cheap = (int(rows[case]["best_fixed"][6:]) for case in (("draft", 2.0), centre, ("draft", 0.5)))
+    assert costly <= same <= cheap
+
+
+def test_one_group_is_no_section(profile: Profile) -> None:
+    arrays = synthetic_trace([[1, 0, 2, 0, 0, 0, 0]] * 3, 4)
+    played = play(arrays, FixedLength(1), steep(0.1))
+    plan = oracle_plan(arrays, steep(0.1))
+    assert by_group(Replays(arrays, ProfileBootstrap(profile), [], [played], played, plan), 0) == []
+
+
+def test_bands_hold_the_share(chains: TraceArrays) -> None:
+    bands = acceptance_bands(chains, Resamples(chains.prompt_ids, 0))
+    lengths_ = chains.accepted[~chains.cut]
+    for k, band in enumerate(bands, 1):
+        assert band.value == pytest.approx(float((lengths_ >= k).double().mean()))
+        assert band.low <= band.value <= band.high
+    assert bands[0].low < bands[0].high
+
+
+# Predictions
+
+
+def test_survival_is_what_the_policy_keeps_in_mind(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded while the policy is replayed, at every candidate that it is asked about."""
+    monkeypatch.setattr(run, "CROWDED", 0.0)  # streams keep their numbers
+    arrays = trace_arrays(sides[1])
+    seen: dict[tuple[int, int], list[float]] = {}
+
+    class Watched(LearnedPolicy):
+        def keep(self, step, state):  # type: ignore[no-untyped-def]
+            keep, survival_ = super().keep(step, state)
+            for stream in step.alive[:, 0].nonzero()[0].tolist():
+                seen.setdefault((stream, step.depth), []).append(float(survival_[stream, 0]))
+            return keep, survival_
+
+    watched = Watched(
+        learned.name, learned.features, learned.head, learned.accept, learned.next, learned.rule,
+        learned.max_depth, learned.metadata, learned.survival,
+    )  # fmt: skip
+    played = play(arrays, watched, full_profile)
+    log = played.result.log
+    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
+    guess = survival(learned, arrays, row, played.result.history)
+    asked = 0
+    for stream in range(arrays.sequences):
+        mine = guess[log[:, 0] == stream]
+        for depth in range(max(learned.first, 1), DEPTH):
+            found = seen.get((stream, depth), [])
+            asked += len(found)
+            # The rounds that get to this depth, in order; the same numbers.
+            known = mine[:, depth - 1].tolist()
+            at = 0
+            for value in found:
+                while at < len(known) and known[at] != value:
+                    at += 1
+                assert at < len(known)
+                at += 1
+    assert asked > 20
+
+
+@pytest.mark.parametrize("rule", ["derived", "batch"])
+def test_reliability_counts_what_was_accepted(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, rule: str
+) -> None:
+    arrays = trace_arrays(sides[1])
+    learned = for_batches(learned, profile=full_profile) if rule == "batch" else learned
+    played = play(arrays, learned, full_profile)
+    found = reliability("x", arrays, played, 0)
+    log = played.result.log
+    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
+    length = arrays.accepted[row][~arrays.cut[row]]
+    assert found["rounds"] == len(length)
+    first = max(learned.first, 1)
+    for depth in found["depths"]:
+        known = length >= first - 1
+        every, bins = depth["all"], depth["bins"]
+        assert every["count"] == int(known.sum())
+        assert every["observed"] == pytest.approx(float((length[known] >= depth["depth"]).double().mean()))
+        assert sum(b["count"] for b in bins) == every["count"]
+        assert sum(b["count"] * b["predicted"] for b in bins) == pytest.approx(every["count"] * every["predicted"])
+        assert all(b["low"] <= b["observed"] <= b["high"] for b in bins)
+
+
+def test_calibration_error_tells_true_predictions_from_wrong_ones() -> None:
+    """20,000 made-up candidates: true ones err as a perfect predictor does, within its own chance; squared ones do not."""
+    generator = np.random.default_rng(0)
+    chance = generator.random(20_000)
+    accepted = generator.random(20_000) < chance
+    true = calibration(1, chance, accepted, 0)
+    wrong = calibration(1, chance**2, accepted, 0)
+    assert 0.3 * true["ece_perfect"] < true["ece"] < 2.5 * true["ece_perfect"]
+    assert wrong["ece"] > 5 * wrong["ece_perfect"]
+    assert wrong["ece"] == pytest.approx(1 / 2 - 1 / 3, abs=0.02)
+    assert true["ece"] < 0.02
+
+
+# Texts
+
+
+def test_the_largest_losses_are_the_largest(chains: TraceArrays, profile: Profile, pair_folder: Path) -> None:
+    played, plan = play(chains, Confidence(0.4, DEPTH), profile), oracle_plan(chains, profile)
+    best = play(chains, FixedLength(2), profile)
+    regret = judge(chains, played.rounds, plan, profile)
+    found = largest_losses(Replays(chains, ProfileBootstrap(profile), [], [best], best, plan), played)
+    totals = [one["early_ms"] + one["late_ms"] for one in found]
+    assert totals == sorted(totals, reverse=True)
+    wrong = played.rounds.by_sequence(regret.choice_s * (regret.early | regret.late), chains.sequences)
+    assert totals[0] == pytest.approx(1e3 * float(wrong.max()))
+    for one in found:
+        text = chains.prompt_ids.index(one["prompt"])
+        for each in one["rounds"]:
+            row = int(chains.offset[text]) + each["anchor"] - int(chains.first_anchor[text])
+            length = int(chains.accepted[row])
+            states = [piece["state"] for piece in each["pieces"]]
+            shown = max(each["chosen"], length)
+            expected = [
+                "accepted" if d < min(length, each["chosen"]) else "missed" if d < length else "rejected"
+                for d in range(shown)
+            ]
+            assert states == expected
+            assert [p["text"] for p in each["pieces"]] == [str(int(t)) for t in chains.tokens[row, :shown]]
+            assert each["kind"] == ("too early" if each["accepted"] < min(length, each["ideal"]) else "too late")
+            for back, token in enumerate(reversed(each["context"]), 1):
+                at = row - back
+                known = int(chains.accepted[at]) >= 1
+                assert token == (str(int(chains.tokens[at, 0])) if known else UNKNOWN)
+
+
+def test_tokens_are_decoded_by_the_recorded_tokenizer_only(pair: Pair, pair_folder: Path, chains: TraceArrays) -> None:
+    header = dataclasses.replace(chains.header, target=str(pair_folder / "target"), pair=pair.fingerprint)
+    assert token_decoder(header)(7) == "w7"
+    assert token_decoder(dataclasses.replace(header, pair={"tokenizer": "another"}))(7) == "7"
+    assert token_decoder(dataclasses.replace(header, target="some/name-on-a-hub"))(7) == "7"
+    assert token_decoder(dataclasses.replace(header, target=str(pair_folder)))(7) == "7"
+
+
+# Trees
+
+
+def test_a_policy_of_trees_has_a_report_without_reliability(tree_trace: Trace, profile: Profile) -> None:
+    policy = make_tree_policy()
+    report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], detailed=True)
+    assert report.details["reliability"] == []
+    assert report.details["subject"] == policy.name and report.details["losses"]
+
+
+def test_a_policy_of_another_tree_says_which_to_draft(tree_trace: Trace, profile: Profile) -> None:
+    policy = train(tree_trace, profile, head="logistic", rule="gain", nodes=[1]).policy
+    with pytest.warns(
+        SpecstopWarning, match=r"trained for another tree \(1\) than these traces .*; `tree` 1 drafts it"
+    ):
+        evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], allow_overlap=True)
+
+
+@pytest.mark.parametrize("rule", [None, "survival"])
+def test_heads_of_chains_are_not_fitted_to_trees(rule: str | None, tree_trace: Trace, profile: Profile) -> None:
+    with pytest.raises(TraceError, match="is of a tree; give `rule` gain"):
+        train(tree_trace, profile, rule=rule)
+
+
+def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile) -> None:
+    report = evaluate(tree_trace, profile, [Confidence(0.4, DEPTH)], detailed=True)
+    static = next(line for line in report.lines if line.kind == "static")
+    assert static.name == "best static tree"
+    assert static.to_best_fixed.value >= 1.0
+    bound = next(line for line in report.lines if line.kind == "bound")
+    assert bound.tokens_per_s >= max(line.tokens_per_s for line in report.lines)
+    assert report.answer is not None
+    assert not report.answer.deploy
+    fixed = f"fixed:{report.fixed.index(max(report.fixed))}"
+    assert report.answer.use == ("best static tree" if static.tokens_per_s > max(report.fixed) else fixed)
+    assert all("oracle" not in finding for finding in report.findings)
+    assert {stop["name"] for stop in report.details["stops"]} >= {"best static tree", "confidence:0.4", "best fixed"}

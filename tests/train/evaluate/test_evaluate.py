@@ -1,0 +1,395 @@
+"""`evaluate`: ratios and intervals that mean what they say, and three files."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract_policies import DEPTH
+from specstop.collect.store.folder import Trace
+from specstop.decode.benchmark import Ratio
+from specstop.policies.contract import StopPolicy
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.files import MANIFEST
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
+from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.rules import Threshold
+from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train.demo.live import compare_live
+from specstop.train.evaluate.evaluate import _jobs, evaluate
+from specstop.train.evaluate.records import DEPLOY, Line, Report
+from specstop.train.fit.settle import settle_for
+from specstop.train.replay.bounds.oracle import oracle_seconds
+from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.traces.checking import load_traces
+from specstop.train.report.writing.files import FILES, to_markdown, write_report
+
+EXACT = 1e-12  # the same sums, in another order
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report") / "out"
+
+
+@pytest.fixture(scope="module")
+def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
+    policies = [learned, FixedLength(2), Confidence(0.7, DEPTH)]
+    return evaluate(sides[1], full_profile, policies, train_traces=sides[0], out=written)
+
+
+SIDES = ("low", "high")
+
+
+def other(profile: Profile) -> Profile:
+    return dataclasses.replace(profile, step_s=5 * profile.step_s)
+
+
+def test_the_lines_are_those_promised(report: Report) -> None:
+    assert [(line.name, line.kind) for line in report.lines] == [
+        ("plain decoding", "fixed"),
+        ("best fixed", "fixed"),
+        ("Hugging Face default", "rule"),
+        ("confidence, tuned", "rule"),
+        ("logistic", "learned"),
+        ("fixed:2", "rule"),
+        ("confidence:0.7", "rule"),
+        ("oracle bound", "bound"),
+    ]
+
+
+def test_a_tuned_rule_goes_no_deeper_than_the_evaluated_trace(
+    sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    jobs = _jobs([], trace_arrays(sides[0]), full_profile, 1, False)
+    assert [(name, policy.max_depth) for name, _, policy, _ in jobs] == [("confidence, tuned", 1)]
+
+
+def test_training_traces_of_other_rounds_are_told_of(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    hotter = copy.copy(sides[0])
+    hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
+    with pytest.warns(SpecstopWarning, match="train_traces: .* differs from `traces` in temperature \\(.*\\): "):
+        evaluate(sides[1], full_profile, train_traces=hotter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(sides[1], full_profile, train_traces=sides[0])
+
+
+def test_plain_is_1_and_so_is_the_best_fixed_length(report: Report) -> None:
+    one = Ratio(1.0, 1.0, 1.0)
+    assert report["plain decoding"].to_plain == one
+    assert report["best fixed"].to_best_fixed == one
+    assert report["best fixed"].tokens_per_s == max(report.fixed)
+    assert report["plain decoding"].tokens_per_s == pytest.approx(report.fixed[0], rel=EXACT)
+    assert len(report.fixed) == DEPTH + 1
+    assert report["best fixed"].oracle_share.value == 0.0
+    assert report["oracle bound"].oracle_share == one
+    assert report["oracle bound"].tokens_per_s >= max(line.tokens_per_s for line in report.lines)
+
+
+def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
+    report: Report, sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    arrays = trace_arrays(sides[1])
+    rate = replay(arrays, learned, full_profile).rate
+    line = report["logistic"]
+    assert line.tokens_per_s == pytest.approx(rate, rel=EXACT)
+    assert line.to_plain.value == pytest.approx(rate / report.fixed[0], rel=EXACT)
+    assert line.to_best_fixed.value == pytest.approx(rate / max(report.fixed), rel=EXACT)
+    bound = float(arrays.text_tokens.sum() / oracle_seconds(arrays, full_profile).sum())
+    best = max(report.fixed)
+    assert line.oracle_share.value == pytest.approx((rate - best) / (bound - best), rel=1e-9)
+    for line in report.lines:
+        for ratio in (line.to_plain, line.oracle_share):
+            assert ratio.low <= ratio.value <= ratio.high
+        # The best length is chosen again in each replicate, so the ratio to it leans down.
+        assert line.to_best_fixed.low <= line.to_best_fixed.high
+        assert line.to_best_fixed.low <= line.to_best_fixed.value
+    spread = report["logistic"].to_plain
+    assert 0.001 < spread.high - spread.low < 1
+
+
+def test_counts_are_those_of_the_replay(report: Report, sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    played = replay(trace_arrays(sides[1]), FixedLength(2), full_profile)
+    line = report["fixed:2"]
+    rounds = len(played.log)
+    assert line.drafted == pytest.approx(float(played.log[:, 2].sum()) / rounds)
+    assert line.verified == pytest.approx(float(played.log[:, 3].sum()) / rounds)
+    assert line.accepted == pytest.approx(float(played.log[:, 4].sum()) / rounds)
+    assert line.block_efficiency == pytest.approx(played.block_efficiency)
+
+
+def test_acceptance_is_over_uncut_anchors(report: Report, sides: tuple[Trace, Trace]) -> None:
+    rows = sides[1].rows.with_format("numpy")
+    length, cut = np.asarray(rows["accepted_length"][:]), np.asarray(rows["cut"][:])
+    expected = [float((length[~cut] >= k).mean()) for k in range(1, DEPTH + 1)]
+    assert report.acceptance == pytest.approx(expected)
+
+
+def test_a_policy_beside_itself_is_exactly_1(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    """The replicates are paired: a fixed length that is best in all of them has no spread against itself."""
+    table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
+    costly = dataclasses.replace(full_profile, low=table, high=table)
+    report = evaluate(sides[1], costly, [FixedLength(0), FixedLength(1)])
+    for line in report.lines:
+        if line.name != "oracle bound":
+            assert line.oracle_share == Ratio(0.0, 0.0, 0.0), "the oracle gains nothing, of which no line has a share"
+    for ratio in (report["fixed:0"].to_plain, report["fixed:0"].to_best_fixed):
+        assert ratio == Ratio(1.0, 1.0, 1.0)
+    line, best = report["fixed:0"], report["best fixed"]
+    assert (line.tokens_per_s, line.to_plain) == (best.tokens_per_s, best.to_plain)
+
+
+def test_no_fixed_length_is_above_the_best_one(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    report = evaluate(sides[1], full_profile, [FixedLength(k) for k in range(DEPTH + 1)])
+    for k in range(DEPTH + 1):
+        line = report[f"fixed:{k}"]
+        assert line.tokens_per_s == pytest.approx(report.fixed[k], rel=EXACT)
+        assert line.to_best_fixed.value <= 1.0 and line.verdict != DEPLOY
+    assert max(report[f"fixed:{k}"].to_best_fixed.value for k in range(DEPTH + 1)) == 1.0
+
+
+def test_the_bootstrap_is_seeded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    lines = [evaluate(sides[1], full_profile, seed=seed)["Hugging Face default"] for seed in (0, 0, 1)]
+    assert lines[0] == lines[1]
+    assert lines[0].to_plain != lines[2].to_plain
+    assert lines[0].to_plain.value == lines[2].to_plain.value
+
+
+def test_an_interval_is_as_wide_as_prompts_vary(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    """Against the delta method on the ratio of sums; 12 prompts and 2,000 replicates agree within a third."""
+    arrays = trace_arrays(sides[1])
+    tokens = arrays.text_tokens.double().numpy()
+    seconds = [
+        replay(arrays, policy, full_profile).seconds.numpy() for policy in (Confidence(0.4, DEPTH), FixedLength(0))
+    ]
+    value = seconds[1].sum() / seconds[0].sum()
+    residual = (seconds[1] - value * seconds[0]) / seconds[0].mean()
+    width = 2 * 1.96 * residual.std() / len(tokens) ** 0.5
+    found = evaluate(sides[1], full_profile)["Hugging Face default"].to_plain
+    assert found.value == pytest.approx(value)
+    assert found.high - found.low == pytest.approx(width, rel=0.34)
+
+
+def test_shared_prompts_are_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    with pytest.raises(TraceError, match=r"traces: \d+ of \d+ prompts are in `train_traces` too"):
+        evaluate(sides[1], full_profile, train_traces=sides[1])
+
+
+def test_one_policy_twice_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    with pytest.raises(InputError, match="two policies are called 'fixed:2'"):
+        evaluate(sides[1], full_profile, [FixedLength(2), FixedLength(2)])
+
+
+def test_the_report_on_disk(report: Report, written: Path) -> None:
+    raw = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
+    assert raw == json.loads(json.dumps(report.to_dict()))
+    assert Line(**{**raw["lines"][4], **{k: Ratio(**raw["lines"][4][k]) for k in
+                   ("to_plain", "to_best_fixed", "oracle_share", "to_rival")}}) == report.lines[4]  # fmt: skip
+    text = (written / "report.md").read_text()
+    assert text == to_markdown(report)
+    for line in report.lines:
+        assert sum(row.startswith(f"| {line.name} | {line.tokens_per_s:.1f} |") for row in text.splitlines()) == 1
+    for fact in ("12 prompts" if report.facts["prompts"] == 12 else f"{report.facts['prompts']} prompts",
+                 "temperature 0.7", "match verification (lossless)", "95% bootstrap"):  # fmt: skip
+        assert fact in text
+    picture = (written / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 10_000
+    assert sorted(p.name for p in written.iterdir()) == sorted([*FILES, MANIFEST])
+
+
+def test_the_picture_shows_something(written: Path, report: Report) -> None:
+    from matplotlib.image import imread
+
+    pixels = imread(written / "report.png")
+    assert min(pixels.shape[:2]) > 300
+    assert 0.02 < float((pixels[..., :3].min(-1) < 0.9).mean()) < 0.5
+    assert len(np.unique((255 * pixels[..., :3]).astype(int).reshape(-1, 3), axis=0)) > 20
+
+
+def test_a_folder_in_use_is_refused_or_replaced(
+    report: Report, tmp_path: Path, sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(InputError, match="not empty"):
+        evaluate(sides[1], full_profile, out=tmp_path)
+    with pytest.raises(InputError, match="x is not among the files that specstop wrote there"):
+        write_report(report, tmp_path, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    for _ in range(2):
+        write_report(report, tmp_path / "out", overwrite=True)
+    with pytest.raises(InputError, match="not empty"):
+        write_report(report, tmp_path / "out")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*FILES, MANIFEST}
+
+
+def test_a_report_never_replaces_what_it_is_made_from(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
+) -> None:
+    fit, held = (copy.copy(trace) for trace in sides)
+    for trace, name in ((fit, "fit"), (held, "held")):
+        trace.folder = shutil.copytree(trace.folder, tmp_path / name)
+    policy = load_policy_folder(save_policy(learned, tmp_path / "deep" / "policy"))
+    full_profile.save(tmp_path / "costs" / "p.json")
+    costs = Profile.load(tmp_path / "costs" / "p.json")
+    before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+    for out in ("", "fit", "held", "held/new", "deep", "deep/policy", "costs"):
+        with pytest.raises(InputError, match="which the command reads"):
+            evaluate(held, costs, [policy], train_traces=fit, out=tmp_path / out, overwrite=True)
+    assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"temperature": 0.3}, "another temperature"),
+        ({"verification": "rejection"}, "another verification"),
+        ({"pair": {"target": "0"}}, "another pair"),
+    ],
+)
+def test_a_policy_trained_for_something_else_is_warned_of(
+    sides: tuple[Trace, Trace],
+    full_profile: Profile,
+    learned: LearnedPolicy,
+    changes: dict[str, object],
+    what: str,
+) -> None:
+    policy = learned.with_rule(learned.rule)
+    policy.metadata = dataclasses.replace(learned.metadata, **changes)
+    with pytest.warns(SpecstopWarning, match=f"logistic was trained for {what}") as caught:
+        evaluate(sides[1], full_profile, [policy])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_a_policy_trained_greedily_is_warned_of_on_sampled_traces(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    policy = learned.with_rule(learned.rule)
+    policy.metadata = dataclasses.replace(learned.metadata, temperature=0.0)
+    with pytest.warns(SpecstopWarning, match="another temperature"):
+        evaluate(sides[1], full_profile, [policy])
+
+
+def test_a_fitting_policy_is_not_warned_of(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(sides[1], full_profile, [learned, Confidence(0.3, DEPTH)])
+
+
+def test_the_rate_is_solved_again_for_another_profile_only(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    arrays = trace_arrays(sides[1])
+    costs = other(full_profile)
+    saved = replay(arrays, learned, costs).rate
+    here = evaluate(sides[1], full_profile, [learned], train_traces=sides[0])["logistic"]
+    assert here.note == ""
+    blind = evaluate(sides[1], costs, [learned])["logistic"]
+    assert "as saved" in blind.note
+    assert blind.tokens_per_s == pytest.approx(saved, rel=EXACT)
+    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0])["logistic"]
+    assert "solved for this profile" in solved.note
+    assert solved.tokens_per_s != pytest.approx(saved, rel=1e-6)
+    threshold = learned.with_rule(Threshold("survival", 0.4))
+    line = evaluate(sides[1], costs, [threshold], train_traces=sides[0])["logistic"]
+    assert line.note == ""
+    assert line.tokens_per_s == pytest.approx(replay(arrays, threshold, costs).rate, rel=EXACT)
+
+
+def test_the_rate_is_solved_for_a_profile_that_ends_before_the_policy(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    cut = {
+        s: dataclasses.replace(getattr(full_profile, s), verify_s=getattr(full_profile, s).verify_s[:4]) for s in SIDES
+    }
+    costs = dataclasses.replace(full_profile, **cut)
+    assert costs.max_depth == 3 < learned.max_depth
+    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0])["logistic"]
+    assert "solved for this profile" in solved.note
+    here = learned.limited(3)
+    assert solved.tokens_per_s == pytest.approx(
+        replay(trace_arrays(sides[1]), settle_for(here, trace_arrays(sides[0]), costs)[0], costs).rate, rel=EXACT
+    )
+
+
+def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(
+    sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    # Drafting is so expensive here that none pays, which the costs that are assumed without a profile do not tell.
+    steep = dataclasses.replace(full_profile, step_s=10 * full_profile.low.verify_s[0])
+    steep = steep.with_decisions({"smartspec": 1e-6, "confidence": 1e-6})
+    bare = evaluate(sides[1], steep, [SmartSpec(max_depth=DEPTH)])["smartspec:0.7"]
+    told = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)])["smartspec:0.7"]
+    assert dataclasses.replace(bare, note="") == told and bare.note == "decides by the costs of this profile"
+    own = SmartSpec(draft=0.11, max_depth=DEPTH)
+    assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [own])["smartspec:0.7"].tokens_per_s
+
+
+def test_policies_are_limited_to_the_trace(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    report = evaluate(sides[1], full_profile, [FixedLength(9), Confidence(0.1)])
+    assert report["fixed:9"].tokens_per_s == pytest.approx(report.fixed[DEPTH], rel=EXACT)
+
+
+def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    trace = sides[1]
+    rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
+    evaluate(Trace(trace.folder, trace.header, rows), full_profile, out=tmp_path / "out")
+    json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_an_incomplete_trace_is_refused(sides: tuple[Trace, Trace], tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "trace"
+    shutil.copytree(sides[1].folder, copy)
+    assert load_traces(copy).complete
+    next((copy / "data").iterdir()).unlink()
+    with pytest.raises(TraceError, match="not complete; run collect with `resume`"):
+        load_traces(copy)
+
+
+def test_live_lines_are_ratios_to_the_first_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    from specstop.decode.records import Generation
+
+    arrays = trace_arrays(sides[1])
+    policies: list[StopPolicy] = [FixedLength(0), FixedLength(2)]
+    count = arrays.sequences
+    slow, fast = ([Generation((1, 2, 3), (), 2, 0.0, s * (1 + i)) for i in range(count)] for s in (2.0, 1.0))
+    fast[0] = dataclasses.replace(fast[0], tokens=(1, 2, 4))
+    lines = compare_live([slow, fast], policies, arrays, full_profile)
+    assert [line.measured for line in lines] == pytest.approx([1.0, 2.0])
+    assert lines[1].spread == pytest.approx((2.0, 2.0))
+    assert [line.same_text for line in lines] == [count, count - 1]
+    rates = [replay(arrays, policy, full_profile).rate for policy in policies]
+    assert lines[1].predicted == pytest.approx(rates[1] / rates[0])
+    assert lines[1].miss == pytest.approx(2.0 / lines[1].predicted - 1)
+    assert torch.tensor(lines[0].spread).tolist() == [1.0, 1.0]
+
+
+def test_the_primary_policy_has_an_interval_of_one_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    rules = [Confidence(threshold, DEPTH) for threshold in (0.3, 0.5, 0.7)]
+    alone = evaluate(sides[0], full_profile, rules[:1])["confidence:0.3"]
+    among = evaluate(sides[0], full_profile, rules)["confidence:0.3"]
+    report = evaluate(sides[0], full_profile, rules, primary="confidence:0.3")
+    named = report["confidence:0.3"]
+    widths = [line.to_best_fixed.high - line.to_best_fixed.low for line in (named, alone, among)]
+    assert widths[0] < widths[1] <= widths[2], "one policy, two with Hugging Face's default rule, four"
+    assert report.answer is not None and report.answer.candidate == "confidence:0.3"
+    with pytest.raises(InputError, match="primary"):
+        evaluate(sides[0], full_profile, rules, primary="confidence:0.4")

@@ -1,0 +1,191 @@
+"""Intervals over prompts: levels, pairing, and what they keep."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scipy import stats
+from specstop.decode.benchmark import Ratio, expanded_tail, speed_ratio
+from specstop.decode.records import Generation
+from specstop.train.evaluate.records import TOO_FEW
+from specstop.train.evaluate.statistics import FEWEST, LogRatios, Resamples, clusters_needed
+from specstop.train.evaluate.verdict import verdict
+
+NORMAL_TAIL = 0.025
+
+
+def test_totals_are_sums_over_resampled_prompts() -> None:
+    made = Resamples(["b", "a", "b", "c"], seed=3, replicates=50)
+    assert made.clusters == 3
+    totals = made.total([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
+    assert totals.shape == (51, 2)
+    assert totals[0].tolist() == [15.0, 150.0]
+    assert np.allclose(totals[:, 1], 10 * totals[:, 0]), "columns share their resamples"
+    # a = 2, b = 5, c = 8: three draws of these, with the two sequences of b together
+    possible = {2 * i + 5 * j + 8 * (3 - i - j) for i in range(4) for j in range(4 - i)}
+    assert set(totals[1:, 0]) <= {float(x) for x in possible}
+    assert np.array_equal(Resamples(["b", "a", "b", "c"], 3, 50).total([1, 2, 4, 8]), totals[:, 0])
+    assert not np.array_equal(Resamples(["b", "a", "b", "c"], 4, 50).total([1, 2, 4, 8]), totals[:, 0])
+
+
+def test_the_tail_is_that_of_students_t_and_nears_the_nominal_one() -> None:
+    for prompts in (2, 5, 20, 80):
+        z = stats.norm.ppf(expanded_tail(prompts))
+        assert -z == pytest.approx(stats.t.ppf(0.975, prompts - 1) * (prompts / (prompts - 1)) ** 0.5)
+    tails = [expanded_tail(prompts) for prompts in (5, 20, 80, 100_000)]
+    assert tails == sorted(tails)
+    assert tails[-1] == pytest.approx(NORMAL_TAIL, abs=1e-5)
+
+
+def test_an_interval_of_few_prompts_is_that_of_students_t() -> None:
+    """A mean of normal values, where Student's interval is exact: half-widths agree within what 20,000 resamples scatter."""
+    values = np.random.default_rng(0).normal(10.0, 1.0, 12)
+    made = Resamples(range(12), replicates=20_000)
+    found = made.interval(made.total(values) / made.total(np.ones(12)))
+    half = stats.t.ppf(0.975, 11) * values.std(ddof=1) / 12**0.5
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.05)
+
+
+def test_speed_is_a_ratio_of_sums_with_prompts_drawn_together() -> None:
+    made = Resamples(range(4))
+    slow = made.total([2.0, 4.0, 6.0, 8.0])
+    even = made.interval(slow / made.total([1.0, 2.0, 3.0, 4.0]))
+    assert (even.value, even.low, even.high) == pytest.approx((2.0, 2.0, 2.0))
+    uneven = made.interval(slow / made.total([1.0, 2.0, 3.0, 8.0]))
+    assert uneven.value == pytest.approx(20 / 14) and uneven.low < uneven.value < uneven.high
+
+
+def test_what_holds_in_every_resample_holds_for_the_interval() -> None:
+    chance = np.random.default_rng(1)
+    seconds = chance.uniform(1.0, 2.0, (15, 4))
+    made = Resamples(range(15))
+    rates = 1.0 / made.total(seconds)
+    for at in range(4):
+        assert made.interval(rates[:, at] / rates.max(1)).high <= 1.0
+    same = made.interval(rates[:, 0] / rates[:, 0])
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+
+
+def test_resamples_without_a_value_are_left_out_and_one_prompt_has_no_interval() -> None:
+    made = Resamples(["a", "b", "c"], replicates=500)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = made.total([1.0, 3.0, 0.0]) / made.total([1.0, 1.0, 0.0])
+    assert not np.isfinite(ratio).all()
+    found = made.interval(ratio)
+    assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
+    alone = Resamples(["a", "a"], replicates=10)
+    assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None)
+
+
+def test_a_ratio_without_an_interval_is_neither_above_nor_below_and_shows_none() -> None:
+    for value in (0.5, 2.0):
+        assert not Ratio(value).is_above and not Ratio(value).is_below
+        assert Ratio(value).text(1) == f"{value:.1f}"
+        assert Ratio(value).times(2.0) == Ratio(2 * value)
+        assert verdict(Ratio(value, 1.5 * value, 2 * value), FEWEST - 1) == TOO_FEW
+    assert Ratio(1.1, 1.05, 1.2).is_above and Ratio(0.9, 0.8, 0.95).is_below
+    assert Ratio(1.1, 1.05, 1.2).times(10.0).text(2) == "11.00 [10.50, 12.00]"
+
+
+def test_a_batch_that_had_few_turns_has_no_interval() -> None:
+    def texts(pace: float, count: int) -> list[Generation]:
+        return [Generation((1,) * 10, (), 1, 0.0, pace * (1.0 + 0.01 * at)) for at in range(count)]
+
+    for count, turn, is_given in ((20, 16, False), (112, 16, False), (113, 16, True), (3, 1, True)):
+        ratio = speed_ratio(texts(1.0, count), texts(2.0, count), turn)
+        assert ratio.value == pytest.approx(2.0) and (ratio.low is not None) == is_given
+
+
+def test_how_often_each_sequence_is_drawn_adds_up_to_totals() -> None:
+    made, values = Resamples(["b", "a", "b"], seed=3, replicates=20), np.array([1.0, 2.0, 4.0])
+    assert np.allclose(made.counts() @ values, made.total(values)) and made.counts()[0].tolist() == [1.0, 1.0, 1.0]
+
+
+def family(rng: np.random.Generator, clusters: int, policies: int) -> tuple[Resamples, LogRatios]:
+    seconds = np.concatenate([np.ones((clusters, 1)), 1.0 + rng.normal(0.0, 0.1, (clusters, policies))], 1)
+    boot = Resamples(range(clusters), replicates=500)
+    return boot, boot.log_ratios(np.ones(clusters), seconds, range(1, policies + 1), [0])
+
+
+def test_simultaneous_intervals_keep_their_level_over_many_policies() -> None:
+    """20 policies that gain nothing: one at a time, each is missed 1 time in 20, and some policy in two worlds of three."""
+    rng, missed, single = np.random.default_rng(0), 0, 0
+    for _ in range(200):
+        boot, logs = family(rng, 30, 20)
+        (ratios,) = boot.simultaneous([logs])
+        missed += any(not r.low <= 1.0 <= r.high for r in ratios)  # type: ignore[operator]
+        alone = [boot.interval(np.exp(column)) for column in logs.values.T]
+        single += any(r.is_above or r.is_below for r in alone)
+    assert missed <= 18 < 80 < single, "of 200 worlds 10 are expected; 18 has a chance of 1%"
+
+
+def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
+    rng = np.random.default_rng(0)
+    seconds = np.stack([np.ones(40), 1.0 + rng.normal(0.0, 0.1, 40)], 1)
+    boot = Resamples(range(40), replicates=20_000)
+    ((ratio,),) = boot.simultaneous([boot.log_ratios(np.ones(40), seconds, [1], [0])])
+    error = seconds[:, 1].std(ddof=1) / 40**0.5 / seconds[:, 1].mean()
+    assert ratio.value == pytest.approx(40 / seconds[:, 1].sum())
+    assert np.log(ratio.high / ratio.low) == pytest.approx(2 * stats.t.ppf(0.975, 39) * error, rel=0.05)
+
+
+def test_samples_of_a_prompt_add_nothing_to_what_the_prompt_tells() -> None:
+    rng = np.random.default_rng(0)
+    seconds = np.stack([np.ones(20), 1.0 + rng.normal(0.0, 0.1, 20)], 1)
+    once, eight = (Resamples(np.repeat(range(20), count).tolist()) for count in (1, 8))
+    ratios = [
+        boot.simultaneous([boot.log_ratios(np.ones(20 * n), np.repeat(seconds, n, 0), [1], [0])])[0][0]
+        for boot, n in ((once, 1), (eight, 8))
+    ]
+    assert dataclasses.astuple(ratios[0]) == pytest.approx(dataclasses.astuple(ratios[1]))
+
+
+def test_the_rival_is_chosen_again_and_a_policy_that_is_its_rival_has_no_error() -> None:
+    rng = np.random.default_rng(0)
+    fixed = 1.0 + rng.normal(0.0, 0.1, (40, 3))
+    seconds = np.concatenate([fixed, fixed[:, [int(fixed.sum(0).argmin())]], 1.0 + rng.normal(0.0, 0.1, (40, 1))], 1)
+    boot = Resamples(range(40))
+    logs = boot.log_ratios(np.ones(40), seconds, [3, 4], [0, 1, 2])
+    drawn = boot.total(seconds)
+    ratios = drawn[:, :3].min(1) / drawn[:, 4]
+    assert np.exp(logs.values[0, 1]) == pytest.approx(ratios[0])
+    assert np.exp(logs.values[:, 1]) == pytest.approx(ratios, rel=0.01), "linear in the deviations"
+    assert logs.values[0, 0] == 0.0 and (logs.values[1:, 0] <= 1e-12).all()
+    alone, pair = boot.simultaneous([logs])[0]
+    assert alone.low == pytest.approx(1.0, abs=0.1) and pair.low < pair.value < pair.high  # type: ignore[operator]
+    ((same,),) = boot.simultaneous([boot.log_ratios(np.ones(40), seconds, [3], [int(fixed.sum(0).argmin())])])
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+
+
+def test_errors_of_prices_widen_intervals() -> None:
+    rng = np.random.default_rng(0)
+    seconds = np.stack([np.ones(40), 1.0 + rng.normal(0.0, 0.05, 40)], 1)
+    boot = Resamples(range(40))
+    noise = np.concatenate([np.zeros((1, 2)), rng.normal(0.0, 0.05, (boot.replicates, 2)) * [0.0, 1.0]])
+    plain, priced = (
+        boot.simultaneous([boot.log_ratios(np.ones(40), seconds, [1], [0], price)])[0][0] for price in (None, noise)
+    )
+    halves = [np.log(r.high / r.low) / 2 for r in (plain, priced)]
+    assert halves[1] == pytest.approx(np.hypot(halves[0], 1.96 * 0.05), rel=0.1)
+
+
+def test_a_policy_that_differs_in_a_few_prompts_does_not_widen_the_others() -> None:
+    rng = np.random.default_rng(0)
+    odd = np.ones(40)
+    odd[0] = 0.5
+    seconds = np.stack([np.ones(40), 1.0 + rng.normal(0.0, 0.1, 40), odd], 1)
+    boot = Resamples(range(40))
+    together, alone = (
+        boot.simultaneous([boot.log_ratios(np.ones(40), seconds, policies, [0])])[0] for policies in ([1, 2], [1])
+    )
+    assert dataclasses.astuple(together[0]) == pytest.approx(dataclasses.astuple(alone[0]))
+    assert together[1].low < 1.0 < together[1].value  # type: ignore[operator]
+
+
+def test_the_number_of_clusters_needed_excludes_1() -> None:
+    assert clusters_needed(Ratio(1.02, 0.98, 1.06), 50) == int(np.ceil(50 * (np.log(0.98 / 1.02) / np.log(1.02)) ** 2))
+    assert clusters_needed(Ratio(1.3, 1.29, 1.31), 5) == FEWEST
+    assert clusters_needed(Ratio(1.0, 0.9, 1.1), 50) is None and clusters_needed(Ratio(1.1), 1) is None

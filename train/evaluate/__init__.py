@@ -1,0 +1,1 @@
+"""Replay held-out traces, compare policies, and report which one to deploy."""

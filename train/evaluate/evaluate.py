@@ -1,0 +1,363 @@
+"""`evaluate`: what policies would gain on a pair and a machine, by exact replay of held-out traces."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...collect.store.card import replay_text
+from ...collect.store.folder import Trace
+from ...decode.verify.modes import MODES, describe
+from ...policies import kernels
+from ...policies.contract import StopPolicy
+from ...policies.display import Progress, shown
+from ...policies.errors import InputError, PolicyFailure, SpecstopWarning, TraceError
+from ...policies.files import prepare_output_dir
+from ...policies.fixed import Confidence, FixedLength
+from ...policies.host import is_trusted, validate_policy
+from ...policies.learned import LearnedPolicy, shaping_text
+from ...policies.profile import Profile
+from ...policies.registry import PolicySpec, as_policies
+from ..fit.rules import tune_confidence
+from ..fit.settle import settle_for
+from ..replay.arrivals import at_once
+from ..replay.bounds.oracle import oracle_plan
+from ..replay.bounds.regret import planned_rounds
+from ..replay.bounds.static_tree import best_static_tree, drafted_alone
+from ..replay.log import play
+from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from ..replay.run import Replayed
+from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.traces.checking import check_fit, load_traces, require_disjoint_prompts, tell_other_rounds
+from ..report.writing.files import write_report
+from .analysis import Entry, Replays, acceptance_bands, details, stop_costs
+from .batches import Arrivals, by_batch, check_batches
+from .comparison import Compared, Comparison, Counts, Job
+from .decision_costs import unpriced_finding, with_prices
+from .importance import importance_section
+from .pricing import Priced, ProfileBootstrap
+from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
+from .report_comparison import compare_reports, read_report
+from .single_rounds import compare_rounds
+from .statistics import Clusters, Resamples, form_clusters
+from .sweep import sweep as run_sweep
+from .verdict import answer, doubts, findings, remedy
+
+HUGGING_FACE = 0.4
+_EXACT_S = 1e-9
+"""Seconds by which a replay may be below the bound: sums of the same numbers in another order."""
+
+
+def evaluate(
+    traces: Trace | str | Path,
+    profile: Profile | str | Path,
+    policies: PolicySpec | Sequence[PolicySpec] = (),
+    *,
+    train_traces: Trace | str | Path | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    achievable: bool = False,
+    detailed: bool | None = None,
+    sweep: bool = False,
+    compare: str | Path | None = None,
+    batch: Sequence[int] = (),
+    arrivals: Arrivals = at_once,
+    cluster: str = "prompt",
+    primary: str = "",
+    allow_overlap: bool = False,
+    overwrite: bool = False,
+    progress: Progress = shown,
+) -> Report:
+    """Replay policies on held-out traces and compare them.
+
+    Besides the given policies the report has plain decoding, the best fixed length (the whole grid, chosen on these very
+    prompts and again in each bootstrap replicate), Hugging Face's default rule, the tuned confidence threshold, the
+    oracle bound, and on trees the best static tree. On live traces, of which the text depends on the policy, single rounds
+    are compared (`single_rounds`), with their caveats.
+
+    Args:
+        traces: held-out prompts, as an object or a folder.
+        profile: latency of any machine, as an object or a file.
+        policies: to compare: policies, specs such as `fixed:4`, or policy folders.
+        train_traces: on which thresholds are tuned and the derived rules' rates are solved for `profile`. Without them the
+            saved rates are used and there is no tuned confidence threshold.
+        out: folder for the report's files.
+        seed: of the bootstrap.
+        achievable: add the achievable estimate (`fit.achievable.achievable_estimate`; it takes minutes). A policy
+            above it beyond its interval is a finding.
+        detailed: compute `Report.details`; by default if there is an `out`.
+        sweep: add from which cost of a draft step each policy pays.
+        compare: folder or report.json of an earlier report: add what has changed.
+        batch: also compare the policies with so many texts side by side, at each of these sizes.
+        arrivals: returns the arrival times of so many requests in these batches (`replay.arrivals`).
+        cluster: what intervals resample: "prompt" (with all its samples) or "group".
+        primary: name of the one policy that was chosen before the evaluation. The answer is about it, and its interval
+            needs no correction for the number of policies.
+        allow_overlap: warn about prompts that are also in training traces, or that a policy was trained on, instead of
+            raising.
+        overwrite: replace a report in `out`.
+        progress: see `Progress`.
+
+    Raises:
+        TraceError: a policy does not fit the trace, traces were sampled differently, evaluated prompts are training
+            prompts, or an achievable estimate or batches are requested for traces that are not dense chains.
+        InputError: `out` is not empty, or as `prepare_output_dir`; the profile has no batches of a size, or there are too
+            few `arrivals`; no policy is called `primary`; there are no groups to resample.
+        PolicyFailure: the primary policy raises an error. Other policies that do are left out (`Report.failed`).
+    """
+    trace, profile = load_traces(traces), Profile.load(profile) if isinstance(profile, str | Path) else profile
+    training = None if train_traces is None else load_traces(train_traces)
+    candidates = label_policies(as_policies(policies))
+    names = [policy.shown_name for policy in candidates]
+    if primary and primary not in names:
+        raise InputError(
+            f"--primary: expected the name of one of the policies ({', '.join(names) or 'none was given'}), not {primary!r}"
+        )
+    for policy in candidates:
+        validate_policy(policy)
+        check_fit(policy, trace)
+    if training is not None:
+        _check_training_traces(training, trace)
+    tell_other_rounds(profile, trace.header)
+    earlier = None if compare is None else read_report(compare)
+    if out is not None:
+        inputs = [trace.folder, training and training.folder, profile.source, *(policy.source for policy in candidates)]
+        prepare_output_dir(out, overwrite=overwrite, inputs=[path for path in inputs if path])
+    kernels.load(progress)
+    is_live = trace.header.collector == "live"
+    tuning = None if training is None else trace_arrays(training)
+    arrays = trace_arrays(trace, extra=ROUND_COLUMNS if is_live else ())
+    require_disjoint_prompts(arrays, tuning, candidates, allow=allow_overlap)
+    check_batches(arrays, profile, batch, arrivals, seed)
+    clusters = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist(), cluster)
+    failed = {policy.shown_name: error for policy in candidates if (error := _failure(policy, arrays, profile))}
+    if primary in failed:
+        raise PolicyFailure(f"policy {primary} failed ({failed[primary].text}); it is the primary policy")
+    candidates = [policy for policy in candidates if policy.shown_name not in failed]
+    usual = [Confidence(HUGGING_FACE)] if trace.header.features else []  # an engine's records have no features
+    profile, unpriced = with_prices(profile, [*usual, *candidates], trace.header)
+    jobs = _jobs(candidates, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
+    costs = ProfileBootstrap(profile, seed)
+    if is_live:
+        compared = compare_rounds(arrays, jobs, costs, clusters, primary=primary, seed=seed, progress=progress)
+    else:
+        compared = _compare_texts(arrays, jobs, costs, clusters, primary, seed, progress, achievable)
+    detailed = out is not None or earlier is not None if detailed is None else detailed
+    report = _report(trace, arrays, costs, clusters, compared, primary, seed, progress, detailed)
+    if sweep and not is_live:
+        report.details["sweep"] = run_sweep(
+            arrays, candidates, costs, clusters, tuning=tuning, primary=primary, seed=seed, progress=progress
+        )
+    if batch:
+        estimate = None
+        if achievable:
+            from ..fit.achievable import achievable_in_batches  # imports xgboost
+
+            progress("achievable estimate of batches", 0, 1)
+            estimate = achievable_in_batches(arrays, profile, seed)
+        report.details["batch"] = by_batch(
+            arrays, [(job.name, job.policy) for job in jobs], profile, batch, arrivals=arrivals, estimate=estimate,
+            clusters=clusters, primary=primary, seed=seed, progress=progress,
+        )  # fmt: skip
+    if (estimates := importance_section(trace, candidates, profile, seed)) is not None:
+        report.details["importance"] = estimates
+    if earlier is not None:
+        report.details["comparison"] = compare_reports(earlier, report.to_dict(), seed=seed).section()
+    failures = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in failed.items()]
+    warnings_ = (*failures, *report.findings, *unpriced_finding(unpriced, profile, trace.header))
+    report = dataclasses.replace(report, findings=warnings_, failed=tuple(failed.values()))
+    if out is not None:
+        write_report(report, Path(out), overwrite=overwrite)
+    return report
+
+
+def label_policies(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
+    """Return copies of the policies, labelled with their spec, or with the name of a policy that has a folder.
+
+    A name that several policies have is followed by the folder.
+
+    Raises:
+        InputError: two policies are the same.
+    """
+    names = [HF_DEFAULT, TUNED, *(policy.name if policy.source else policy.shown_name for policy in policies)]
+    named = []
+    for policy, name in zip(policies, names[2:], strict=True):
+        label = f"{name} ({policy.source})" if policy.source and names.count(name) > 1 else name
+        if label in (HF_DEFAULT, TUNED, *(other.shown_name for other in named)):
+            raise InputError(f"--policy: two policies are called {label!r}; give each once, or rename one")
+        named.append(copy.copy(policy))
+        object.__setattr__(named[-1], "label", label)  # a plugin may be a frozen dataclass
+    return named
+
+
+def _check_training_traces(training: Trace, trace: Trace) -> None:
+    """Refuse training traces with another sampling filter; warn of another pair, temperature (if known) or verification."""
+    used, expected = (shaping_text(one.header.shaping, one.header.temperature) for one in (training, trace))
+    if used != expected:
+        raise TraceError(
+            f"--train-traces: {training.folder} was sampled with the filter {used}, not {expected}; "
+            "collect traces with the options that will be served"
+        )
+    is_known = all(one.header.conditions.temperature is not None for one in (training, trace))
+    names = ("pair", "temperature", "verification") if is_known else ("pair", "verification")
+    if differences := training.header.differing(trace.header, names):
+        text = f"--train-traces: {training.folder} differs from --traces in {', '.join(differences)}"
+        warnings.warn(f"{text}: what is tuned there is for other rounds", SpecstopWarning, stacklevel=3)
+
+
+def _failure(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> PolicyFailure | None:
+    """Return the failure of a plugin's policy in a replay, if there is one; policies of specstop are not tried."""
+    if is_trusted(policy):
+        return None
+    shorter = policy.limited(min(arrays.depth, profile.max_depth))
+    replay_ = evaluate_rounds if arrays.header.collector == "live" else play
+    try:
+        replay_(arrays, shorter, profile)
+    except PolicyFailure as error:
+        return error
+    return None
+
+
+def _jobs(
+    policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int, with_default: bool
+) -> list[Job]:
+    """Return everything to compare but the fixed lengths; rates of derived rules are solved for the profile."""
+    jobs: list[Job] = []
+    if with_default:
+        note = f"confidence:{HUGGING_FACE}, at most {depth}"
+        jobs.append(Job(HF_DEFAULT, "rule", Confidence(HUGGING_FACE, depth), note))
+    replayable = tuning if tuning is not None and tuning.header.has_every_anchor else None
+    if replayable is not None:
+        tuned = tune_confidence(replayable, profile)
+        note = f"threshold {tuned.threshold:g}, tuned on the training traces"
+        jobs.append(Job(TUNED, "rule", tuned.limited(depth), note))
+    for policy in policies:
+        settled, note = settle_for(policy, replayable, profile)
+        kind = "learned" if isinstance(settled, LearnedPolicy) else "rule"
+        jobs.append(Job(policy.shown_name, kind, settled.limited(depth), note))
+    return jobs
+
+
+def _compare_texts(
+    arrays: TraceArrays,
+    jobs: Sequence[Job],
+    costs: ProfileBootstrap,
+    clusters: Clusters,
+    primary: str,
+    seed: int,
+    progress: Progress,
+    achievable: bool,
+) -> Compared:
+    """Return the lines of policies on whole texts; arguments as of `evaluate` and `compare_rounds`."""
+    profile, entries = costs.profile, []
+    depth = min(arrays.depth, profile.max_depth)
+    total = depth + 1 + len(jobs)
+    fixed = []
+    for k in range(depth + 1):
+        progress("replay", k, total)
+        fixed.append(play(arrays, FixedLength(k), profile))
+    for done, job in enumerate(jobs, depth + 1):
+        progress("replay", done, total)
+        entries.append(Entry(job.name, job.kind, job.note, play(arrays, job.policy, profile)))
+    progress("replay", total, total)
+    if not arrays.tree.is_chain:
+        static, _ = best_static_tree(arrays, profile)
+        shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
+        note = f"{shape}; chosen on these prompts"
+        entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, static.nodes), profile)))
+    tokens = arrays.text_tokens.double().numpy()
+    boot, plan = Resamples(clusters.of, seed), oracle_plan(arrays, profile)
+    played = [*fixed, *(entry.played for entry in entries)]
+    spent = torch.stack([*(one.result.seconds for one in played), plan.seconds], 1)
+    rounds = [*(one.rounds for one in played), planned_rounds(arrays, plan)]
+    comparison = Comparison(
+        boot, costs, tokens, Priced(boot, costs, rounds, arrays.prompt_tokens, spent), {e.name: e.kind for e in entries},
+        has_bound=True, primary=primary, largest=clusters.largest,
+    )  # fmt: skip
+    best = max(fixed, key=lambda one: one.result.rate)
+    counts, notes = [_counts(entry.played.result) for entry in entries], [entry.note for entry in entries]
+    lines = comparison.lines(_counts(fixed[0].result), _counts(best.result), best.result.name, counts, notes)
+    to_achievable = {}
+    if achievable:
+        from ..fit.achievable import achievable_estimate  # imports xgboost
+
+        progress("achievable estimate", 0, 1)
+        seconds = achievable_estimate(arrays, profile, seed=seed).seconds
+        # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
+        rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
+        note = "best cross-fitted continuation value on all scalars, decisions free"
+        lines.append(comparison.line("achievable estimate", "achievable", rate, note=note))
+        to_achievable = {job.name: boot.interval(comparison.rate(job.name) / rate) for job in jobs}
+    assert comparison.bound is not None
+    lines.append(comparison.line("oracle bound", "bound", comparison.bound, note="knows every accepted length"))
+    below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - _EXACT_S).any())]
+    replays = Replays(arrays, costs, entries, fixed, best, plan)
+    return Compared(lines, comparison.fixed, best.result.name, clusters, boot, replays, below, to_achievable)
+
+
+def _counts(played: Replayed) -> Counts:
+    rounds = max(1, int(played.rounds.sum()))
+    drafted, verified, accepted = (
+        float(count.sum()) / rounds for count in (played.drafted, played.verified, played.accepted)
+    )
+    return played.block_efficiency, drafted, verified, accepted
+
+
+def _report(
+    trace: Trace,
+    arrays: TraceArrays,
+    costs: ProfileBootstrap,
+    clusters: Clusters,
+    compared: Compared,
+    primary: str,
+    seed: int,
+    progress: Progress,
+    detailed: bool,
+) -> Report:
+    """Return the report on compared policies; arguments as of `evaluate` and `compare_rounds`."""
+    lines, profile, replays = compared.lines, costs.profile, compared.replays if detailed else None
+    reasons = doubts(lines, compared.below_bound, profile)
+    if reasons:
+        lines = [dataclasses.replace(x, verdict=NOISY) if x.verdict not in ("", TOO_FEW) else x for x in lines]
+    result = answer(
+        lines, compared.best_name, compared.clusters, stops=stop_costs(replays) if replays else (), doubts=reasons,
+        primary=primary, remedy=remedy(trace.header, profile),
+    )  # fmt: skip
+    facts = {
+        **_facts(trace, arrays, costs),
+        **compared.clusters.facts,
+        "intervals": costs.describe(compared.clusters.unit),
+    }
+    if compared.replays is None:
+        facts["rounds"] = compared.rounds
+    sections = details(replays, result.candidate, compared.boot, seed, progress) if replays and result else {}
+    warnings_ = findings(profile, clusters, arrays.prompt_ids, reasons, compared.to_achievable)
+    bands = acceptance_bands(arrays, Resamples(clusters.of, seed))
+    return Report(tuple(lines), compared.fixed, facts, bands, result, warnings_, compared.caveats, sections)
+
+
+def _facts(trace: Trace, arrays: TraceArrays, costs: ProfileBootstrap) -> dict[str, Any]:
+    header = trace.header
+    return {
+        "traces": str(trace.folder),
+        "prompts": len(set(arrays.clusters)),
+        "tokens": int(arrays.text_tokens.sum()) // header.draws,
+        "anchors": len(arrays.accepted),
+        "temperature": header.shown_temperature,
+        "shaping": dict(header.shaping),
+        "verification": header.verification,
+        "mode": describe(header.verification) if header.verification in MODES else header.verification,
+        "exactness": replay_text(header),
+        "depth": arrays.depth,
+        "topology": arrays.tree.name,
+        "pair": dict(header.pair),
+        "models": {"target": header.target, "draft": header.draft},
+        "profile": dict(costs.profile.facts),
+        "profile file": str(costs.profile.source or ""),
+    }

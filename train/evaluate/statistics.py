@@ -1,0 +1,271 @@
+"""Cluster bootstrap: intervals of ratios of sums, paired between policies and simultaneous over them.
+
+A cluster is what is drawn independently: a prompt with all its samples, or a group of prompts. `Resamples` draws clusters
+with replacement. All figures of a report share these draws.
+
+Two kinds of intervals:
+
+- `Resamples.interval`, of a single statistic: the expanded percentile interval (Hesterberg, The American Statistician 69,
+  2015), in which percentiles correspond to Student's t with P - 1 degrees of freedom.
+- `Resamples.simultaneous`, of ratios of speeds that are compared with each other: a bootstrap-t of the maximum over all of
+  them. The probability that any lower end lies above the truth is at most 2.5%, whatever the number of policies. Numerators
+  and denominators of the studentised statistic are linear (the influence function of a ratio of sums at the sample): the
+  ratio itself has an erratic bootstrap distribution if a few clusters are much longer than the others. Each end uses the
+  larger of the symmetric and the one-sided critical value, because the former fails for skewed and the latter for
+  heavy-tailed distributions. `benchmarks/intervals.py` measures coverage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...decode.benchmark import Ratio, expanded_tail
+from ...policies.arguments import check_limits
+from ...policies.errors import InputError, close_match
+
+REPLICATES = 2000
+LEVEL = 0.95
+FEWEST = 20
+"""Clusters below which an interval does not support a verdict."""
+
+MOST_OF_TOKENS = 1 / 3
+"""Share of all tokens in one cluster above which there is no verdict (measured by `benchmarks/intervals.py`)."""
+
+SMALLEST_ERROR = 0.25
+"""Least standard error of a replicate relative to that of the sample. It matters for a policy that differs from its rival in
+few clusters: resamples without these have no error."""
+
+FEWEST_DIFFERENT = 4
+"""Clusters in which a policy has to differ from its rival to count for the maximum. With fewer its own interval contains 1
+anyway, and it would only widen those of the others."""
+
+SAME = 1e-9
+"""Relative difference of two speeds up to which they are equal."""
+
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The cluster of each sequence.
+
+    Attributes:
+        of: [S].
+        unit: "prompts" or "groups".
+        largest: share of all tokens in the largest cluster, and `name` of that cluster; 0 if there is one only.
+    """
+
+    of: tuple[str, ...]
+    unit: str = "prompts"
+    largest: float = 0.0
+    name: str = ""
+
+    @property
+    def count(self) -> int:
+        """Number of clusters."""
+        return len(set(self.of))
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there are enough clusters of similar size for a verdict."""
+        return self.count >= FEWEST and self.largest <= MOST_OF_TOKENS
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Number and unit for a report."""
+        return {"clusters": self.count, "cluster unit": self.unit}
+
+    @property
+    def text(self) -> str:
+        """`76 prompts`."""
+        return f"{self.count} {self.unit}" if self.count > 1 else f"a single {self.unit[:-1]}"
+
+
+def form_clusters(prompts: Sequence[str], groups: Sequence[str], tokens: Sequence[int], by: str = "prompt") -> Clusters:
+    """Return the clusters to resample.
+
+    Args:
+        prompts, groups, tokens: [S] prompt (`TraceArrays.clusters`), group and length of each sequence.
+        by: "prompt", or "group": a prompt of two groups counts for the first one, a prompt without a group is a cluster.
+
+    Raises:
+        InputError: `by` is unknown, or "group" and the prompts are not of two groups or more.
+    """
+    if by not in ("prompt", "group"):
+        raise InputError(f"--cluster: expected prompt or group, not {by!r}{close_match(by, ('prompt', 'group'))}")
+    of = {prompt: prompt for prompt in prompts}
+    if by == "group":
+        if len(set(groups)) < 2:
+            raise InputError(
+                f"--cluster group: expected prompts of 2 or more groups, not of {len(set(groups) - {''})}; collect with a "
+                "column `group`, or use --cluster prompt"
+            )
+        for prompt, group in reversed(list(zip(prompts, groups, strict=True))):
+            of[prompt] = group or f"prompt {prompt}"
+    counts: Counter[str] = Counter()
+    for prompt, count in zip(prompts, tokens, strict=True):
+        counts[of[prompt]] += int(count)
+    ((name, most),) = counts.most_common(1)
+    share = most / max(counts.total(), 1) if len(counts) > 1 else 0.0
+    return Clusters(tuple(of[prompt] for prompt in prompts), f"{by}s", share, name)
+
+
+@dataclass(frozen=True)
+class LogRatios:
+    """Logarithms of M ratios in the sample (row 0) and in R resamples, with standard errors.
+
+    Attributes:
+        values: [1 + R, M], linearised at the sample.
+        errors: [1 + R, M].
+        different: [M] number of clusters in which the two speeds differ.
+        ratios: [M] of the sample.
+    """
+
+    values: Values
+    errors: Values
+    different: Values
+    ratios: Values
+
+
+class Resamples:
+    """The sample, and R resamples of its P clusters with replacement.
+
+    Args:
+        clusters: [S] cluster of each sequence (or round); the sequences of a cluster are drawn together.
+        seed: of the draws.
+        replicates: R.
+
+    Attributes:
+        clusters: P.
+        labels: [S] cluster of each sequence.
+    """
+
+    def __init__(self, clusters: Sequence[Any], seed: int = 0, replicates: int = REPLICATES) -> None:
+        check_limits(seed=seed)
+        self.labels = [str(cluster) for cluster in clusters]
+        _, self._cluster = np.unique(np.asarray(clusters), return_inverse=True)
+        self.clusters = int(self._cluster.max()) + 1
+        self.replicates = replicates
+        chance = np.full(self.clusters, 1.0 / self.clusters)
+        # How often each cluster is in a resample of P with replacement; row 0 is the sample, each once.
+        drawn = np.random.default_rng(seed).multinomial(self.clusters, chance, size=replicates)
+        self._weights = np.concatenate([np.ones((1, self.clusters)), drawn.astype(np.float64)])  # [1 + R, P]
+
+    def by_cluster(self, values: Any) -> Values:
+        """Return [P, ...], the sums over values [S, ...] of each cluster."""
+        values = np.asarray(values, dtype=np.float64)
+        sums: Values = np.zeros((self.clusters, *values.shape[1:]))
+        np.add.at(sums, self._cluster, values)
+        return sums
+
+    def total(self, values: Any) -> Values:
+        """Return [1 + R, ...], the sums over values [S, ...] in the sample and in every resample."""
+        out: Values = np.tensordot(self._weights, self.by_cluster(values), 1)
+        return out
+
+    def counts(self) -> Values:
+        """Return [1 + R, S], how often each sequence is in the sample (once) and in every resample."""
+        out: Values = self._weights[:, self._cluster]
+        return out
+
+    def interval(self, values: Values) -> Ratio:
+        """Return the value of the sample and its expanded percentile interval.
+
+        Args:
+            values: [1 + R] of a statistic of `total`s; values that are not finite are skipped.
+        """
+        value, drawn = float(values[0]), values[1:][np.isfinite(values[1:])]
+        if not len(drawn) or self.clusters < 2:
+            return Ratio(value)
+        tail = expanded_tail(self.clusters)
+        low, high = np.quantile(drawn, [tail, 1.0 - tail])
+        return Ratio(value, float(low), float(high))
+
+    def log_ratios(
+        self, tokens: Any, seconds: Any, policies: Sequence[int], rivals: Sequence[int], price: Values | None = None
+    ) -> LogRatios:
+        """Return the log of the speeds of policies over the fastest rival, which is chosen again in each resample.
+
+        Args:
+            tokens: [S], or [S, M] if policies commit different numbers of tokens in the same rounds.
+            seconds: [S, M].
+            policies: columns of `seconds`.
+            rivals: columns of `seconds`.
+            price: [1 + R, M] log of the speed in each resample over that without the profile's uncertainty, or None.
+        """
+        own, their = list(policies), list(rivals)
+        tokens, seconds = (self.by_cluster(np.reshape(part, (len(seconds), -1))) for part in (tokens, seconds))
+        influence = tokens / tokens.mean(0) - seconds / seconds.mean(0)  # [P, M] of each cluster on the log speed
+        rate = tokens.sum(0) / seconds.sum(0)  # [M] tokens/s
+        shift = np.zeros((1, len(rate))) if price is None else price
+        drawn = self._weights @ influence / self.clusters + shift  # [1 + R, M] deviation of the log speed
+        rival = np.log(rate[their]) + drawn[:, their]
+        winner = rival.argmax(1)
+        values = np.log(rate[own]) + drawn[:, own] - rival.max(1, keepdims=True)
+        errors = np.zeros_like(values)
+        for at in np.unique(winner):
+            rows, difference = winner == at, influence[:, own] - influence[:, [their[at]]]
+            mean, square = (self._weights[rows] @ power / self.clusters for power in (difference, difference**2))
+            errors[rows] = (square - mean**2).clip(0.0) / max(self.clusters - 1, 1)
+        best = their[winner[0]]
+        errors = np.sqrt(errors + (shift[:, own] - shift[:, [best]]).var(0))
+        speeds = tokens / seconds  # [P, M]
+        different = (np.abs(speeds[:, own] / speeds[:, [best]] - 1.0) > SAME).sum(0)
+        return LogRatios(values, errors, different, rate[own] / rate[their].max())
+
+    def simultaneous(self, families: Sequence[LogRatios], apart: int | None = None) -> list[list[Ratio]]:
+        """Return the ratios of all families with intervals that hold for all of them at once.
+
+        Args:
+            families: log ratios over these resamples, such as those of several latencies.
+            apart: column of every family with separate intervals: they hold for this column of all families.
+        """
+        columns = range(families[0].values.shape[1])
+        out: list[list[Ratio]] = [[Ratio(float(value)) for value in family.ratios] for family in families]
+        if self.clusters < 2:
+            return out
+        for together in ([at for at in columns if at != apart], [at for at in columns if at == apart]):
+            if together:
+                values, errors = (
+                    np.concatenate([getattr(f, name)[:, together] for f in families], 1)
+                    for name in ("values", "errors")
+                )
+                different = np.concatenate([f.different[together] for f in families])
+                ends = np.reshape(_interval_ends(values, errors, different), (2, len(families), len(together)))
+                for ratios, (low, high) in zip(out, ends.swapaxes(0, 1).tolist(), strict=True):
+                    for at, *interval in zip(together, low, high, strict=True):
+                        ratios[at] = Ratio(ratios[at].value, *interval)
+        return out
+
+
+def _interval_ends(values: Values, errors: Values, different: Values) -> tuple[Values, Values]:
+    """Return the ends [M] of simultaneous intervals (bootstrap-t of the maximum); arguments as of `LogRatios`."""
+    value, error = values[0], errors[0]
+    least = np.maximum(errors[1:], SMALLEST_ERROR * error)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        studentised = np.where(error > 0, (values[1:] - value) / least, 0.0)  # a policy that is its rival has no error
+    counts = different >= FEWEST_DIFFERENT
+    studentised = studentised[:, counts] if counts.any() else studentised
+    both = np.quantile(np.abs(studentised).max(1), LEVEL)
+    tail = (1.0 - LEVEL) / 2
+    # The lower end depends on the upper tail of the studentised deviations, and vice versa.
+    below = max(both, np.quantile(studentised.max(1), 1.0 - tail))
+    above = max(both, -np.quantile(studentised.min(1), tail))
+    return np.exp(value - below * error), np.exp(value + above * error)
+
+
+def clusters_needed(ratio: Ratio, clusters: int) -> int | None:
+    """Return the number of clusters at which an interval of the same spread would exclude 1; None if the ratio is 1.
+
+    Widths shrink with the square root of the number of clusters.
+    """
+    if ratio.low is None or ratio.high is None or ratio.value == 1.0 or ratio.low <= 0:
+        return None
+    end = ratio.low if ratio.value > 1.0 else ratio.high
+    needed = clusters * (np.log(end / ratio.value) / np.log(ratio.value)) ** 2
+    return int(min(np.ceil(max(needed, FEWEST)), 1e9))

@@ -1,1 +1,0 @@
-"""Heads that others have released: their weights read with care, and brought into policy folders."""
