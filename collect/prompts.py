@@ -120,11 +120,11 @@ def read_prompts(
         text_hash = hashlib.blake2b((f"{system}\0{text}" if system else text).encode(), digest_size=8).hexdigest()
         prompt_id, sample = (record.get(name) if name in other else None for name in ("prompt_id", "sample"))
         id, sample = names.assign(_first(record, ID_COLUMNS), prompt_id, sample, text_hash)
-        group_name = _first(record, groups)
+        group_value = _first(record, groups)
+        group_name = "" if group_value is None else str(group_value)
         answer = _completion_of(record, completion, where) if completion else None
-        texts = {"id": id, "group": "" if group_name is None else str(group_name), "sample": sample}
-        _check_text(where, **texts)
-        prompts.append(Prompt(text=text, completion=answer, system=system, **texts))
+        _check_text(where, id=id, group=group_name, sample=sample)
+        prompts.append(Prompt(id, text, group_name, answer, system, sample=sample))
         places.append(where)
         if len(prompts) == limit:
             break

@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,7 @@ from ..policies.features import FEATURES, HIDDEN_STATES, Kind
 from ..policies.files import strict_loads
 from ..policies.learned import Conditions
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION: Final = 7
 HEADER_KEY = b"specstop"
 """Key of the header in the metadata of a Parquet file."""
 
@@ -119,7 +119,10 @@ _Facts.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defi
 Name: TypeAlias = Annotated[str, Field(max_length=_MAX_TEXT)]
 HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES)})$")]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
-Facts: TypeAlias = Mapping[str, Any] if TYPE_CHECKING else _Facts
+if TYPE_CHECKING:
+    Facts: TypeAlias = Mapping[str, Any]
+else:
+    Facts = _Facts
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -169,8 +172,8 @@ class Header:
     shards: Annotated[int, _limited("shards")]
     prompts: Count
     prompts_hash: Name
-    verification: Literal["match", "point", "rejection", "rejection_replace", "block", "typical"] = "match"
-    label: Literal["match", "point", "ratio", "block", "typical", "outcome"] = "match"
+    verification: Annotated[str, Field(pattern="^(match|point|rejection|rejection_replace|block|typical)$")] = "match"
+    label: Annotated[str, Field(pattern="^(match|point|ratio|block|typical|outcome)$")] = "match"
     collector: Literal["dense", "live"] = "dense"
     texts: Literal["target", "sampled", "completions", "vllm"] = "target"
     policy: Name = ""
@@ -279,6 +282,9 @@ class Header:
                 f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema "
                 f"{SCHEMA_VERSION}; collect it again"
             )
+        if wrong := set(raw) ^ set(Header.__dataclass_fields__):
+            names = ", ".join(sorted(wrong))[: 10 * _SHOWN]
+            raise TraceError(f"{where}: the header lacks or has unknown fields: {names}; collect it again")
         try:
             return _adapter().validate_json(text, strict=True)
         except ValidationError as error:

@@ -158,6 +158,6 @@ def test_answers_without_a_row_are_refused_and_leave_what_was_there(
         collect(pair, prompts[:1], out, depth=DEPTH, max_new_tokens=4)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     answers = {p.id: "w5" for p in prompts}  # too short for an anchor
-    with pytest.raises(TraceError, match="prompts: no row came of them, so nothing is kept"):
+    with pytest.raises(TraceError, match="prompts: there is no row, so nothing is kept"):
         collect(pair, prompts, out, depth=DEPTH, max_new_tokens=NEW, completions=answers, overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

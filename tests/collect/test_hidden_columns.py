@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -246,13 +247,20 @@ def test_a_carrying_policy_resumed_is_one_undisturbed(
 ) -> None:
     """With each shard it starts anew; unless told, there is one, so that its state passes through all texts."""
     from specstop.collect.shards import record
+    from specstop.collect.store import finished
 
     options = {"depth": DEPTH, "max_new_tokens": NEW, "collector": "live", "shards": shards}
     whole = run(pair, prompts, tmp_path / "whole", policy=Carrying(), hidden=(), collector="live", shards=shards)
     assert whole.header.shards == (shards or 1)
     plan = plan_run(pair, prompts, **options, policy=Carrying())
-    asked = iter([False, *[True] * 9])
-    record(plan, tmp_path / "broken", stop=lambda: next(asked))
+
+    def interrupted(batch: Any) -> Any:
+        if finished(tmp_path / "broken", plan.header):
+            raise KeyboardInterrupt
+        return plan.rows(batch)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        record(dataclasses.replace(plan, rows=interrupted), tmp_path / "broken")
     again = plan_run(pair, prompts, **options, policy=Carrying())
     resumed = record(again, tmp_path / "broken", resume=True)
     assert resumed.table(TIMELESS).equals(whole.table(TIMELESS))
