@@ -124,7 +124,6 @@ class DenseCollector:
         draws: number of draws given each text.
         mix: share of the target's tokens in the text that the draft reads (`mixed_columns`); 0 = the text itself.
         texts: returns the texts of a batch of prompts, such as completions; default: sampled from the target.
-        rows: limit of the rows of a forward; default: by device.
         choices: returns the random choices of (stream key, number of the draw).
 
     Attributes:
@@ -145,7 +144,6 @@ class DenseCollector:
         draws: int = 1,
         mix: float = 0.0,
         texts: Callable[[DenseCollector, Sequence[PromptTask]], Iterator[TargetText]] | None = None,
-        rows: int | None = None,
         choices: Callable[[int, int], Draws] = keyed_draws,
     ) -> None:
         self.pair, self.settings, self.memory_bytes = pair, settings.for_pair(pair), memory_bytes
@@ -162,7 +160,7 @@ class DenseCollector:
         # Only these rows have candidates and therefore records.
         self.fed = [row for row in range(len(shape)) if shape.children[row]]
         self.width = max(map(len, shape.children))
-        self.most_rows = max(8, min(rows or _MOST_ROWS.get(device.type, 512), memory_bytes // self.row_bytes))
+        self.most_rows = max(8, min(_MOST_ROWS.get(device.type, 512), memory_bytes // self.row_bytes))
         self.fed_index = torch.full((len(shape),), -1, device=device)  # by row of the shape
         self.fed_index[self.fed] = torch.arange(len(self.fed), device=device)
         self.child = torch.full((len(shape), self.width), 0, device=device)

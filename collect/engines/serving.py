@@ -262,13 +262,18 @@ class PartWriter(RoundRecorder):
         header: of each.
         eos: tokens that end a text.
         share: of the texts that are recorded.
-        arguments: of `RoundRecorder`.
+        rows, depth, temperature, explored: of `RoundRecorder`.
     """
 
-    def __init__(self, folder: Path, header: Header, eos: Sequence[int], share: float, *arguments: Any) -> None:
+    def __init__(
+        self, folder: Path, header: Header, eos: Sequence[int], share: float, rows: int, depth: int, temperature: float,
+        explored: Callable[[Array], Array],
+    ) -> None:  # fmt: skip
         limit = round(share * _SHARE)
         # By a hash of the text's number, so that the share is spread evenly.
-        super().__init__(*arguments, keep=lambda number: bool(mix(np.array([number]))[0] & (_SHARE - 1) < limit))
+        super().__init__(
+            rows, depth, temperature, explored, lambda number: bool(mix(np.array([number]))[0] & (_SHARE - 1) < limit)
+        )
         self._folder, self._header, self._eos = folder, header, set(eos)
         self._begun_ns, self._parts, self._sequences = time.time_ns(), itertools.count(), itertools.count()
         self._chunks: list[Mapping[str, Any]] = []

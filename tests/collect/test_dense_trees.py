@@ -100,7 +100,7 @@ def test_rows_do_not_depend_on_the_chunks(
 ) -> None:
     work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
     settings = Settings(0.7, NEW, tree=tree, verification="match")
-    whole = DenseCollector(pair, settings, rows=512).rows(work)
+    whole = DenseCollector(pair, settings).rows(work)
     pieces = DenseCollector(pair, settings, memory_bytes=1).rows(work)
     for one, other in zip(whole, pieces, strict=True):
         for name, values in one.items():

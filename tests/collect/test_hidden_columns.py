@@ -107,17 +107,14 @@ def test_live_rows_hold_what_dense_ones_do(
     assert differ <= total // 10_000, "float64 results differ by 1e-12: next to none falls on the other side"
 
 
-@pytest.mark.parametrize("chunk", [{"memory_bytes": 1}, {"rows": 512}])
-def test_rows_do_not_depend_on_the_chunk_size(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], chunk: dict[str, int]
-) -> None:
+def test_rows_do_not_depend_on_the_chunk_size(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]) -> None:
     from specstop.collect.dense import DenseCollector
     from specstop.decode.settings import Settings
 
     work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
     for tree in (None, TREE):
         settings = Settings(0.7, NEW, DEPTH, tree=tree, verification="match")
-        one, other = (DenseCollector(pair, settings, BOTH, **c).rows(work) for c in ({}, chunk))
+        one, other = (DenseCollector(pair, settings, BOTH, memory).rows(work) for memory in (1 << 28, 1))
         for first, second in zip(one, other, strict=True):
             for name in BOTH:
                 np.testing.assert_allclose(
