@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from ...policies.contract import StopPolicy
     from ...policies.profile import Profile
     from ...train.evaluate.records import Report
+    from ...train.evaluate.report import Section
 
-SHORT = ("policy", "tokens/s", "vs best fixed", "verdict")
-MORE = ("vs plain", "oracle share", "tokens/call", "drafted", "accepted", "note")
+TABLES = ("policies", "batch", "importance", "comparison")
+WIDE_TABLES = (*TABLES, "fixed", "acceptance")
 
 HeldOut = Annotated[list[Path], option(PROMPTS, "Trace folder of held-out prompts; repeatable for several places.")]
 Profiles = Annotated[list[Path], option(PROMPTS, "Latency profile; repeatable for several places.", "--profile")]
@@ -122,58 +123,43 @@ def evaluate(
 
 
 def show_report(report: Report, wide: bool = False) -> None:
-    """Print the table of a report, its notes and the answer; `wide` adds columns and the fixed lengths."""
-    from ...decode.benchmark import Ratio
+    """Print the tables of a report, its notes and the answer; `wide` prints all columns and more tables."""
     from ...policies.learned import sampling_text
+    from ...train.evaluate.report import sections
 
-    facts, rows = report.facts, []
-    for x in report.lines:
-        counts = (f"{count:.2f}" for count in (x.block_efficiency, x.drafted, x.accepted))
-        short = (x.name, f"{x.tokens_per_s:.1f}", x.to_best_fixed.text(), x.verdict)
-        rows.append((*short, x.to_plain.text(), x.oracle_share.text(2), *counts, x.note) if wide else short)
-    columns = (*SHORT, *MORE) if wide else SHORT
-    rows += [(f"{failure.policy} FAILED", *["-"] * (len(columns) - 1)) for failure in report.failed]
+    facts = report.facts
     sampled = sampling_text(facts["temperature"], facts["shaping"])
-    table(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}", columns, rows, wide)
-    if wide:
-        reached = ["1.00", *(f"{share:.2f}" for share in report.acceptance)]
-        lengths = itertools.zip_longest(map(str, range(len(report.fixed))), (f"{x:.0f}" for x in report.fixed), reached)
-        table("Fixed lengths", ("k", "tokens/s", "P(A >= k)"), [[cell or "-" for cell in row] for row in lengths])
-    if sides := report.details.get("batch"):
-        rows = [
-            (str(size), line["name"], f"{line['tokens_per_s'][at]:.0f}", Ratio(**line["to_best_fixed"][at]).text())
-            for at, size in enumerate(sides["sizes"])
-            for line in sides["lines"]
-        ]
-        table("Texts side by side, best fixed length of that batch size = 1", ("batch", *SHORT[:3]), rows)
-    for name in ("importance", "comparison"):
-        if name in report.details:
-            _print_section(report.details[name])
-    notes = [f"Note: {note}" for note in (*report.caveats, *report.findings)]
+    output().print(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
+    for section in sections(report.to_dict()):
+        if section.id in (WIDE_TABLES if wide else TABLES):
+            _print_section(section, wide)
+    for note in (*report.caveats, *report.findings):
+        output().print(f"Note: {note}")
     found = report.answer
-    answer = ["no policy was compared"] if found is None else [found.headline, found.interval, *found.why]
-    for text in (*notes, *answer, *([sides["words"]] if sides else [])):
+    for text in ["no policy was compared"] if found is None else [found.headline, found.interval, *found.why]:
         output().print(text)
 
 
-def _print_section(section: dict[str, Any]) -> None:
-    from ...decode.benchmark import Ratio
-
-    rows = [[Ratio(**cell).text() if isinstance(cell, dict) else cell for cell in row] for row in section["rows"]]
-    table(section["title"], section["columns"], rows)
-    output().print(section["text"])
+def _print_section(section: Section, wide: bool = False) -> None:
+    """Print the first four columns, or all."""
+    end = None if wide else 4
+    table(section.title, section.columns[:end], [[cell.text for cell in row[:end]] for row in section.cells], wide)
+    if section.id in ("importance", "comparison", "batch"):
+        output().print(section.text)
 
 
 def _print_comparison(paths: list[Path], json: bool, seed: int) -> None:
     """Compare two finished reports."""
     if len(paths) != 2:
-        raise InputError(
-            "--traces: expected a trace folder, or two reports to compare (--compare BEFORE --compare AFTER)"
-        )
+        raise InputError("--traces: expected traces, or two reports to compare (--compare BEFORE --compare AFTER)")
+    from ...train.evaluate.report import Section
     from ...train.evaluate.report_comparison import compare_reports, read_report
 
     section = compare_reports(*map(read_report, paths), seed=seed).section()
-    (print_json if json else _print_section)(section)
+    if json:
+        print_json(section)
+    else:
+        _print_section(Section("comparison", **section))
 
 
 def _evaluate_places(
@@ -182,7 +168,7 @@ def _evaluate_places(
 ) -> None:  # fmt: skip
     """Evaluate every trace with every profile, write places.json and places.md, and print them."""
     from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
-    from ...train.evaluate.places import evaluate_places
+    from ...train.evaluate.places import COLUMNS, evaluate_places
     from ...train.replay.traces.checking import load_traces
 
     if out is not None:
@@ -201,7 +187,7 @@ def _evaluate_places(
         print_json(result.to_dict())
         return
     for place in result.places:
-        table(place.title, SHORT, place.rows())
+        table(place.title, COLUMNS, place.rows())
     for text in result.summary():
         output().print(text)
 

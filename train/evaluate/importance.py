@@ -101,7 +101,7 @@ def importance_estimate(
             f"{by_exploration.mean():.0%} of the rounds would show what {target.name} does only if they explored, and none "
             f"of those did (--explore {header.explore:g}); collect live traces with a larger --explore"
         )
-    boot = Resamples(np.repeat(arrays.clusters, arrays.rows.numpy()), seed)
+    boot = Resamples(np.repeat(arrays.clusters, arrays.rows.numpy()).tolist(), seed)
     total, tokens, seconds = (boot.total(values) for values in (weight, weight * own.tokens, weight * own.seconds))
     base_tokens, base_seconds = map(boot.total, _recorded_totals(arrays, replayed, profile))
     explored_only = int(weight[by_exploration].astype(bool).sum())
@@ -112,8 +112,11 @@ def importance_estimate(
         rate = tokens / seconds
         statistics = (tokens / total, seconds / total, rate, rate / (base_tokens / base_seconds))
     effective = float(weight.sum() ** 2 / (weight**2).sum())
-    ratios = (boot.interval(values) for values in statistics)
-    return ImportanceEstimate(float((weight > 0).mean()), explored_only, effective, *ratios, (*CAVEATS, *notes))
+    tokens_per_round, seconds_per_round, speed, to_recorded = (boot.interval(values) for values in statistics)
+    return ImportanceEstimate(
+        float((weight > 0).mean()), explored_only, effective, tokens_per_round, seconds_per_round, speed, to_recorded,
+        (*CAVEATS, *notes),
+    )  # fmt: skip
 
 
 def importance_section(
@@ -313,11 +316,13 @@ class _RecordedColumns:
         ends = verified == self._first_end[row]  # no token of the target follows an accepted end of text
         if self._survival is None:
             accepted = np.minimum(self._accepted[row], verified)
-            return accepted + 1.0 - (ends & (accepted == verified))
+            tokens: Values = accepted + 1.0 - (ends & (accepted == verified))
+            return tokens
         survival = self._survival[row]  # E[tokens] = sum over j <= k of P(A >= j), and 1
         last = np.take_along_axis(survival, np.maximum(verified - 1, 0)[:, None], 1)[:, 0]
         sent = np.arange(survival.shape[1]) < verified[:, None]
-        return (survival * sent).sum(1) + 1.0 - last * ends  # type: ignore[no-any-return]
+        expected: Values = (survival * sent).sum(1) + 1.0 - last * ends
+        return expected
 
 
 def _survival(arrays: TraceArrays) -> Values:

@@ -178,7 +178,7 @@ def test_policies_are_compared_by_batch_size(
     answer = cli(*read, "--out", tmp_path / "r", "--batch", "1,4")
     assert answer.code == 0, answer.err
     said = " ".join(answer.out.split())
-    assert "Texts side by side, best fixed length of that batch size = 1" in said and "By batch size: " in said
+    assert "Batch sizes" in said and "By batch size: " in said
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     found = report["details"]["batch"]
     texts = report["facts"]["prompts"]

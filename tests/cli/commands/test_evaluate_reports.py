@@ -138,7 +138,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a missing report": (["evaluate", "--compare", "{report}", "--compare", "{nowhere}"], "nowhere, which does not exist"),
     "a damaged report": (["evaluate", "--compare", "{damaged}", "--compare", "{report}"], "damaged (KeyError('lines'))"),
     "no report": (["evaluate", "--compare", "{profile.json}", "--compare", "{report}"], "got {place}/profile.json"),
-    "no traces": (["evaluate", "--profile", "{profile.json}"], "--traces: expected a trace folder"),
+    "no traces": (["evaluate", "--profile", "{profile.json}"], "--traces: expected traces, or two reports"),
     "no profile": (["evaluate", "--traces", "{held}"], "at least one --profile"),
     "one trace twice": ([*HELD, "--traces", "{held}"], "each trace and each profile once"),
     "no policy": ([*HELD[:5], "--profile", "{slow.json}"], "at least one --policy"),
