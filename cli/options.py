@@ -458,7 +458,7 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
         raise InputError(f"--config: {path} has an option twice, with - and with _; keep one of them")
     for key in values.keys() - names:
         raise InputError(
-            f"--config: {path} has the unnames option {key!r}{close_match(key, names)}; known: {', '.join(sorted(names))}"
+            f"--config: {path} has the unknown option {key!r}{close_match(key, names)}; known: {', '.join(sorted(names))}"
         )
     context.default_map = {**values, **(context.default_map or {})}
     return path
