@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..policies.contract import Array
+from ..policies.display import Table
 from .schema import NO_TOKEN, Header
 
 COLUMNS = ("accepted_length", "cut")
@@ -68,6 +70,34 @@ class DepthOutcomes:
     def survival(self) -> Array:
         """[K] float64, P(A >= k); NaN if it was not observed."""
         return survival(self.observed.sum(0), self.accepted.sum(0))
+
+
+class AcceptanceByDepth(Table):
+    """A row per depth k: P(A >= k), P(A >= k | A >= k - 1), and the number of rounds that observed it.
+
+    Args:
+        outcomes: of the rounds of a trace.
+    """
+
+    def __init__(self, outcomes: DepthOutcomes) -> None:
+        survival = outcomes.survival.tolist()
+        observed, accepted = outcomes.observed.sum(0).tolist(), outcomes.accepted.sum(0).tolist()
+        super().__init__(
+            {"depth": depth, "accepted": chance, "conditional": taken / seen if seen else None, "rounds": seen}
+            for depth, (chance, seen, taken) in enumerate(zip(survival, observed, accepted, strict=True), 1)
+        )
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of both probabilities by depth."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 3), layout="constrained")
+        axes, depths = figure.subplots(), [row["depth"] for row in self]
+        axes.plot(depths, [row["accepted"] for row in self], "o-", label="P(A >= k)")
+        axes.plot(depths, [row["conditional"] for row in self], "s--", label="P(A >= k | A >= k - 1)")
+        axes.set(xlabel="depth k", ylim=(0, 1))
+        axes.legend()
+        return figure
 
 
 def depth_outcomes(header: Header, columns: Mapping[str, Array]) -> DepthOutcomes:

@@ -75,6 +75,12 @@ class Prompt:
                 raise InputError(f"--prompts: the {name} of prompt {self.id!a} has {SURROGATE}")
 
 
+def as_prompts(prompts: str | Sequence[Prompt | str]) -> list[Prompt]:
+    """Return prompts; a text becomes a prompt with its index as the id."""
+    items = [prompts] if isinstance(prompts, str) else list(prompts)
+    return [Prompt(str(at), item) if isinstance(item, str) else item for at, item in enumerate(items)]
+
+
 def read_prompts(
     source: str | Path,
     limit: int | None = None,

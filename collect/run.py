@@ -31,7 +31,7 @@ from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from .collectors import Collector, check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .completions import Completions, check_completions, find_completion
-from .prompts import Prompt, check_distinct, fit
+from .prompts import Prompt, as_prompts, check_distinct, fit
 from .schema import Header, PromptTask, parents
 from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
 from .store import Trace
@@ -126,7 +126,7 @@ class CollectOptions:
 
 def collect(
     pair: Pair,
-    prompts: Sequence[Prompt],
+    prompts: str | Sequence[Prompt | str],
     out: str | Path,
     options: CollectOptions | None = None,
     *,
@@ -143,7 +143,7 @@ def collect(
 
     Args:
         pair: target and draft.
-        prompts: with unique (id, sample); samples of a prompt have the same text.
+        prompts: texts, or `Prompt`s with unique (id, sample); samples of a prompt have the same text.
         out: folder of the trace.
         options: of the run.
         rank: this process, if several collect different shards of the trace.
@@ -161,7 +161,7 @@ def collect(
         PolicyError: an unknown policy or hidden state.
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
-    plan = plan_run(pair, prompts, options, **changes)
+    plan = plan_run(pair, as_prompts(prompts), options, **changes)
     return record(plan, Path(out), rank=rank, resume=resume, overwrite=overwrite, progress=progress)
 
 

@@ -42,6 +42,7 @@ from ..policies.files import (
     write_atomic,
     write_manifest,
 )
+from .acceptance import COLUMNS, LIVE_COLUMNS, AcceptanceByDepth, depth_outcomes
 from .card import data_card
 from .checks import TEXT_COLUMNS, check_texts, check_values, column_array
 from .schema import HEADER_KEY, Header, arrow_schema
@@ -308,6 +309,19 @@ class Trace:
     def to_pandas(self, columns: Sequence[str] | None = None) -> Any:
         """Return these columns, or all, of all rows as a `pandas.DataFrame`."""
         return self.table(columns).to_pandas()
+
+    def acceptance_by_depth(self) -> AcceptanceByDepth:
+        """Return how often each depth is accepted, from observed depths only; see `collect.acceptance`."""
+        names = [*COLUMNS, *(LIVE_COLUMNS if self.header.collector == "live" else ())]
+        table = self.table(names)
+        return AcceptanceByDepth(depth_outcomes(self.header, {name: column_array(table[name]) for name in names}))
+
+    def __repr__(self) -> str:
+        header = self.header
+        return (
+            f"Trace({str(self.folder)!r}: {self.row_count:,} rounds of {header.prompts} prompts, {header.tree.name}, "
+            f"{header.collector}, {header.verification}, temperature {header.shown_temperature})"
+        )
 
     def shards(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """Yield the table of each finished shard with these columns, or all."""

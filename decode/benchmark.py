@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..policies.display import Progress, Result, Table, shown, silent
+from ..policies.display import Progress, Table, shown, silent
 from ..policies.errors import InputError, PolicyFailure
 from ..policies.fixed import FixedLength
 from ..policies.host import with_costs
@@ -105,18 +105,27 @@ class BenchLine:
         return values
 
 
-class BenchResult(list[BenchLine], Result):
+class BenchResult(list[BenchLine]):
     """The lines of `bench`, plain decoding first."""
 
     @property
     def table(self) -> Table:
         """A row per method: tokens/s, its ratio to plain decoding with the 95% interval, and tokens per target call."""
-        columns = ("method", "tokens/s", "of plain", "low", "high", "tokens per call")
-        rows = [
-            (line.name, line.tokens_per_s, line.ratio.value, line.ratio.low, line.ratio.high, line.block_efficiency)
+        return Table(
+            {
+                "method": line.name,
+                "tokens_per_s": line.tokens_per_s,
+                "vs_plain": line.ratio.value,
+                "low": line.ratio.low,
+                "high": line.ratio.high,
+                "tokens_per_call": line.block_efficiency,
+            }
             for line in self
-        ]
-        return Table(columns, tuple(rows))
+        )
+
+    def to_pandas(self) -> Any:
+        """Return the table as a `pandas.DataFrame`."""
+        return self.table.to_pandas()
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the ratios to plain decoding, with intervals."""
@@ -136,6 +145,9 @@ class BenchResult(list[BenchLine], Result):
 
     def __repr__(self) -> str:
         return repr(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
 
 
 class Method(Protocol):

@@ -6,7 +6,6 @@ import html
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
@@ -42,26 +41,22 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-@dataclass(frozen=True)
-class Table:
-    """Results as rows, shown as text in a terminal and as HTML in a notebook.
+class Table(list[dict[str, Any]]):
+    """Rows of a result by column name, shown as text in a terminal and as HTML in a notebook.
 
-    Attributes:
-        columns: their names.
-        rows: values; None is shown as a hyphen, and a float with four significant digits.
+    None is shown as a hyphen, and a float with four significant digits.
     """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
 
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame`."""
         import pandas  # takes half a second
 
-        return pandas.DataFrame(list(self.rows), columns=list(self.columns))
+        return pandas.DataFrame(list(self))
 
     def _cells(self) -> list[list[str]]:
-        return [list(self.columns), *([_cell(value) for value in row] for row in self.rows)]
+        """Return the cells as text, the names of the columns first."""
+        columns = list(dict.fromkeys(name for row in self for name in row))
+        return [columns, *([_cell(row.get(name)) for name in columns] for row in self)]
 
     def __repr__(self) -> str:
         cells = self._cells()
@@ -77,22 +72,6 @@ class Table:
 
 def _cell(value: Any) -> str:
     return printable("-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))
-
-
-class Result:
-    """A result with a `table`, which notebooks show."""
-
-    @property
-    def table(self) -> Table:
-        """The result as rows."""
-        raise NotImplementedError
-
-    def to_pandas(self) -> Any:
-        """Return the table as a `pandas.DataFrame`."""
-        return self.table.to_pandas()
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def markdown(text: str, special: str = "<") -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -214,6 +214,10 @@ def load_profile(path: str | Path) -> Profile:
     return Profile.load(path, "path")
 
 
+@overload
+def as_profile(profile: Profile | str | Path) -> Profile: ...
+@overload
+def as_profile(profile: Profile | str | Path | None) -> Profile | None: ...
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:
     """Return a profile, reading it if it is the path of a file; None stays None. Raises `InputError` as `Profile.load`."""
     return Profile.load(profile, "profile") if isinstance(profile, (str, Path)) else profile

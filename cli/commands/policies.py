@@ -29,8 +29,8 @@ def policies(
     if json:
         print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in plugins])
     elif wide:
-        rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in plugins]
-        table(title, ("name", "where", "module", "loads", "description"), rows, wide)
+        full = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in plugins]
+        table(title, ("name", "where", "module", "loads", "description"), full, wide)
     else:
         rows = [(one.name, f"does not load: {one.problem}" if one.problem else one.what) for one in plugins]
         table(title, ("name", "description"), rows)

@@ -151,7 +151,8 @@ def train_drafter(
         "seconds to fit": round(time.perf_counter() - recorded, 1),
     }
     provenance: Mapping[str, Any] = {
-        "prompts": len(fitting), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **environment_facts(pair),
+        "prompts": len(fitting), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
+        **environment_facts(pair),
     }  # fmt: skip
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], provenance, metrics)
     save_drafter(trained, out)

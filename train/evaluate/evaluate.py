@@ -21,7 +21,7 @@ from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
 from ...policies.host import is_trusted, validate_policy
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile
+from ...policies.profile import Profile, as_profile
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.rules import tune_confidence
 from ..fit.settle import settle_for
@@ -116,7 +116,7 @@ def evaluate(
             few `arrivals`; no policy is called `primary`; there are no groups to resample.
         PolicyFailure: the primary policy raises an error. Other policies that do are left out (`Report.failed`).
     """
-    trace, profile = load_traces(traces), Profile.load(profile) if isinstance(profile, str | Path) else profile
+    trace, profile = load_traces(traces), as_profile(profile)
     training = None if train_traces is None else load_traces(train_traces)
     candidates = label_policies([validate_policy(policy) for policy in as_policies(policies)])
     names = [policy.shown_name for policy in candidates]

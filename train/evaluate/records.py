@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ...decode.benchmark import Ratio
+from ...policies.display import Table
 from ...policies.errors import PolicyFailure
 
 if TYPE_CHECKING:
@@ -129,9 +130,9 @@ class Report:
         raise KeyError(f"{name!r} is not in the report; it has {', '.join(line.name for line in self.lines)}")
 
     @property
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> Table:
         """One row per line: speeds, the ratio to the best fixed length with its interval, and the verdict."""
-        return [
+        return Table(
             {
                 "policy": line.name,
                 "kind": line.kind,
@@ -146,13 +147,11 @@ class Report:
                 "note": line.note,
             }
             for line in self.lines
-        ]
+        )
 
     def to_pandas(self) -> Any:
-        """Return the table as a pandas data frame."""
-        import pandas as pd
-
-        return pd.DataFrame(self.table)
+        """Return the table as a `pandas.DataFrame`."""
+        return self.table.to_pandas()
 
     def plot(self) -> Figure:
         """Return a figure of the speed of every policy against the best fixed length."""

@@ -24,7 +24,7 @@ from ...policies.features import HISTORY_FEATURES
 from ...policies.files import prepare_output_dir
 from ...policies.heads.base import Head
 from ...policies.learned import LearnedPolicy, TrainingMetadata
-from ...policies.profile import Profile
+from ...policies.profile import Profile, as_profile
 from ...policies.storage import save_policy
 from ..heads import NO_PARAMS, head_class, make_head
 from ..heads.base import HeadEstimator, engine_features
@@ -43,7 +43,7 @@ from ..heads.crossfit import (
 from ..heads.rows import Visits, conditional_acceptance, label_columns, mixed_arrays, visits
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_whole, tell_other_rounds
+from ..replay.traces.checking import check_whole, load_traces, tell_other_rounds
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .plan import (
     REPORT_SHARE,
@@ -86,8 +86,8 @@ class Trained:
 
 
 def train(
-    traces: Trace | Sequence[Trace],
-    profile: Profile,
+    traces: Trace | str | Path | Sequence[Trace | str | Path],
+    profile: Profile | str | Path,
     *,
     head: str | HeadEstimator | Sequence[str | HeadEstimator] | None = None,
     out: str | Path | None = None,
@@ -103,7 +103,7 @@ def train(
     passes: int | None = None,
     params: Mapping[str, Any] = NO_PARAMS,
     trainer: Mapping[str, Any] = NO_PARAMS,
-    mixed: Trace | None = None,
+    mixed: Trace | str | Path | None = None,
     host: str | None = None,
     nodes: Sequence[int] = (),
     tune: int | None = None,
@@ -120,9 +120,9 @@ def train(
     third, the report prompts, which influence nothing.
 
     Args:
-        traces: from `collect`: one trace, or several of one pair, such as of several temperatures; the head then reads
+        traces: one trace or its folder, or several of one pair, such as of several temperatures; the head then reads
             `temperature` unless `features` says otherwise.
-        profile: what rounds cost; the derived rule is solved for it.
+        profile: what rounds cost, or its file; the derived rule is solved for it.
         head: an estimator, or the name of one (`heads.HEADS`); with `tune` several. Default: logistic, or `TUNED_HEADS`.
         out: the policy folder to write; None keeps the policy in memory.
         rule: "derived" (look-ahead, no threshold), "survival", "step", "any", "batch" for batches (`policies.batch_rules`) or
@@ -155,7 +155,8 @@ def train(
         TraceError: the traces lack a feature, do not belong together or have too few prompts.
     """
     kernels.load(progress)
-    opened = as_list(traces, Trace)
+    opened, profile = [load_traces(one) for one in as_list(traces, Trace)], as_profile(profile)
+    mixed = None if mixed is None else load_traces(mixed)
     if not opened:
         raise TraceError("--traces: expected at least one trace")
     heads = as_list(head, HeadEstimator) if head else [*TUNED_HEADS] if tune is not None else ["logistic"]

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...collect.store import Trace
 from ...decode.rounds import play_round
 from ...policies.contract import Array, StopPolicy
+from ...policies.display import Table
 from ...policies.features import History
 from ...policies.host import PolicyHost
-from ...policies.profile import Profile
+from ...policies.profile import Profile, as_profile
+from ...policies.registry import PolicySpec, as_policy
 from .source import TraceSource
 from .stacking import stacked
-from .traces.arrays import TraceArrays
-from .traces.checking import check_replayable
+from .traces.arrays import TraceArrays, trace_arrays
+from .traces.checking import check_replayable, load_traces
 
 MOST_STREAMS = 1 << 14
 """Streams side by side when many policies are replayed at once."""
@@ -32,7 +37,7 @@ CROWDED = 0.75
 """Share of the streams that still have a text below which the others are left out."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Replayed:
     """A replayed policy.
 
@@ -65,24 +70,51 @@ class Replayed:
         return float(self.tokens.sum() / self.seconds.sum())
 
     @property
+    def table(self) -> Table:
+        """One row: speed, tokens per target call, and means over rounds."""
+        rounds = int(self.rounds.sum())
+        means = {
+            name: float(getattr(self, name).sum()) / max(rounds, 1) for name in ("drafted", "verified", "accepted")
+        }
+        speed = {"policy": self.name, "tokens_per_s": self.rate, "tokens_per_call": self.block_efficiency}
+        return Table([speed | means | {"rounds": rounds, "texts": len(self.tokens)}])
+
+    def to_pandas(self) -> Any:
+        """Return the table as a `pandas.DataFrame`."""
+        return self.table.to_pandas()
+
+    def __repr__(self) -> str:
+        return repr(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+    @property
     def block_efficiency(self) -> float:
         """Committed tokens per target call."""
         return float(self.committed.sum() / self.rounds.sum().clamp_min(1))
 
 
-def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile, details: bool = False) -> Replayed:
+def replay(
+    traces: TraceArrays | Trace | str | Path,
+    policy: PolicySpec,
+    profile: Profile | str | Path,
+    details: bool = False,
+) -> Replayed:
     """Replay a policy on all sequences; one that carries its state decodes them in their order, as the live loop does.
 
     Args:
-        arrays: a trace.
-        policy: any policy but one that reads the clock.
-        profile: the latency profile that rounds are timed with.
+        traces: a trace, its folder, or its arrays.
+        policy: a policy, a spec such as `fixed:4`, or a policy folder; it must not read the clock.
+        profile: prices the rounds; a profile or its file.
         details: keep more of each round.
 
     Raises:
         TraceError: the policy drafts deeper than the trace, reads what the trace does not hold, or comes where it has no
             round.
     """
+    arrays = traces if isinstance(traces, TraceArrays) else trace_arrays(load_traces(traces))
+    policy, profile = as_policy(policy), as_profile(profile)
     check_replayable(arrays, policy, profile)
     return _played(arrays, policy, profile, _queues(arrays, policy), [policy], details)[0]
 
