@@ -22,7 +22,7 @@ from typing import Any
 
 from bars import Bars, arguments
 from pairs import effort, pair_folder
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.facts import facts
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import collect

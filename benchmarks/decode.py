@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from bars import Bars, arguments
 from pairs import accepted_first, weaker_pair
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
 from specstop.decode.benchmark import bench_line, run_alternating, speed_ratio

@@ -31,7 +31,7 @@ from drafting.released import as_released, positions_drawn, second_proposals
 from drafting.reported import TRAINED, heads, live_bars, node_bar, replayed
 from drafting.together import together
 from pairs import effort, pair_folder
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.decode import Pair, load_drafter, load_pair
 from specstop.decode.drafters.networks import output_layer
@@ -165,12 +165,11 @@ def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str],
     if quick:
         names = [name for name in names if name in QUICK]
     if BOTH in names and {"together", "replay", "live"} & set(parts):
-        found = together(ground)
-        specs = {**specs, BOTH: found.spec}
-        alone = ", ".join(f"{name} {rate:.0f}" for name, rate in found.alone.items())
-        text = f"{found.spec}, {found.policy_name}: {found.rate:.0f}, alone {alone}; {found.over.text()} of the better"
-        figures[BOTH] = [found.spec, found.policy_name, found.rate, found.alone]
-        over = found.over.value
+        spec, found = together(ground)
+        specs = {**specs, BOTH: spec}
+        rate, over = max(found.rate, found.first), max(found.rate, found.first) / max(found.first, found.other)
+        text = f"{spec}: {rate:.0f}, alone suffix {found.first:.0f}, model {found.other:.0f}; {over:.3f} of the better"
+        figures[BOTH] = [spec, rate, found.first, found.other]
         bars.add(f"{at} {BOTH}", over, over >= NEAR, f"{text}; {NEAR:g} wanted")
         bars.add(f"{at} {BOTH} on code", over, over > 1.0, f"{over:.3f}; above 1 wanted, as all prompts are code")
     if not {"replay", "live"} & set(parts):

@@ -25,7 +25,7 @@ from filtered.enumerated import enumerated
 from filtered.heads import TRAINED, Place, alike, unlike
 from filtered.same_rounds import FILTERS, SHAPES, TEMPERATURES, same_rounds
 from pairs import effort
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, read_prompts
 from specstop.decode import load_pair
 from specstop.train.demo.pair import shipped_pair

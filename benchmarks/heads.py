@@ -28,7 +28,7 @@ from bars import Bars, arguments
 from baselines import measured
 from hindsight import policy_survival, settle_thresholds
 from pairs import effort, prompts_of
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace, open_trace

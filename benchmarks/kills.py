@@ -162,7 +162,7 @@ class Bench:
         place = {"RANK": str(rank), "WORLD_SIZE": str(world)} if world > 1 else {}
         command = ["collect", "--target", self.folder / "target", "--draft", self.folder / "draft", "--prompts",
                    self.folder / "prompts.jsonl", "--depth", 4, "--temperature", 0.7, "--max-new-tokens", 24,
-                   "--shards", SHARDS, "--resume", "--quiet", "--out", out]  # fmt: skip
+                   "--extra", f"shards={SHARDS}", "--resume", "--quiet", "--out", out]  # fmt: skip
         process = self.context.Process(target=child, args=([*map(str, command)], place, ready))
         process.start()
         return process, ready

@@ -33,7 +33,7 @@ import torch
 import transformers
 from bars import NO_PAIR, Bars, arguments
 from safetensors.torch import save_file
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.decode import load_pair
 from specstop.policies.errors import InputError, SpecstopError
 from specstop.policies.files import prepare_output_dir, read_json, staged_folder, write_manifest

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import effort
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair

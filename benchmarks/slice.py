@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import effort, pair_folder
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.dense.collector import Unroller, dense_rows
 from specstop.collect.work import Work
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key

@@ -29,7 +29,7 @@ from bars import Bars, arguments
 from drafting.chosen import TREE
 from drafting.likely_tree import likely_tree
 from pairs import effort, pair_folder, prompts_of
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.facts import facts
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from bars import Bars, arguments
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.benchmark import run_alternating

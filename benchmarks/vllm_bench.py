@@ -54,7 +54,7 @@ class Bench:
         if not out.exists():
             print(f"      {name}: specstop {words[0]} ...", flush=True)
             pair = models if words[0] in ("collect", "profile") else ()
-            told = [*COMMAND, *words, *pair, "--out", out, "--quiet"]
+            told = [*COMMAND, *words, *pair, "--out", out, *(["--quiet"] if words[0] != "import" else [])]
             ran = subprocess.run([*map(str, told)], capture_output=True, text=True, env=os.environ | ENVIRONMENT)
             if ran.returncode:
                 raise RuntimeError(f"specstop {words[0]} ended with {ran.returncode}:\n{ran.stderr[-2000:]}")

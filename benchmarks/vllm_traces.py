@@ -45,8 +45,8 @@ def trace(bench: Bench) -> None:
     from specstop.collect import open_trace
     from specstop.collect.engines.rounds import engine_features
 
-    told = ("--through", "vllm", "--prompts", bench.folder / "prompts-train.jsonl", "--depth", 6)
-    told = (*told, "--max-new-tokens", TOKENS, "--policy", "confidence:0.4", "--explore", 0.1)
+    told = ("--collector", "vllm", "--prompts", bench.folder / "prompts-train.jsonl", "--depth", 6)
+    told = (*told, "--max-new-tokens", TOKENS, "--policy", "confidence:0.4", "--extra", "explore=0.1")
     rounds = open_trace(bench.run("live", "collect", *told))
     names = [*engine_features(0.0), "draft_prob"]
     rows = columns(rounds, (*COLUMNS, *names))
@@ -137,7 +137,7 @@ def kills(bench: Bench) -> None:
     chance, done = random.Random(0), 0
     told = [
         "collect",
-        "--through",
+        "--collector",
         "vllm",
         "--prompts",
         bench.folder / "prompts-train.jsonl",
@@ -146,7 +146,7 @@ def kills(bench: Bench) -> None:
         "--depth",
         6,
     ]
-    told += ["--shards", 24, "--max-new-tokens", 48, "--policy", "confidence:0.4"]
+    told += ["--extra", "shards=24", "--max-new-tokens", 48, "--policy", "confidence:0.4"]
     whole = open_trace(bench.run("undisturbed", *told))
     written = [path.stat().st_mtime for path in (whole.folder / "data").iterdir()]
     seconds, out = max(written) - min(written), bench.room / "killed"
@@ -206,7 +206,16 @@ def predict(bench: Bench) -> None:
                     name = f"predict, {size} requests, {engine.name}, round {turn}"
                     found = bench.kept(name, partial(rate, engine, prompts, size))
                     rates.setdefault((engine.name, size), []).append(found)
-    told = ("--through", "vllm", "--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
+    told = (
+        "--collector",
+        "vllm",
+        "--prompts",
+        bench.folder / "prompts-test.jsonl",
+        "--limit",
+        PROMPTS,
+        "--depth",
+        DEPTH,
+    )
     for size in (1, 8):
         made = bench.run("live-1", "collect", *told, "--max-new-tokens", TOKENS) if size == 1 else served(bench)
         live = open_trace(made)
@@ -220,7 +229,7 @@ def predict(bench: Bench) -> None:
 def priced(bench: Bench) -> Path:
     """Return the engine's profile with what decisions cost there."""
     told = ("--prompts", bench.folder / "prompts-train.jsonl", "--profile", bench.profile())
-    return bench.run("priced.json", "profile", "--add-policy", "confidence:0.4", "--add-policy", bench.policy(), *told)
+    return bench.run("priced.json", "profile", "--policy", "confidence:0.4", "--policy", bench.policy(), *told)
 
 
 def rate(engine: Engine, prompts: list[str], size: int) -> float:
@@ -277,7 +286,7 @@ def served(bench: Bench) -> Path:
     finally:
         server.terminate()
         server.wait()
-    return bench.run("served", "collect", "--from-vllm", bench.room / "parts")
+    return bench.run("served", "import", bench.room / "parts")
 
 
 def achievable(bench: Bench) -> None:

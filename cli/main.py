@@ -1,94 +1,195 @@
-"""The process of the `specstop` command: its signals and streams, its exit code, and the one line that says why."""
+"""The `specstop` command: its application, its exit codes and its error messages."""
 
 from __future__ import annotations
 
+import importlib
+import keyword
 import os
+import re
+import signal
 import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
-from ..policies.errors import PolicyFailure, SpecstopError
-from ..policies.files import disk_text
-from .console.interrupt import Interrupted, Signals
-from .console.streams import failure, let_go, prepare, say
+import typer
+from typer.core import TyperCommand
 
-INTERRUPTED = 130
+from ..policies.arguments import check_limits
+from ..policies.errors import InputError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
+from ..policies.files import check_separate, disk_text, is_text, uninterrupted
+from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, with_groups
+from .output import Interrupted, prints_on_stderr, say
+
+COMMANDS = (
+    "demo", "collect", "profile", "train", "evaluate", "decode", "bench", "deploy", "train-drafter", "import", "info",
+    "policies",
+)  # fmt: skip
+
+_MAYBE_PATHS = ("prompts", "target", "draft", "policy", "add_policy")
+"""Options that may name files, but are not of the type `Path`: hub names and built-in policies are valid too."""
+
+_KEYS = {
+    key.replace("_", "-"): f"{option} {key}"
+    for option, keys in (("--extra", COLLECT_KEYS), ("--sampling", SAMPLING_KEYS))
+    for key in keys
+}
+_KEY = re.compile(rf"--({'|'.join(_KEYS)})(?![\w-])")
+
+
+class Command(TyperCommand):
+    """A command that validates its options before it imports large libraries."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Validate the options and run the command.
+
+        Raises:
+            InputError: a number is out of range, a value is not text, or the output overlaps an input.
+        """
+        running.set(ctx)
+        for name, value in ctx.params.items():
+            if not is_text(value):
+                raise InputError(
+                    f"--{name.replace('_', '-')}: expected text in the encoding of this locale, not {value!a}"
+                )
+        check_limits(**{name: value for name, value in ctx.params.items() if not isinstance(value, str)})
+        if (mode := ctx.params.get("verification", "auto")) not in VERIFICATIONS:
+            names = ", ".join(VERIFICATIONS)
+            raise InputError(f"--verification: expected one of {names}, not {mode!r}{close_match(mode, VERIFICATIONS)}")
+        inputs = {name: value for name, value in ctx.params.items() if name not in ("out", "checkpoints", "config")}
+        paths = [path for name, value in inputs.items() for path in _paths(name, value)]
+        work, out = ctx.params.get("checkpoints"), ctx.params.get("out")
+        if work is not None:
+            check_separate(work, paths, "--checkpoints")
+        if out is not None:
+            check_separate(out, [*paths, work])
+        with prints_on_stderr():
+            return super().invoke(ctx)
+
+
+def _paths(name: str, value: Any) -> Iterator[str | Path]:
+    """Yield the paths among the values of an option."""
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, Path) or (name in _MAYBE_PATHS and isinstance(item, str)):
+            yield item
+
+
+app = typer.Typer(
+    help="Learn when to stop drafting in speculative decoding: collect, train, evaluate, decode.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+    no_plugins: bool = typer.Option(False, "--no-plugins", help="Ignore installed policies and drafters."),
+) -> None:
+    if no_plugins:
+        os.environ["SPECSTOP_PLUGINS"] = "0"
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"specstop {installed('specstop')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for _name in COMMANDS:
+    _function = _name.replace("-", "_") + "_" * keyword.iskeyword(_name)  # `import_`
+    _module = importlib.import_module(f".commands.{_function}", __package__)
+    app.command(_name, cls=Command)(with_groups(getattr(_module, _function), config=_name not in ("info", "policies")))
 
 
 def run() -> NoReturn:
-    """Run the command line.
+    """Run the command line and exit.
 
-    What a user can mend is one line on standard error and exit code 2; an interruption is one line and 130 or 143.
+    Exit codes: 0; 1 if results differ or cannot be printed; 2 for errors that a user can correct; 130 after Ctrl-C.
     """
-    signals = Signals()
-    signals.take()  # before anything large is imported
-    code, line = 0, ""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        if not uninterrupted.defer(lambda: signal.default_int_handler(number, None)):
+            signal.default_int_handler(number, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        code, line = _answer()
-        signals.over = True
-    except BaseException as error:
-        signals.over = True  # what cleans up on the way out is left alone; nothing may come before this line
-        if isinstance(error, Interrupted):
-            code, line = error.code, error.line
-        elif signals.asked is None:
+        code, line = _run()
+    except BaseException:
+        if not interrupts:  # otherwise a library, such as lightning, has replaced the KeyboardInterrupt
             raise
-    if signals.asked is not None:  # whatever a library has made of it
-        interruption = Interrupted(signals.asked)
-        code, line = interruption.code, line if code == interruption.code else interruption.line
-    signals.end()
+        code, line = 130, "interrupted"
     if line:
         say(f"specstop: {' '.join(line.split())}")
-    for stream in (sys.stdout, sys.stderr):
-        let_go(stream)
+    try:
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
+    except OSError:  # a closed pipe or a full disk, which `_run` has reported; the interpreter would flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
-def _answer() -> tuple[int, str]:
-    """Run the command; return its exit code and a line to say, if there is one."""
+def _run() -> tuple[int, str]:
+    """Run the command. Return the exit code and an error message."""
+    # Some libraries read these variables only when they are imported.
+    for name, value in (
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("ORT_DISABLE_TELEMETRY", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    warnings.showwarning = _show_warning
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
     try:
-        prepare()
-        # Before these libraries are imported, since some of them look only then.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime would leave a device's id in the home folder
-        from .app import app
-        from .console.output import one_line_warnings
-
-        one_line_warnings()
-        code = app(standalone_mode=False)
-        sys.stdout.flush()
+        code = app(prog_name="specstop", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except Interrupted as error:
+        return 130, str(error)
     except PolicyFailure as error:
-        return 2, error.text
+        return 2, with_keys(error.text)
     except SpecstopError as error:
-        return 2, error.command_line
-    except KeyboardInterrupt:
-        return INTERRUPTED, "interrupted"
+        return 2, with_keys(error.command_line)
+    except BrokenPipeError:  # the reader, such as `head`, has ended
+        return 1, ""
     except OSError as error:
-        unwritten = failure(sys.stdout)
-        if unwritten is None and error.errno is None:
-            raise
-        if unwritten is None:
-            return 2, disk_text(error)
-        # A reader that has seen enough, such as `head`, wants no word.
-        quiet = isinstance(unwritten, BrokenPipeError)
-        return 1, "" if quiet else f"standard output cannot be written to: {unwritten.strerror}; files are complete"
+        return 2, disk_text(error)
     except Exception as error:
-        # Usage errors are of a class that typer keeps to itself; they know their text and their exit code.
-        if not hasattr(error, "format_message"):
+        if not hasattr(error, "format_message"):  # of usage errors, which have no public class
             raise
-        _say_what_came(error)
-        return int(getattr(error, "exit_code", 2)), f"{error.format_message()} Try --help."
-    if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into an exit code
-        return INTERRUPTED, "interrupted"
+        causes = getattr(error.__cause__, "errors", None)  # of pydantic, whose messages do not contain the value
+        value = f", not {str(causes()[0]['input'])[:40]!r}" if causes else ""
+        return int(getattr(error, "exit_code", 2)), f"{error.format_message().rstrip('.')}{value}. Try --help."
+    if code == 130:  # typer converts a KeyboardInterrupt
+        return 130, "interrupted"
     return (code if isinstance(code, int) else 0), ""
 
 
-_WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+def _show_warning(message: Warning | str, *details: Any) -> None:
+    """Replace `warnings.showwarning`: write a warning as one line."""
+    say(f"warning: {with_keys(message.command_line) if isinstance(message, SpecstopWarning) else message}")
 
 
-def _say_what_came(error: Any) -> None:
-    """Put what came into the message of a usage error: typer leaves out what pydantic could not read."""
-    causes = getattr(error.__cause__, "errors", None)
-    if callable(causes) and (found := causes()):
-        wanted = _WANTED.get(str(found[0]["type"]).partition("_")[0], found[0]["msg"])
-        error.message = f"expected {wanted}, not {str(found[0]['input'])[:40]!r}."
+def with_keys(message: str) -> str:
+    """Return a message in which parameters without an option of the running command have the option that sets them.
+
+    For example, `--top-p` becomes `--sampling top_p`.
+    """
+    context = running.get()
+    options = {parameter.name for parameter in context.command.params} if context else set()
+
+    def replace(match: re.Match[str]) -> str:
+        return match[0] if match[1].replace("-", "_") in options else _KEYS[match[1]]
+
+    return _KEY.sub(replace, message)

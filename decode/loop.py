@@ -15,6 +15,7 @@ import torch
 from ..policies import kernels
 from ..policies.arguments import check_limits, check_token_ids
 from ..policies.contract import StopPolicy
+from ..policies.display import silent
 from ..policies.errors import InputError
 from ..policies.features import check_hidden, check_sizes
 from ..policies.fixed import FixedLength
@@ -74,7 +75,7 @@ class Speculator:
     ) -> None:
         validate_policy(policy)
         check_limits(batch=batch)
-        kernels.load()  # compile before the first text, not within it
+        kernels.load(silent, policy)  # compile before the first text, not within it
         self.pair, self.settings, self.batch = pair, (settings or Settings()).for_pair(pair), batch
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)

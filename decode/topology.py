@@ -10,14 +10,16 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..policies.arguments import MAX_ROWS
 from ..policies.contract import Array
 from ..policies.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAMED = {
     "medusa-63": (
@@ -123,6 +125,8 @@ class Topology:
     @cached_property
     def sees(self) -> Tensor:
         """[N, N] bool: row i attends to row j, itself or an ancestor."""
+        import torch  # slow to import, and reading a trace does not need it
+
         sees = torch.eye(len(self), dtype=torch.bool, device="cpu")
         for row, parent in enumerate(self.parent[1:], 1):
             sees[row] |= sees[parent]

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 from conftest import make_prompts
 from small_drafters import small_network
-from specstop.cli.app import COMMANDS
+from specstop.cli.main import COMMANDS
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort

@@ -13,21 +13,18 @@ if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.run import train_drafter as train_drafter
+    from .evaluate.places import Place as Place, PlaceTable as PlaceTable, evaluate_places as evaluate_places
     from .evaluate.records import Line as Line, Report as Report
+    from .evaluate.report_comparison import compare_reports as compare_reports, read_report as read_report
     from .export.deploy import deploy as deploy
     from .fit.run import train as train
     from .fit.trained import Trained as Trained
     from .heads.fitting import FitOptions as FitOptions
     from .heads.kinds.classifiers import StopClassifier as StopClassifier
     from .heads.kinds.mlp import StopHeadModule as StopHeadModule, TraceDataModule as TraceDataModule
-    from .off_policy.estimate import estimate_offline as estimate_offline
     from .replay.bounds.oracle import oracle_seconds as oracle_seconds
     from .replay.run import Replayed as Replayed
     from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
-    from .report.comparing.compare import compare as compare
-    from .report.comparing.drafters import BothChoice as BothChoice, choose_both as choose_both
-    from .report.whatif.sweep import sweep as sweep
-    from .report.whatif.transfer import transfer as transfer
 
 __getattr__, __all__ = attach(
     __name__,
@@ -40,14 +37,11 @@ __getattr__, __all__ = attach(
         "heads.kinds.classifiers": "StopClassifier",
         "heads.fitting": "FitOptions",
         "heads.kinds.mlp": "StopHeadModule TraceDataModule",
-        "off_policy.estimate": "estimate_offline",
+        "evaluate.places": "Place PlaceTable evaluate_places",
+        "evaluate.report_comparison": "compare_reports read_report",
         "replay.traces.arrays": "TraceArrays trace_arrays",
         "replay.bounds.oracle": "oracle_seconds",
         "replay.run": "Replayed",
-        "report.comparing.compare": "compare",
-        "report.comparing.drafters": "BothChoice choose_both",
         "evaluate.records": "Line Ratio Report",
-        "report.whatif.transfer": "transfer",
-        "report.whatif.sweep": "sweep",
     },
 )

@@ -68,30 +68,29 @@ SMALL = f"--depth {DEPTH} --max-new-tokens {NEW}"
 TRAIN = "train --traces @fit --profile @profile.json"
 STEP = "--rule step --threshold 0.5 --no-cross-fit --passes 1"
 COMMANDS = (
-    Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL}", open_trace, ("--json", "--resume", "--dry-run")),
-    Command(f"collect {PAIR} --prompts @data {SMALL} --shards 2", open_trace, ("--quiet", "--resume", "--repair")),
-    Command(f"collect {PAIR} --prompts @alias.jsonl {SMALL} --completions answer --config @collect.yaml", open_trace, ()),
+    Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL}", open_trace, ("--quiet", "--resume")),
+    Command(f"collect {PAIR} --prompts @data {SMALL} --extra shards=2", open_trace, ("--quiet", "--resume")),
+    Command(f"collect {PAIR} --prompts @alias.jsonl {SMALL} --extra completions=answer --config @collect.yaml", open_trace),
     Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL} --collector live --policy @policy", open_trace, ()),
-    Command("collect --from-vllm @records.jsonl", open_trace),
+    Command("import @records.jsonl", open_trace, ("--json",)),
     Command(f"{TRAIN} {STEP}", load_policy_folder),
     Command(f"train --traces @link --profile @profile.json {STEP}", load_policy_folder),
     Command(f"{TRAIN} {STEP} --head mlp --epochs 1 --param width=4 --checkpoints %", load_policy_folder, ("--resume",)),
     Command("evaluate --traces @held --profile @profile.json --policy @policy", report),
     Command("evaluate --traces @held --train-traces @fit --profile @profile.json", report),
     Command("evaluate --traces @linked --profile @profile.json --policy fixed:2", report),
-    Command("transfer --traces @held --profile @profile.json --policy @policy", report),
+    Command("evaluate --traces @held --traces @linked --profile @profile.json --policy fixed:2", report),
     Command("deploy --to vllm --traces @fit --profile @profile.json --policy @policy --max-batch 2", report),
     Command("deploy --to llama.cpp --traces @fit --held-out @held --profile @profile.json", report, ()),
     Command("deploy --to hf --policy @policy", card),
     Command("deploy --to onnx --policy @policy", Path.read_bytes),
     Command("import @weights.pt", load_policy_folder, ("--json",)),
-    Command(f"profile {PAIR} --prompts @prompts.jsonl --depth 1 --repeats 1", Profile.load),
+    Command(f"profile {PAIR} --prompts @prompts.jsonl --depth 1 --repeats 1", Profile.load, ("--quiet",)),
     Command("demo --pair @pair", report),
-    Command("merge @fit", flags=("--json", "--repair")),
-    Command("compare @a @b", flags=("--json",)),
-    Command("info @held", flags=("--json",)),
-    Command("estimate --traces @live --profile @profile.json --policy fixed:1", flags=("--json",)),
-    Command(f"decode w5 {PAIR} --policy @policy {SMALL}"),
+    Command("evaluate --compare @a --compare @b", flags=("--json",)),
+    Command("info @held", flags=("--json", "--check")),
+    Command("evaluate --traces @live --profile @profile.json --policy fixed:1", flags=("--json",)),
+    Command(f"decode w5 {PAIR} --policy @policy --max-new-tokens {NEW}"),
 )  # fmt: skip
 
 SLOW = ("demo",)
@@ -112,8 +111,6 @@ WRONG = (
     "--seed x",
     "--config @none.yaml",
     "--config @profile.json",
-    "--set depth",
-    "--set out=",
     "--unknown",
     "--policy none:1",
 )
@@ -171,7 +168,7 @@ def build(place: Path, chance: random.Random) -> tuple[Command, list[str], Path 
         if words[0] in SLOW and not out.is_relative_to(place / "pair"):
             out = place / chance.choice(["pair", "pair/new", ".", "mine", "mine.txt", "mixed"])
         told = spelled(out, place, chance) if out.is_relative_to(place) else str(out)
-        words += ["--set", f"out={json.dumps(told)}"] if chance.random() < 0.1 else ["--out", told]
+        words += ["--out", told]
         words += ["--overwrite"] * (chance.random() < 0.7)
     words += [flag for flag in command.flags if chance.random() < 0.4]
     if chance.random() < 0.08:

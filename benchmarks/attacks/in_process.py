@@ -15,7 +15,6 @@ from typing import NamedTuple, TextIO
 from unittest import mock
 
 import typer.main
-from specstop.cli.console.interrupt import SIGNALS
 from specstop.cli.main import run
 
 _built = functools.cache(typer.main.get_command)
@@ -58,9 +57,8 @@ def _signals_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = {number: signal.getsignal(number) for number in SIGNALS}
+    kept = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, kept)

@@ -38,7 +38,6 @@ COUNT, QUICK = 60, 3
 """Signals in a full run, and in a quick one, which has none for the demo."""
 
 COMMANDS = ("collect", "train", "evaluate", "demo")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AIMED = 0.2
 HEADS = ("mlp", "xgboost", "logistic", "tokens")
 RUN = "from specstop.cli.main import run; run()"
@@ -69,33 +68,29 @@ class Ended:
 
     Attributes:
         command: its arguments.
-        number: of the signal.
-        code: how it ended, as `subprocess` has it.
-        out, err: what it said.
-        heard: it was there to hear the signal: it had set its handlers, and had not ended.
+        code: exit code, as `subprocess` has it.
+        out, err: output.
     """
 
     command: tuple[str, ...]
-    number: signal.Signals
     code: int
     out: str
     err: str
-    heard: bool
 
     @property
     def outcome(self) -> str:
         """One or two words for the tally."""
         before = "done before" if self.code == 0 else "before the handlers"
-        return f"{self.command[0]}: {f'ended by {self.number.name}' if self.code > 0 else before}"
+        return f"{self.command[0]}: {'interrupted' if self.code > 0 else before}"
 
     def faults(self) -> list[str]:
         """Return what is wrong with how it ended."""
         if self.code == 0:
             return []
-        if not self.heard and (self.code == -self.number or self.err.rstrip().endswith("KeyboardInterrupt")):
-            return []  # the interpreter had not come to the first line of the command
+        if self.code == -signal.SIGINT and self.err.rstrip().endswith("KeyboardInterrupt"):
+            return []  # before the first line of the command
         lines = self.err.splitlines()
-        found = [] if self.code == 128 + self.number else [f"exit code {self.code}"]
+        found = [] if self.code == 130 else [f"exit code {self.code}"]
         if len(lines) != 1 or not lines[0].startswith("specstop: "):
             found.append(f"said {self.err!r}")
         if self.out:
@@ -142,7 +137,7 @@ class Bench:
         if name == "collect":
             return (name, "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--prompts",
                     str(pair / "prompts-test.jsonl"), "--depth", str(DEPTH), "--temperature", "0.7", "--max-new-tokens",
-                    str(TOKENS), "--shards", str(SHARDS), "--quiet")  # fmt: skip
+                    str(TOKENS), "--extra", f"shards={SHARDS}", "--quiet")  # fmt: skip
         if name == "train":
             head = chance.choice(HEADS)
             return (name, "--head", head, "--traces", str(self.inputs / "train"), "--profile", profile, "--quiet")
@@ -164,7 +159,6 @@ class Bench:
         """Run the command into `place`/out, with temporary files in `place`/tmp, and send it a signal."""
         seconds = self.undisturbed(command)[1]
         (place / "tmp").mkdir(parents=True)
-        number = chance.choice(SIGNALS)
         process = subprocess.Popen(
             [*python(command[0]), *command, "--out", str(place / "out")], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -174,11 +168,10 @@ class Bench:
         due, aimed = time.monotonic() + chance.random() * seconds, chance.random() < AIMED
         while process.poll() is None and (not staged(place) if aimed else time.monotonic() < due):
             time.sleep(0.0005 if aimed else 0.01)
-        heard = process.poll() is None and handles(process.pid, signal.SIGTERM)
         if process.poll() is None:
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
         out, err = process.communicate()
-        return Ended(command, number, process.returncode, out, err, heard)
+        return Ended(command, process.returncode, out, err)
 
     def leavings(self, ended: Ended, place: Path) -> list[str]:
         """Return what is wrong with what the command left."""
@@ -259,16 +252,6 @@ def staged(folder: Path) -> list[Path]:
     ]
 
 
-def handles(process: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal; a process that has just ended has none."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return False
-    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
-    return bool(mask >> (number - 1) & 1)
-
-
 def contents(folder: Path) -> dict[str, str]:
     """Return the checksums of a folder's files, the options left out: they name the folder."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.yaml"]
@@ -289,5 +272,5 @@ def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
         if contents(bench.inputs) != before:
             found.append("inputs have changed")
             before = contents(bench.inputs)
-        faults += [f"case {case}, {' '.join(command[:3])}, {ended.number.name}: {fault}" for fault in found]
+        faults += [f"case {case}, {' '.join(command[:3])}: {fault}" for fault in found]
     return seen, faults

@@ -1,4 +1,4 @@
-"""`compare` on two profiles of one machine, each timed by itself: its intervals contain 1 as often as they say."""
+"""`evaluate --compare` on two profiles of one machine, each timed by itself: its intervals contain 1 as often as they say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bars import Bars
 from specstop.decode.benchmark import Ratio
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.report.comparing.compare import compare
+from specstop.train.evaluate.report_comparison import compare_reports, read_report
 
 from .machines import NOISY, QUIET, Disturbance
 from .worlds import timed_profile
@@ -87,8 +87,9 @@ def _world(seed: int, folder: Path) -> list[Compared]:
         begin_s = -float(chance.uniform(0.0, disturbance.period_s))
         profile = timed_profile(world, dataclasses.replace(disturbance, begin_s=begin_s), 2 * seed + side, BUDGET_S)
         paths.append(_reported(trace, profile, seed, folder / f"compared-{seed}-{side}.json"))
-    lines = [compare(*paths).line(name) for name in LINES]
-    return [Compared(line.name, is_noisy, _has_one(line.gain), _has_one(line.gain_over_best)) for line in lines]
+    changes = compare_reports(*map(read_report, paths)).changes
+    lines = [change for change in changes if change.name in LINES]
+    return [Compared(line.name, is_noisy, _has_one(line.speed), _has_one(line.over_best)) for line in lines]
 
 
 def _reported(trace: worlds.Trace, profile: Profile, seed: int, path: Path) -> Path:

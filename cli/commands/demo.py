@@ -4,54 +4,42 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from rich.file_proxy import FileProxy
-
-from ..console.interrupt import Interrupted
-from ..console.output import output, print_json, progress_bars, table
-from ..console.streams import results
-from ..options.config import config_saved
-from ..options.models import quiet_libraries
-from ..options.shared import Json, Overwrite, Quiet, Seed, Temperature, Verification
+from .. import options
+from ..output import Interrupted, output, print_json, progress_bars, quiet_libraries, results, say, table
 
 if TYPE_CHECKING:
     from ...train.demo.demo import Demo
-    from ...train.demo.live import LiveLine
 
 
 def demo(
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the results. Default: specstop-demo, with a number if it exists.")
-    ] = None,
-    pair: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a pair with prompts (benchmarks/make_pair.py). Default: the shipped pair."),
-    ] = None,
-    temperature: Temperature = 0.0,
-    verification: Verification = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and policies: less than a minute.")] = False,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    out: options.DemoFolder = None,
+    pair: options.PairFolder = None,
+    temperature: options.Temperature = 0.0,
+    verification: options.Verification = "auto",
+    quick: options.Quick = False,
+    seed: options.Seed = 0,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """Run the whole pipeline on the shipped pair: collect, profile, train, evaluate, decode live.
+    """Run all stages on the shipped pair: collect, profile, train, evaluate, decode live.
 
-    The same command continues a run that was interrupted.
+    The same command continues an interrupted run. Example: specstop demo --quick
     """
     from ...policies.files import prepare_output_dir, staging_path
     from ...train.demo.pair import check_pair
 
-    folder = out or _unused(Path("specstop-demo"))
-    prepare_output_dir(folder, overwrite=overwrite, inputs=[pair])  # bad input is refused before anything is printed
+    names = (Path("specstop-demo" if number == 1 else f"specstop-demo-{number}") for number in range(1, 1000))
+    folder = out or next(name for name in names if not name.exists())
+    prepare_output_dir(folder, overwrite=overwrite, inputs=[pair])
     if pair is not None:
         check_pair(pair)
-    quiet_libraries()
     try:
-        with progress_bars(quiet or json) as progress, config_saved(folder):
+        with progress_bars(quiet or json) as progress, options.config_saved(folder):
             progress("import libraries", 0, 1)
+            quiet_libraries()
             from ...train.demo.demo import demo as run
 
             progress("import libraries", 1, 1)
@@ -59,51 +47,42 @@ def demo(
                 folder, pair=pair, temperature=temperature, verification=verification, quick=quick, seed=seed,
                 overwrite=overwrite, progress=progress, announce=_ignore if quiet or json else _print_line,
             )  # fmt: skip
-    except Interrupted as error:
-        if staging_path(folder).exists():
-            error.line += "; complete stages are kept, and the same command continues with the next one"
-        raise
+    except KeyboardInterrupt:
+        if not staging_path(folder).exists():
+            raise
+        kept = "completed stages are kept, and the same command continues with the next one"
+        raise Interrupted(f"interrupted; {kept}") from None
     if json:
-        from ...train.demo.texts import explain
-
-        print_json(
-            {
-                "report": result.report.to_dict(),
-                "verdict": explain(result.report),
-                "live": [_record(line) for line in result.live],
-                "out": str(folder),
-            }
-        )
-        return
-    show(result)
+        print_json(_to_dict(result))
+    else:
+        show(result)
 
 
 def _print_line(line: str) -> None:
-    """Print a line of result; in a terminal above the progress bars, for which rich replaces `sys.stdout`."""
-    stream = sys.stdout if isinstance(sys.stdout, FileProxy) and results().isatty() else results()
-    stream.write(line + "\n")
-    stream.flush()
+    if results().isatty() and sys.stderr.isatty():
+        say(line)  # above the progress bars
+    else:
+        results().write(line + "\n")
+        results().flush()
 
 
 def _ignore(line: str) -> None:
-    """Print nothing."""
+    pass
 
 
-def _unused(base: Path) -> Path:
-    """Return the first of base, base-2, base-3, ... that does not exist."""
-    names = (base if n == 1 else base.with_name(f"{base.name}-{n}") for n in range(1, 1000))
-    return next(p for p in names if not p.exists())
+def _to_dict(result: Demo) -> dict[str, object]:
+    from ...train.demo.texts import explain
 
-
-def _record(line: LiveLine) -> dict[str, object]:
-    return {
-        "policy": line.name,
-        "tokens_per_s": line.tally.tokens_per_s,
-        "measured": line.measured,
-        "predicted": line.predicted,
-        "miss": line.miss,
-        "same_text": line.same_text,
-    }
+    live = [
+        {
+            "policy": line.name,
+            "tokens_per_s": line.tally.tokens_per_s,
+            **{name: getattr(line, name) for name in ("measured", "predicted", "miss", "same_text")},
+        }
+        for line in result.live
+    ]
+    verdict = explain(result.report)
+    return {"report": result.report.to_dict(), "verdict": verdict, "live": live, "out": str(result.folder)}
 
 
 def show(result: Demo) -> None:
@@ -112,19 +91,20 @@ def show(result: Demo) -> None:
 
     report, best = result.report, result.live[1]
     live = {line.name: line for line in result.live} | {"plain decoding": result.live[0], "best fixed": best}
-    candidate = report.answer.candidate if report.answer else ""
+    names = ("plain decoding", "best fixed", report.answer.candidate if report.answer else "")
     rows = []
     for line in report.lines:
-        if line.kind in ("learned", "bound") or line.name in ("plain decoding", "best fixed", candidate):
-            one = live.get(line.name)
-            measured = f"{one.measured / best.measured:.3f} ({one.predicted / best.predicted:.3f})" if one else ""
-            speed, to_plain = f"{line.tokens_per_s:.0f}", f"{line.to_plain.value:.2f}"
-            rows.append((line.name, speed, to_plain, line.to_best_fixed.text(), measured))
+        if line.kind in ("learned", "bound") or line.name in names:
+            measured = live.get(line.name)
+            ratios = "-"
+            if measured is not None:
+                ratios = f"{measured.measured / best.measured:.3f} ({measured.predicted / best.predicted:.3f})"
+            rows.append((line.name, f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), ratios))
     fixed = report["best fixed"].note.partition(",")[0]
     table(
         f"{report.facts['prompts']} held-out prompts by replay, {result.live[0].tally.texts} of them live. Best fixed: "
         f"{fixed}, live {best.name}",
-        ("decoding", "tokens/s", "÷ plain", "÷ best fixed [95%]", "live (replay)"),
+        ("policy", "tokens/s", "vs best fixed [95%]", "live (replay)"),
         rows,
     )
     console = output()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError, PolicyError, close_match
-from ..console.output import output, print_json, progress_bars, table
-from ..options.config import config_saved
-from ..options.shared import Json, Out, Overwrite, Quiet, Seed
+from ..options import Json, Out, Overwrite, Quiet, Seed, config_saved
+from ..output import output, print_json, progress_bars, table
 
 if TYPE_CHECKING:
     from ...policies.display import Progress
@@ -62,7 +61,10 @@ def deploy(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a learned policy, or what of it another runtime can take, for that runtime."""
+    """Write a learned policy, or what of it another runtime can take, for that runtime.
+
+    Example: specstop deploy --to hf --policy policy --out exported
+    """
     if to not in TARGETS:
         raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
     if max_batch is not None and to not in BY_BATCH:

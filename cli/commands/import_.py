@@ -8,21 +8,26 @@ from typing import Annotated, Any
 import typer
 
 from ...policies.errors import InputError
-from ..console.output import next_step, print_json, table
-from ..options.config import config_saved
-from ..options.models import Models
-from ..options.shared import Dtype, Json, Out, Overwrite
+from ..options import Dtype, Json, Models, Out, Overwrite, config_saved
+from ..output import next_step, print_json, table
 
 
 def import_(
-    weights: Annotated[Path, typer.Argument(help="The .pt, .bin or .safetensors file, or a folder with one.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of vLLM: a .jsonl file of "
+            "responses, or the folder that RecordingProposer wrote."
+        ),
+    ],
     out: Out,
     target: Annotated[
         str | None,
         typer.Option(
-            help="Target of Medusa's heads, which become the folder of a drafter. Default: a policy is imported."
+            help="Target of Medusa's heads, which become the folder of a drafter; or of records. Default: a policy is imported."
         ),
     ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model of records.")] = None,
     dtype: Dtype = "float32",
     layout: Annotated[
         str, typer.Option(help="Of a policy: dynasd-soft, dynasd-hard, specdec, or auto: by the tensors' names.")
@@ -42,10 +47,15 @@ def import_(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Bring a released stop head (DynaSD, SpecDec++) into a policy folder, or with --target Medusa's heads into a drafter's.
+    """Import released weights (a stop head of DynaSD or SpecDec++, or Medusa's heads) or acceptance records of vLLM.
 
-    No code of the file is run.
+    No code of the file is run. Example: specstop import vllm.jsonl --out traces
     """
+    if not _has_weights(source):
+        _import_records(source, out, target or "", draft or "", overwrite, json)
+        return
+    if draft is not None:
+        raise InputError("--draft: names the draft model of records; weights have none")
     if target is not None:
         given = {
             "layout": layout != "auto", "threshold": threshold is not None, "depth": depth is not None,
@@ -53,7 +63,7 @@ def import_(
         }  # fmt: skip
         if odd := [key for key, is_given in given.items() if is_given]:
             raise InputError(f"--{odd[0]}: a drafter has none; leave it out, or --target to import a policy")
-        _drafter(weights, out, target, dtype, overwrite, json)
+        _drafter(source, out, target, dtype, overwrite, json)
         return
     if dtype != "float32":
         raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
@@ -61,7 +71,7 @@ def import_(
 
     with config_saved(out):
         done = import_weights(
-            weights,
+            source,
             out,
             layout=layout,
             threshold=threshold,
@@ -84,13 +94,31 @@ def import_(
         table(f"{done.path}: {policy.name}", ("what", "value"), [(key, str(value)) for key, value in facts.items()])
 
 
+def _has_weights(source: Path) -> bool:
+    """Whether a file has the suffix of weights, or a folder has such a file. A path that does not exist counts as weights."""
+    suffixes = (".pt", ".pth", ".bin", ".safetensors")
+    if source.is_dir():
+        return any(path.suffix in suffixes for path in source.iterdir())
+    return source.suffix in suffixes or not source.exists()
+
+
+def _import_records(source: Path, out: Path, target: str, draft: str, overwrite: bool, json: bool) -> None:
+    """Convert vLLM's acceptance records to a trace."""
+    from ...collect.engines.vllm_records import import_vllm
+    from .info import show_trace
+
+    with config_saved(out):
+        import_vllm(source, out, target=target, draft=draft, overwrite=overwrite)
+    show_trace(out, False, json)
+
+
 def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool, json: bool) -> None:
     """Import Medusa's heads."""
     from ...train.released.medusa import import_medusa
 
     with config_saved(out):
-        models = Models(target, drafter="lookup", dtype=dtype, engine="plain")
-        trained = import_medusa(weights, models.open(models.find()), out, overwrite=overwrite)
+        models = Models(target, drafter="lookup", dtype=dtype)
+        trained = import_medusa(weights, models.open(models.find(), "plain"), out, overwrite=overwrite)
     network: Any = trained.network
     depth = network.shape.depth
     facts = {"kind": trained.kind, "depth": depth, **trained.provenance}

@@ -1,37 +1,36 @@
-"""`specstop policies`: what is installed, policies or drafters."""
+"""`specstop policies`."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from typing import Annotated
 
-import typer
-
-from ..console.output import print_json, table
-from ..options.shared import Json
+from .. import options
+from ..output import print_json, table
 
 
 def policies(
-    drafters: Annotated[bool, typer.Option("--drafters", help="List drafters in the place of policies.")] = False,
-    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="Do not look for installed plugins.")] = False,
-    json: Json = False,
+    drafters: options.Drafters = False,
+    wide: options.Wide = False,
+    json: options.Json = False,
 ) -> None:
-    """List built-in and installed policies, or drafters: their modules, and whether they load."""
-    from ...policies.registry import SWITCH
+    """List built-in and installed policies or drafters, and whether they load.
 
-    if no_plugins:
-        os.environ[SWITCH] = "0"
+    Example: specstop policies --wide
+    """
     if drafters:
-        from ...decode.drafters.spec import DRAFTERS
+        from ...decode.drafters.spec import DRAFTERS as registry
 
-        title, found = "Drafters: a name as below", DRAFTERS.listed()
+        title = "Drafters"
     else:
-        from ...policies.registry import POLICIES
+        from ...policies.registry import POLICIES as registry
 
-        title, found = "Policies: a name as below, or the path of a policy folder", POLICIES.listed()
+        title = "Policies: a name below, or the path of a policy folder"
+    found = registry.listed()
     if json:
         print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in found])
-        return
-    rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in found]
-    table(title, ("name", "where", "module", "loads", "what"), rows)
+    elif wide:
+        rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in found]
+        table(title, ("name", "where", "module", "loads", "description"), rows, wide)
+    else:
+        rows = [(one.name, f"does not load: {one.problem}" if one.problem else one.what) for one in found]
+        table(title, ("name", "description"), rows)

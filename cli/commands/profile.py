@@ -2,239 +2,164 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import uninterrupted
-from ..common import batch_sizes, find_prompts, fitting, flat, say_defaults
-from ..console.output import next_step, print_json, progress_bars, table
-from ..console.streams import say
-from ..options.config import given_config, save_config
-from ..options.models import Found, Models
-from ..options.prompts import Chat, Long
-from ..options.sampling import Filters
-from ..options.shared import TREES, Depth, Json, Overwrite, Policies, Prompts, Quiet, Temperature, Verification
+from .. import options
+from ..output import flat, next_step, progress_bars, say, table
+from .info import describe_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ...decode.models.pair import Pair
     from ...policies.contract import StopPolicy
     from ...policies.measurements import Measurements
     from ...policies.profile import Profile
 
-NEW_TOKENS = 96
-"""Of each text that decisions are timed on."""
+PROMPT_LIMIT, NEW_TOKENS = 32, 96
+"""Number of prompts, and new tokens of the texts in which decisions are timed."""
 
 
 def profile(
     *,
-    out: Annotated[Path | None, typer.Option(help="JSON file that the profile is written to.")] = None,
-    prompts: Prompts = None,
-    chat: Chat = False,
-    long: Long = "skip",
-    models: Models,
-    policy: Policies = [],  # noqa: B006
-    add_policy: Annotated[
-        list[str],
-        typer.Option(
-            help="Time this policy's decisions, in the loop or, where --profile is of vLLM, inside it, and add them to it; "
-            "repeatable."
-        ),
-    ] = [],  # noqa: B006
-    profile: Annotated[
-        Path | None, typer.Option(help="With --add-policy: the profile, replaced unless --out is given.")
-    ] = None,
-    depth: Depth = 10,
-    temperature: Temperature = 0.0,
-    filters: Filters,
-    verification: Verification = "auto",
-    tree: Annotated[str | None, typer.Option(help=f"Measure rounds of a tree as well: {TREES}.")] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Measure rounds of so many texts side by side as well: 1,2,4,8.")
-    ] = None,
-    through: Annotated[
-        str | None, typer.Option(help="vllm: measure rounds inside vLLM, which decodes the prompts (docs/vllm.md).")
-    ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds at most; a quiet machine needs a fraction of them.")] = 90.0,
-    repeats: Annotated[
-        int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")
-    ] = None,
-    overwrite: Overwrite = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    out: options.ProfileOut = None,
+    source: options.PromptSource,
+    models: options.Models,
+    policy: options.Policies = [],  # noqa: B006
+    profile: options.BaseProfile = None,
+    depth: options.Depth = 10,
+    tree: options.Tree = None,
+    verification: options.Verification = "auto",
+    batch: options.Batches = None,
+    through: options.Through = None,
+    temperature: options.Temperature = 0.0,
+    sampling: options.Sampling,
+    budget: options.Budget = 90.0,
+    repeats: options.Repeats = None,
+    overwrite: options.Overwrite = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
-    from ...collect.facts import facts
-    from ...decode.drafters.spec import parse_spec
-    from ...decode.profile import measure_profile
-    from ...decode.profile.measuring import Effort
-    from ...decode.settings import Settings
-    from ...policies.files import check_separate, prepare_output_file
-    from ...policies.profile import MARK
-    from ...policies.registry import load_policy
+    """Measure the costs of draft steps, verifications and decisions on this machine, through the decoding loop.
 
-    if add_policy:
-        _add_policies(profile, add_policy, out, prompts, models, chat, long, overwrite, json, quiet)
-        return
-    if out is None:
-        raise InputError("--out: expected a JSON file for the profile to go to")
-    sizes, shaping = batch_sizes(batch), filters.shaping()
-    if through is not None and through != "vllm":
-        raise InputError(f"--through: expected vllm, not {through!r}")
-    if through is not None and (tree or shaping.to_dict() or verification != "auto"):
-        raise InputError(
-            "--through vllm: expected chains; leave out --tree, --verification, and options that change what is sampled from"
-        )
-    prepare_output_file(out, MARK, overwrite=overwrite)
-    saved = prepare_output_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
-    check_separate(saved, [given_config(saved)])
-    with progress_bars(quiet or json) as progress:
-        found = models.find(progress)
-        rules = [load_policy(spec).limited(depth) for spec in policy]
-        chosen = find_prompts(prompts, found.demo, "train", 32)
-        pair = models.open(found)
-        settings = Settings(temperature, shaping=shaping)
-        if not quiet:
-            say_defaults(pair, settings)
-        if through is not None and (sets := settings.for_pair(pair).shaping.to_dict()):
-            raise InputError(
-                f"--through vllm: expected no sampling defaults of the target, not {', '.join(sets)}; give "
-                "--no-model-defaults"
-            )
-        ids = fitting(chosen, pair, 1, chat, long)[1]
-        shared: dict[str, Any] = {
-            "depth": depth,
-            "temperature": temperature,
-            "batch": sizes,
-            "policies": rules,
-            "effort": Effort(budget, repetitions=repeats),
-            "facts": facts(pair),
-            "progress": progress,
-        }
-        if through is not None:
-            from ...collect.engines.vllm_profile import measure_vllm
-
-            measured = measure_vllm(found.target, pair.draft_name, ids, **_of_pair(pair), **shared)
-        else:
-            measured = measure_profile(pair, ids, tree=tree, shaping=shaping, verification=verification, **shared)
-    with uninterrupted:  # a signal leaves both files or neither
-        measured.save(out)
-        save_config(saved.parent, saved.name)
-    if measured.noise is not None and measured.noise.is_noisy:
-        say(f"warning: {measured.noise.text}")
-    if len(parse_spec(pair.drafter)) > 1:
-        say(
-            f"warning: {pair.drafter}: a draft step has one price here, whichever drafts, nearest to that of the one that "
-            "drafts most on these prompts; `specstop combine` prices each by a profile of its own"
-        )
-    _show(out, json)
-    if not json:
-        where = ("--for", through) if through else ()
-        rule = ("--rule", "gain") if tree else ()
-        next_step("train", "--traces", "TRACES", "--profile", out, *where, *rule, "--out", "policy")
-
-
-def _add_policies(
-    known: Path | None,
-    specs: list[str],
-    out: Path | None,
-    prompts: Path | None,
-    models: Models,
-    chat: bool,
-    long: str,
-    overwrite: bool,
-    json: bool,
-    quiet: bool,
-) -> None:
-    """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
-    from ...decode.verify.conditions import warn_other_profile
+    Example: specstop profile --target T --draft D --prompts train.jsonl --out profile.json
+    """
     from ...policies.files import prepare_output_file
     from ...policies.profile import MARK, Profile
     from ...policies.registry import load_policy
 
+    # Everything is validated before torch is imported and a model is loaded.
+    sizes = options.batch_sizes(batch)
+    if through not in (None, "vllm"):
+        raise InputError(f"--through: expected vllm, not {through!r}")
+    if through and (tree or sampling.values() or verification != "auto"):
+        raise InputError("--through vllm: expected chains; leave out --tree, --verification and --sampling")
+    if out is None and profile is None:
+        raise InputError("--out: expected a JSON file for the profile")
+    if profile is not None and not policy:
+        raise InputError("--profile: expected --policy with it, whose decisions are added to the profile")
+    known = None if profile is None else Profile.load(profile)
+    rules = [load_policy(spec).limited(depth if known is None else known.max_depth) for spec in policy]
+    path = profile if out is None else prepare_output_file(out, MARK, overwrite=overwrite)
+    assert path is not None
+    saved = path.with_name(path.name + ".run.yaml")
     if known is None:
-        raise InputError("--add-policy: expected the profile to add to; give it with --profile")
-    costs = Profile.load(known)
-    place = known if out is None else prepare_output_file(out, MARK, overwrite=overwrite)
-    try:
-        rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
-    except PolicyError as error:
-        raise PolicyError(error.command_line.replace("--policy", "--add-policy", 1)) from None
-    with progress_bars(quiet or json) as progress:
-        found = models.find(progress)
-        pair = models.open(found)
-        warn_other_profile(costs, "this pair plays", drafter=pair.drafter)
-        tokens = fitting(find_prompts(prompts, found.demo, "train", 32), pair, 1, chat, long)[1]
-        timed = _decisions(costs, pair, found, rules, tokens)
-    silent = {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}
-    told = f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
-    if len(silent) == len({rule.name for rule in rules}):
-        raise InputError(told)
-    if silent:
-        say(f"warning: {told}")
-    costs.with_measured_decisions(timed).save(place)
-    _show(place, json)
+        prepare_output_file(saved, b"command: profile", overwrite=True)
+    prompts = source.read(models, "train", PROMPT_LIMIT)
+    with progress_bars(quiet) as progress:
+        paths = models.find(progress)
+        pair = models.open(paths)
+        if known is not None:
+            tokens = source.encode(prompts, pair, 1)[1]
+            _add_decisions(known, pair, paths, rules, tokens).save(path)
+        else:
+            from ...collect.facts import facts
+            from ...decode.profile import measure_profile
+            from ...decode.profile.measuring import Effort
+            from ...decode.settings import Settings
+
+            settings = Settings(temperature, shaping=sampling.params())
+            if not quiet:
+                options.print_model_defaults(pair, settings)
+            if through and (defaults := settings.for_pair(pair).shaping.to_dict()):
+                raise InputError(
+                    f"--through vllm: expected no sampling defaults of the target, not {', '.join(defaults)}; give "
+                    "--sampling model_defaults=false"
+                )
+            ids = source.encode(prompts, pair, 1)[1]
+            shared: dict[str, Any] = {
+                "depth": depth, "temperature": temperature, "batch": sizes, "policies": rules,
+                "effort": Effort(budget, repetitions=repeats), "facts": facts(pair), "progress": progress,
+            }  # fmt: skip
+            if through:
+                from ...collect.engines.vllm_profile import measure_vllm
+
+                measured = measure_vllm(paths.target, pair.draft_name, ids, **_engine_options(pair), **shared)
+            else:
+                measured = measure_profile(
+                    pair, ids, tree=tree, shaping=settings.shaping, verification=verification, **shared
+                )
+            with uninterrupted:  # both files are written, or neither
+                measured.save(path)
+                options.save_config(saved)
+            if measured.noise is not None and measured.noise.is_noisy:
+                say(f"warning: {measured.noise.text}")
+    described = describe_profile(path)
+    table(str(path), ("what", "value"), flat(described))
+    if known is None:
+        host = ("--for", through) if through else ()
+        rule = ("--rule", "gain") if tree else ()
+        next_step("train", "--traces", "TRACES", "--profile", path, *host, *rule, "--out", "policy")
 
 
-def _decisions(
-    costs: Profile, pair: Pair, found: Found, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+def _add_decisions(
+    costs: Profile, pair: Pair, paths: options.ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+) -> Profile:
+    """Return a profile with the decisions of policies timed on this machine."""
+    from ...decode.verify.conditions import warn_other_profile
+
+    warn_other_profile(costs, "this pair plays", drafter=pair.drafter)
+    timed = _time_decisions(costs, pair, paths, rules, tokens)
+    untimed = {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}
+    message = f"--policy: {', '.join(sorted(untimed))} decided nothing in these texts, so no costs are added"
+    if len(untimed) == len({rule.name for rule in rules}):
+        raise InputError(message)
+    if untimed:
+        say(f"warning: {message}")
+    return costs.with_measured_decisions(timed)
+
+
+def _time_decisions(
+    costs: Profile, pair: Pair, paths: options.ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
 ) -> Measurements:
-    """Return the timings of decisions where the profile was measured: inside vLLM, or in the loop."""
+    """Return the times of decisions where the profile was measured: inside vLLM, or in the decoding loop."""
     if str(costs.facts.get("engine", "")).startswith("vllm "):
         from ...collect.engines.vllm_profile import measure_vllm_decisions
         from ...decode.profile.decisions import largest_batch
 
         return measure_vllm_decisions(
-            found.target,
-            pair.draft_name,
-            tokens,
-            rules,
-            depth=costs.max_depth,
-            temperature=costs.temperature,
-            most=largest_batch(costs),
-            **_of_pair(pair),
-        )
+            paths.target, pair.draft_name, tokens, rules, depth=costs.max_depth, temperature=costs.temperature,
+            most=largest_batch(costs), **_engine_options(pair),
+        )  # fmt: skip
     from ...decode.profile import loop_decisions
     from ...decode.settings import Settings
+    from ...decode.topology import chain
+    from ...decode.verify.modes import check_mode, find_mode
     from ...decode.verify.sampling import SamplingParams
 
-    shaping, mode = SamplingParams.from_dict(costs.shaping), _verification(costs, rules)
+    verification = costs.verification or "auto"
+    try:
+        for rule in rules if costs.verification else ():
+            check_mode(find_mode(verification, costs.temperature), rule, chain(costs.max_depth))
+    except PolicyError:  # a policy does not support the mode of the profile
+        verification = "auto"
     settings = Settings(
-        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification=mode
-    )
+        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, verification=verification,
+        shaping=SamplingParams.from_dict(costs.shaping),
+    )  # fmt: skip
     return loop_decisions(pair, rules, tokens, settings, costs)
 
 
-def _verification(costs: Profile, rules: Sequence[StopPolicy]) -> str:
-    """Return the mode that the profile was measured under; `auto` where it is not told, or refuses one of the policies."""
-    from ...decode.topology import chain
-    from ...decode.verify.modes import check_mode, find_mode
-
-    if not costs.verification:
-        return "auto"
-    try:
-        for rule in rules:
-            check_mode(find_mode(costs.verification, costs.temperature), rule, chain(costs.max_depth))
-    except PolicyError:
-        return "auto"
-    return costs.verification
-
-
-def _of_pair(pair: Pair) -> dict[str, Any]:
-    """Return what vLLM is told of a pair beside its names."""
+def _engine_options(pair: Pair) -> dict[str, Any]:
     dtype = str(pair.target.dtype).removeprefix("torch.")
     return {"drafter": pair.drafter, "readable": pair.readable, "dtype": dtype}
-
-
-def _show(path: Path, json: bool) -> None:
-    from .info import _profile
-
-    described = _profile(path)
-    if json:
-        print_json(described)
-    else:
-        table(str(path), ("what", "value"), flat(described))

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError
-from ..common import flat
-from ..console.output import next_step, output, print_json, progress_bars, table
-from ..console.streams import say
-from ..options.config import config_saved
-from ..options.shared import Json, Out, Overwrite, ProfileFile, Quiet, Seed
-from ..options.training import Training
+from ..options import Json, Out, Overwrite, ProfileFile, Quiet, Seed, config_saved
+from ..output import flat, next_step, output, print_json, progress_bars, say, table
+from ..training import Training
 
 if TYPE_CHECKING:
     from ...policies.display import Progress
@@ -112,7 +109,10 @@ def train(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a stop head on traces and save it as a policy folder."""
+    """Fit a stop head on traces and save it as a policy folder.
+
+    Example: specstop train --traces traces --profile profile.json --out policy
+    """
     from ...policies.profile import Profile
 
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
@@ -184,7 +184,10 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
             names = list(rows[0])
             shown = [name for name in names if any(row.get(name) is not None for row in rows)]
             table(
-                title, [name.replace("_", " ") for name in shown], [[_cell(row.get(n)) for n in shown] for row in rows]
+                title,
+                [name.replace("_", " ") for name in shown],
+                [[_cell(row.get(n)) for n in shown] for row in rows],
+                wide=True,
             )
     ratio = metrics.get("held_out_ratio_to_best_fixed", 1.0)
     if ratio < 1.0:

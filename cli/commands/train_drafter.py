@@ -7,26 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import find_prompts, flat
-from ..console.output import next_step, output, print_json, progress_bars, table
-from ..options.config import config_saved
-from ..options.models import Models
-from ..options.prompts import Chat, Long
-from ..options.shared import (
+from ..options import (
     Device,
     DeviceMap,
     Dtype,
     Json,
-    Limit,
     MaxNewTokens,
+    Models,
     Out,
     Overwrite,
-    Prompts,
+    PromptSource,
     Quiet,
     Seed,
     Target,
+    config_saved,
 )
-from ..options.training import Training
+from ..output import flat, next_step, output, print_json, progress_bars, table
+from ..training import Training
 
 if TYPE_CHECKING:
     from ...decode.drafters.folder import TrainedDrafter
@@ -38,9 +35,7 @@ def train_drafter(
     kind: Annotated[
         str, typer.Option(help="medusa, hydra (heads), ctc, or layer (one autoregressive transformer layer).")
     ],
-    prompts: Prompts = None,
-    chat: Chat = False,
-    long: Long = "skip",
+    source: PromptSource,
     target: Target = None,
     depth: Annotated[int, typer.Option(help="Number of tokens that it learns to propose.")] = 4,
     max_new_tokens: MaxNewTokens = 128,
@@ -48,7 +43,6 @@ def train_drafter(
         float, typer.Option(help="Sampling temperature of half of the target's texts; the other half is greedy.")
     ] = 0.7,
     training: Training,
-    limit: Limit = None,
     seed: Seed = 0,
     device: Device = "cpu",
     device_map: DeviceMap = None,
@@ -57,28 +51,29 @@ def train_drafter(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a drafter on the target's own texts and hidden states, and save it as a folder."""
+    """Fit a drafter on the target's own texts and hidden states, and save it as a folder.
+
+    Example: specstop train-drafter --target T --prompts train.jsonl --kind medusa --out drafter
+    """
     options = training.fit_options()
-    from ...collect.prompts.read import apply_chat_template
     from ...train.drafters.run import check_asked, train_drafter as run
 
     check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
     with progress_bars(quiet or json) as progress, config_saved(out):
-        # As for lookup, no draft model stands beside the target; that of the shipped pair is left alone.
-        found = Models(target, drafter="lookup").find(progress)._replace(draft=None)
-        chosen = find_prompts(prompts, found.demo, "train", limit)
-        pair = Models(device=device, device_map=device_map, dtype=dtype, engine="plain").open(found)
+        models = Models(target, None, "lookup", device, device_map, dtype)  # without a draft model
+        prompts = source.read(models, "train")
+        pair = models.open(models.find(progress), "plain")
         trained = run(
-            pair, apply_chat_template(chosen, pair.tokenizer) if chat else chosen, out, kind,
+            pair, source.apply_template(prompts, pair), out, kind,
             depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, fit_options=options,
-            long=long, overwrite=overwrite, progress=progress,
+            overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:
         print_json(dict(trained.metrics))
         return
     show_drafter(trained, out)
     # The shipped pair brings prompts of its own.
-    told = ("PROMPT", "--target", target, *(("--chat",) if chat else ())) if target else ()
+    told = ("PROMPT", "--target", target, *(("--chat",) if source.chat else ())) if target else ()
     next_step("decode", *told, "--drafter", f"{kind}:{out}")
 
 

@@ -6,7 +6,7 @@
 
 Every so many requests, and whenever there is nothing to do, their rounds become a file of the folder `traces`, there whole or
 not at all; any number of processes may write into it. A process that is killed loses what is not in a file yet.
-`collect --from-vllm FOLDER` makes one live trace of all files.
+`specstop import FOLDER` makes one live trace of all files.
 """
 
 from __future__ import annotations
@@ -199,17 +199,17 @@ def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> T
     prepare_output_dir(out, overwrite=overwrite, inputs=[folder])
     paths = sorted(folder.glob("*.parquet"))
     if not paths:
-        raise InputError(f"--from-vllm: expected files that RecordingProposer wrote in {folder}, but there are none")
+        raise InputError(f"path: expected files that RecordingProposer wrote in {folder}, but there are none")
     tables, headers, count = [], [], 0
     for path in paths:
         try:
             table = pq.read_table(path)
             headers.append(Header.from_json((table.schema.metadata or {})[HEADER_KEY], str(path)))
         except (OSError, KeyError, pa.ArrowException) as error:
-            raise InputError(f"--from-vllm: {path} is no file of rounds: {type(error).__name__}: {error}") from None
+            raise InputError(f"path: {path} is no file of rounds: {type(error).__name__}: {error}") from None
         if headers[-1].differences(headers[0]):
             raise InputError(
-                f"--from-vllm: {path.name} and {paths[0].name} are of servers that were told different things; give each "
+                f"path: {path.name} and {paths[0].name} are of servers that were told different things; give each "
                 "a folder of its own"
             )
         # Each file counts its texts by itself.

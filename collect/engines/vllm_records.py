@@ -58,7 +58,7 @@ def import_vllm(
     steps = [count for record in records for count in record.drafted]
     depth = max(steps, default=0)
     if not depth:
-        raise InputError(f"--from-vllm: {file} has no step that drafted a token; there is nothing to learn from it")
+        raise InputError(f"path: {file} has no step that drafted a token; there is nothing to learn from it")
     lengths = _lengths(records)
     header = Header(
         target=target,
@@ -92,11 +92,11 @@ def import_vllm(
 
 def _records(file: Path) -> list[_Record]:
     if not file.is_file():
-        raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")
+        raise InputError(f"path: expected a JSON Lines file, but {file} does not exist or is no file")
     names = SampleNames()
-    records = [_Record(line, where, names) for where, line in lines(file, "--from-vllm")]
+    records = [_Record(line, where, names) for where, line in lines(file, "path")]
     if not records:
-        raise InputError(f"--from-vllm: {file} is empty")
+        raise InputError(f"path: {file} is empty")
     warn_sample_ids([record.name for record in records if not record.sample])
     return records
 
@@ -125,26 +125,24 @@ class _Record:
             self.tokens, self.ends = generated or 1 + sum(self.accepted) + len(self.accepted), generated > 0
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError(
-                f"--from-vllm: {where}: expected a response with metrics.speculative_decoding "
+                f"path: {where}: expected a response with metrics.speculative_decoding "
                 f"(`vllm serve --per-request-spec-decode-metrics detailed`): {type(error).__name__}: {error}"
             ) from None
         if len(self.accepted) != len(self.drafted) or any(
             not 0 <= a <= d for a, d in zip(self.accepted, self.drafted, strict=False)
         ):
-            raise InputError(f"--from-vllm: {where}: steps accept more than they drafted, or their numbers differ")
+            raise InputError(f"path: {where}: steps accept more than they drafted, or their numbers differ")
         if total != sum(self.drafted):
             raise InputError(
-                f"--from-vllm: {where}: expected {len(self.drafted)} steps of {max(self.drafted, default=0)} drafted tokens, "
+                f"path: {where}: expected {len(self.drafted)} steps of {max(self.drafted, default=0)} drafted tokens, "
                 f"but they drafted {total} in all, and not how many each; record with "
                 "`--per-request-spec-decode-metrics detailed`, or leave the line out"
             )
         if max(self.drafted, default=0) >= MAX_ROWS or not all(0 <= n < 2**31 for n in (self.prompt, self.tokens)):
-            raise InputError(
-                f"--from-vllm: {where}: expected steps of less than {MAX_ROWS} tokens, and texts of 0 to 2^31"
-            )
+            raise InputError(f"path: {where}: expected steps of less than {MAX_ROWS} tokens, and texts of 0 to 2^31")
         self.name, self.sample = names.assign(raw.get("id"), raw.get("prompt_id"), raw.get("sample"), where)
         if not is_text(self.name + self.sample):
-            raise InputError(f"--from-vllm: {where}: the id has {SURROGATE}")
+            raise InputError(f"path: {where}: the id has {SURROGATE}")
 
     @property
     def anchor(self) -> Array:
@@ -210,7 +208,7 @@ def _lengths(records: Sequence[_Record]) -> str:
     if kind == DEPENDENT:
         limit = drafted[~cut].min(initial=drafted.max())
         warnings.warn(
-            f"--from-vllm: draft lengths depend on acceptance (p = {p_value:.1g}, level {LEVEL:g}), so that acceptance "
+            f"path: draft lengths depend on acceptance (p = {p_value:.1g}, level {LEVEL:g}), so that acceptance "
             f"beyond depth {limit}, which every step drafted, is not identified; record drafts of one length, or of random "
             "lengths",
             SpecstopWarning,

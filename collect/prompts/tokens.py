@@ -6,13 +6,14 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
-
-from ...decode.run import warn_two_bos
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import SURROGATE, is_text
 from ..work import stream_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LONG = ("skip", "left", "right", "refuse")
 """What becomes of prompts that are too long."""
@@ -104,6 +105,8 @@ def fit(
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
             raise InputError(f"--prompts: prompt {prompt.id!r} has 0 tokens; expected 1 to {room}")
+    from ...decode.run import warn_two_bos  # imports torch, which invalid prompts should not wait for
+
     warn_two_bos(encoded, tokenizer)
     longer = [f"{p.id!r} has {len(ids)}" for p, ids in zip(prompts, encoded, strict=True) if len(ids) > room]
     if not longer:

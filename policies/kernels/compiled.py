@@ -2,6 +2,8 @@
 
 Kernels are serial because `parallel=True` changes the order of sums and its threads do not survive a fork. With one
 signature numba refuses other types instead of compiling a second version in the middle of a round.
+
+A kernel is compiled when it is first called or when `kernels.load` compiles it, because importing numba takes 0.4 s.
 """
 
 from __future__ import annotations
@@ -10,15 +12,12 @@ import contextlib
 import functools
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar, cast
 
-import llvmlite
-import numba
 import numpy as np
-from numba.core.caching import FunctionCache, IndexDataCacheFile
-from numba.core.typeinfer import register_dispatcher
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -32,9 +31,49 @@ MAX_STALE = 4
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
+class Kernel:
+    """A function that is compiled when it is first called. The result replaces it in the module of the function.
+
+    Args:
+        function: calls only functions of numba and other kernels, which are global names of its module.
+        build: compiles the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], build: Callable[[Callable[..., Any]], Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._build = function, build
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the compiled function."""
+        return self.compiled(*args)
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The compiled function, a dispatcher of numba."""
+        names = self._function.__globals__
+        for name in _global_names(self._function.__code__):  # numba reads the functions that this one calls from there
+            if isinstance(names.get(name), Kernel):
+                names[name] = names[name].compiled
+        compiled = self._build(self._function)
+        if names.get(self._function.__name__) is self:
+            names[self._function.__name__] = compiled
+        return compiled
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and its nested functions read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
 @functools.cache
 def _source_hash(folder: Path) -> str:
     """Return a hash of the compiler's version, of this package, and of the Python files in a folder."""
+    import llvmlite
+    import numba
+
     package = Path(__file__).parent
     sources = {*package.glob("*.py"), *folder.glob("*.py"), *(package.parent / name for name in CONSTANTS)}
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
@@ -43,24 +82,25 @@ def _source_hash(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class _KernelCache(FunctionCache):
-    """Numba's cache of one function, in a subfolder with the hash of all sources as its name.
+def _kernel_cache(function: Callable[..., Any]) -> Any:
+    """Return numba's cache of one function, in a subfolder with the hash of all sources as its name.
 
     Numba discards a cached kernel if its source file has changed, but not if a function or a constant of another file has.
     """
+    from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)  # type: ignore[no-untyped-call]
-        folder = Path(self._cache_path) / f"specstop-{_source_hash(Path(function.__code__.co_filename).parent)}"
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):  # another process may remove the same folders
-                others = sorted({*folder.parent.glob("specstop-*")} - {folder}, key=lambda path: path.stat().st_mtime)
-                for stale in others[:-MAX_STALE]:
-                    shutil.rmtree(stale, ignore_errors=True)
-        self._cache_path = str(folder)
-        stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
+    cache: Any = FunctionCache(function)  # type: ignore[no-untyped-call]
+    folder = Path(cache._cache_path) / f"specstop-{_source_hash(Path(function.__code__.co_filename).parent)}"
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # another process may remove the same folders
+            others = sorted({*folder.parent.glob("specstop-*")} - {folder}, key=lambda path: path.stat().st_mtime)
+            for stale in others[:-MAX_STALE]:
+                shutil.rmtree(stale, ignore_errors=True)
+    cache._cache_path = str(folder)
+    stamp = cache._impl.locator.get_source_stamp()
+    cache._cache_file = IndexDataCacheFile(cache._cache_path, cache._impl.filename_base, stamp)
+    return cache
 
 
 def kernel(signature: str) -> Callable[[_Function], _Function]:
@@ -72,29 +112,38 @@ def kernel(signature: str) -> Callable[[_Function], _Function]:
         signature: such as "void(boolean[::1], float64[:,::1])"; arrays are C-contiguous.
     """
 
-    def build(function: _Function) -> _Function:
+    def build(function: Callable[..., Any]) -> Any:
+        import numba
+        from numba.core.typeinfer import register_dispatcher
+
         try:
             dispatcher = numba.njit(**_OPTIONS)(function)
-            dispatcher._cache = _KernelCache(function)
+            dispatcher._cache = _kernel_cache(function)
             with register_dispatcher(dispatcher):
                 dispatcher.compile(signature)
             dispatcher.disable_compile()
-            return cast(_Function, dispatcher)
+            return dispatcher
         except (RuntimeError, OSError):  # the cache cannot be written: compile again in each process
-            return cast(_Function, numba.njit(signature, **_OPTIONS)(function))
+            return numba.njit(signature, **_OPTIONS)(function)
 
-    return build
+    return lambda function: cast(_Function, Kernel(function, build))
+
+
+def _build_part(function: Callable[..., Any], **options: Any) -> Any:
+    import numba
+
+    return numba.njit(**options, **_OPTIONS)(function)
 
 
 def kernel_part(function: _Function) -> _Function:
     """Compile a function that kernels call."""
-    return cast(_Function, numba.njit(**_OPTIONS)(function))
+    return cast(_Function, Kernel(function, _build_part))
 
 
 def any_order(function: _Function) -> _Function:
     """Compile a part of kernels that only compares numbers, which may be reordered without changing the result."""
     # Without "ninf": infinities are masked logits.
-    return cast(_Function, numba.njit(fastmath={"reassoc", "nsz", "nnan"}, **_OPTIONS)(function))
+    return cast(_Function, Kernel(function, functools.partial(_build_part, fastmath={"reassoc", "nsz", "nnan"})))
 
 
 @kernel_part

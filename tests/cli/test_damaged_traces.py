@@ -205,7 +205,7 @@ def test_ids_and_names_reach_no_terminal_as_they_are(
     full_profile.save(tmp_path / "profile.json")
     report = tmp_path / "report"
     for command in (
-        ("info", folder), ("info", folder, "--json"), ("merge", folder),
+        ("info", folder), ("info", folder, "--json"), ("info", folder, "--check"),
         ("evaluate", "--traces", folder, "--profile", tmp_path / "profile.json", "--out", report),
     ):  # fmt: skip
         answer = cli(*command)

@@ -18,7 +18,7 @@ from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
-from specstop.train.report.comparing.read import read_report
+from specstop.train.evaluate.report_comparison import read_report
 
 TWICE = '{"kind": "any", "slope": 1, "slope": 2}'
 

@@ -231,9 +231,8 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "a configuration that is a list": (lambda p: [*p.collect, "--config", p / "list.yaml"], "expected a mapping"),
     "a configuration that is no YAML": (lambda p: [*p.collect, "--config", p / "noyaml.yaml"], "is not YAML"),
     "a configuration of another command": (lambda p: [*p.collect, "--config", p / "other.yaml"], "`specstop decode`"),
-    "a setting without a value": (lambda p: [*p.collect, "--set", "depth"], "--set: expected key=value, not 'depth'"),
-    "an unknown setting": (lambda p: [*p.train, "--set", "haed=mlp"], "did you mean 'head'?"),
-    "a setting that is no YAML": (lambda p: [*p.train, "--set", "feature=[top1"], "--set"),
+    "a parameter without a value": (lambda p: [*p.collect, "--extra", "shards"], "--extra: expected key=value"),
+    "an unknown parameter": (lambda p: [*p.decode, "--sampling", "topp=1"], "did you mean 'top_p'?"),
     "info of nothing": (lambda p: ["info", p / "nowhere"], "is none of them"),
     "info of a prompt file": (lambda p: ["info", p / "prompts.jsonl"], "prompts.jsonl"),
 }  # fmt: skip

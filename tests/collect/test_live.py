@@ -24,7 +24,8 @@ from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
-from specstop.train.off_policy.estimate import estimate_offline
+from specstop.train.evaluate.importance import importance_estimate
+from specstop.train.replay.log import scaled
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from trace_rows import numpy_rows
@@ -157,8 +158,9 @@ def test_a_policy_without_costs_goes_by_the_profile_that_it_is_recorded_with(
     rows = [trace_arrays(trace) for trace in (bare, known)]
     assert torch.equal(rows[0].tokens, rows[1].tokens) and torch.equal(rows[0].accepted, rows[1].accepted)
     assert bare.header.facts["profile"] == known.header.facts["profile"]
-    with pytest.raises(TraceError, match=r"logging_policy: .* which they do not hold"):
-        estimate_offline(bare, FixedLength(1), profile, logging=SmartSpec(max_depth=3))
+    for costs, is_replayable in ((profile, True), (scaled(profile, draft=100.0), False)):
+        found = importance_estimate(bare, FixedLength(1), costs, recorded=SmartSpec(max_depth=3))
+        assert any("stops elsewhere" in caveat for caveat in found.caveats) is not is_replayable
 
 
 def test_exploring_leaves_the_other_rounds_and_the_text_as_they_are(

@@ -152,7 +152,7 @@ def test_policies_are_named_as_on_the_command_line(
 
 
 def test_verification_has_one_default_everywhere() -> None:
-    from specstop.cli.app import app
+    from specstop.cli.main import app
 
     defaults = {Settings().verification}
     for function in (collect, specstop_generate, measure_profile):

@@ -91,7 +91,7 @@ def unpriced_finding(unpriced: Sequence[UnpricedPolicy], profile: Profile, heade
     engine = str(profile.facts.get("engine", ""))
     where = f", outside {engine}" if engine.startswith("vllm ") else ""
     prices = [f"{one.policy.cost_name} ({one.source}{where}: {1e6 * one.price:.0f} us each)" for one in unpriced]
-    options = [word for one in unpriced for word in ("--add-policy", one.policy.source or one.policy.shown_name)]
+    options = [word for one in unpriced for word in ("--policy", one.policy.source or one.policy.shown_name)]
     others = ["--profile", profile.source or "profile.json", *pair_options(header), "--prompts", "PROMPTS"]
     command = shlex.join(map(str, ["specstop", "profile", *options, *others]))
     return (f"The profile does not price the decisions of {', '.join(prices)}; `{command}` adds them to it",)

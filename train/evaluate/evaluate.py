@@ -40,16 +40,18 @@ from ..replay.traces.checking import (
     require_disjoint_prompts,
     tell_other_rounds,
 )
-from ..report.whatif.sweep import sweep as run_sweep
-from ..report.writing.files import write_report
 from .analysis import Entry, Replays, acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
 from .comparison import Compared, Comparison, Counts, Job, Setting
 from .decision_costs import unpriced_finding, with_prices
+from .importance import importance_section
 from .pricing import Priced, ProfileBootstrap
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
+from .report import write_report
+from .report_comparison import compare_reports, read_report
 from .single_rounds import compare_rounds
 from .statistics import Resamples, form_clusters
+from .sweep import sweep as run_sweep
 from .verdict import answer, doubts, findings, remedy
 
 HUGGING_FACE = 0.4
@@ -68,6 +70,7 @@ def evaluate(
     achievable: bool = False,
     detailed: bool | None = None,
     sweep: bool = False,
+    compare: str | Path | None = None,
     batch: Sequence[int] = (),
     arrivals: Arrivals = at_once,
     cluster: str = "prompt",
@@ -95,6 +98,7 @@ def evaluate(
             above it beyond its interval is a finding.
         detailed: compute `Report.details`; by default if there is an `out`.
         sweep: add from which cost of a draft step each policy pays.
+        compare: folder or report.json of an earlier report: add what has changed.
         batch: also compare the policies with so many texts side by side, at each of these sizes.
         arrivals: returns the arrival times of so many requests in these batches (`replay.arrivals`).
         cluster: what intervals resample: "prompt" (with all its samples) or "group".
@@ -117,7 +121,7 @@ def evaluate(
     candidates = as_policies(policies)
     for policy in candidates:
         validate_policy(policy)
-    candidates = _with_names(candidates)
+    candidates = label_policies(candidates)
     names = [policy.shown_name for policy in candidates]
     if primary and primary not in names:
         raise InputError(
@@ -128,6 +132,7 @@ def evaluate(
     if training is not None:
         check_training_traces(training, trace)
     tell_other_rounds(profile, trace.header)
+    earlier = None if compare is None else read_report(compare)
     if out is not None:
         inputs = [trace.folder, training and training.folder, profile.source, *(policy.source for policy in candidates)]
         prepare_output_dir(out, overwrite=overwrite, inputs=[path for path in inputs if path])
@@ -148,13 +153,12 @@ def evaluate(
     costs = ProfileBootstrap(profile, seed)
     setting = Setting(arrays, costs, clusters, primary, seed, progress)
     compared = compare_rounds(setting, jobs) if is_live else _compare_texts(setting, jobs, achievable)
-    report = _report(trace, setting, compared, out is not None if detailed is None else detailed)
+    detailed = out is not None or earlier is not None if detailed is None else detailed
+    report = _report(trace, setting, compared, detailed)
     if sweep and not is_live:
-        swept = run_sweep(
-            trace, profile, candidates, train_traces=training, seed=seed, progress=progress, draws=costs,
-            clusters=clusters, allow_overlap=True, primary=primary,
-        )  # fmt: skip
-        report.details["sweep"] = swept.to_dict()
+        report.details["sweep"] = run_sweep(
+            arrays, candidates, costs, clusters, tuning=tuning, primary=primary, seed=seed, progress=progress
+        )
     if batch:
         estimate = None
         if achievable:
@@ -166,6 +170,10 @@ def evaluate(
             arrays, [(job.name, job.policy) for job in jobs], profile, batch, arrivals=arrivals, estimate=estimate,
             clusters=clusters, primary=primary, seed=seed, progress=progress,
         )  # fmt: skip
+    if (estimates := importance_section(trace, candidates, profile, seed)) is not None:
+        report.details["importance"] = estimates
+    if earlier is not None:
+        report.details["comparison"] = compare_reports(earlier, report.to_dict(), seed=seed).section()
     failures = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in failed.items()]
     warnings = (*failures, *report.findings, *unpriced_finding(unpriced, profile, trace.header))
     report = dataclasses.replace(report, findings=warnings, failed=tuple(failed.values()))
@@ -174,7 +182,7 @@ def evaluate(
     return report
 
 
-def _with_names(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
+def label_policies(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
     """Return copies of the policies, labelled with their spec, or with the name of a policy that has a folder.
 
     A name that several policies have is followed by the folder.

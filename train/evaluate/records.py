@@ -155,16 +155,10 @@ class Report:
         return pd.DataFrame(self.table)
 
     def plot(self) -> Figure:
-        """Return a figure of the speed by fixed length and of every policy against the best fixed length."""
-        from matplotlib.figure import Figure
+        """Return a figure of the speed of every policy against the best fixed length."""
+        from .plots import gains
 
-        from ..report.drawing.plot import fixed_panel, policy_panel
-
-        figure = Figure(figsize=(11, 4.4), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
-        fixed_panel(left, self)
-        policy_panel(right, self)
-        return figure
+        return gains(self.to_dict()["lines"]).figure
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         head = ("policy", "tokens/s", "vs best fixed [95%]", "verdict")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...policies.display import markdown_table
 from ...policies.errors import TraceError
 from ..replay.known_lengths import ReplayedRuns, draft_bound, replay_lengths
 from ..replay.traces.arrays import TraceArrays
-from ..report.whatif.records import markdown_table
 from .folder import Export, Written, caveats, drafter_caveat
 from .page import alone_table, page_text, policy_loss
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...decode.benchmark import Ratio
-from ..report.whatif.records import markdown_table
+from ...policies.display import markdown_table
 
 FIGURES = "figures.json"
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from ...decode.benchmark import Ratio
 from ...decode.engines.sglang import KEY, rule_entry
+from ...policies.display import markdown_table
 from ..evaluate.statistics import Resamples, Values
 from ..replay.traces.arrays import TraceArrays, typical_context
-from ..report.whatif.records import markdown_table
 from .by_batch import WORTH, FixedBatches, choose_lengths
 from .folder import Export, Written, caveats, drafter_caveat, find_sizes
 from .lockstep import Steps, lockstep

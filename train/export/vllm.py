@@ -18,7 +18,7 @@ import torch
 from ...collect.pair_options import draft_of, drafter_of
 from ...collect.schema import Header
 from ...decode.drafters.lookup import LONGEST
-from ..report.whatif.records import markdown_table
+from ...policies.display import markdown_table
 from .acceptance import fit_acceptance
 from .by_batch import FixedBatches, choose_lengths
 from .folder import Export, Written, caveats, find_sizes

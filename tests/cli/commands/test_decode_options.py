@@ -30,7 +30,7 @@ def loaded_once() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def models(pair_folder: Path) -> list[str]:
     return ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float64",
-            "--engine", "compact", "--max-new-tokens", "14"]  # fmt: skip
+            "--max-new-tokens", "14"]  # fmt: skip
 
 
 def decoded(models: list[str], *options: object, prompts: list[str] = PROMPTS) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def test_the_mode_follows_the_tree_unless_one_is_named(models: list[str]) -> Non
 def test_the_help_says_which_modes_are_lossy() -> None:
     text = " ".join(cli("decode", "--help").out.replace("│", " ").split())
     assert "typical: LOSSY" in text
-    for option in ("--tree", "--verification", "--drafter", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
-                   "--no-repeat-ngram", "--min-new-tokens", "--stop"):  # fmt: skip
+    for option in ("--tree", "--verification", "--drafter", "--sampling", "top_k", "top_p", "min_p",
+                   "repetition_penalty", "no_repeat_ngram", "min_new_tokens", "--stop"):  # fmt: skip
         assert option in text
 
 
@@ -116,12 +116,12 @@ def test_lookup_asks_no_draft_model(
 
 
 OPTIONS: dict[str, list[object]] = {
-    "top-k": ["--top-k", 2],
-    "top-p": ["--top-p", 0.4],
-    "min-p": ["--min-p", 0.6],
-    "repetition": ["--repetition-penalty", 2.5],
-    "n-gram": ["--no-repeat-ngram", 1],
-    "min-new": ["--min-new-tokens", 14],
+    "top-k": ["--sampling", "top_k=2"],
+    "top-p": ["--sampling", "top_p=0.4"],
+    "min-p": ["--sampling", "min_p=0.6"],
+    "repetition": ["--sampling", "repetition_penalty=2.5"],
+    "n-gram": ["--sampling", "no_repeat_ngram=1"],
+    "min-new": ["--sampling", "min_new_tokens=14"],
 }
 
 
@@ -201,12 +201,18 @@ BAD: dict[str, tuple[list[object], str]] = {
     "drafter": (["--drafter", "modle"], "two such as suffix+model, not 'modle' (did you mean 'model'?)"),
     "drafter-path": (["--drafter", "medusa"], "layer:PATH, or two such as suffix+model, not 'medusa'"),
     "batch": (["--batch", "0"], "--batch: expected"),
-    "top-k": (["--top-k", -1], "--top-k: expected"),
-    "top-p": (["--top-p", 1.5], "--top-p: expected"),
-    "min-p": (["--min-p", -0.5], "--min-p: expected"),
-    "repetition": (["--repetition-penalty", 0], "--repetition-penalty: expected"),
-    "n-gram": (["--no-repeat-ngram", -1], "--no-repeat-ngram: expected"),
-    "min-new": (["--min-new-tokens", -1], "--min-new-tokens: expected"),
+    "top-k": (["--sampling", "top_k=-1"], "--sampling top_k: expected"),
+    "top-p": (["--sampling", "top_p=1.5"], "--sampling top_p: expected"),
+    "min-p": (["--sampling", "min_p=-0.5"], "--sampling min_p: expected"),
+    "repetition": (["--sampling", "repetition_penalty=0"], "--sampling repetition_penalty: expected"),
+    "n-gram": (["--sampling", "no_repeat_ngram=-1"], "--sampling no_repeat_ngram: expected"),
+    "min-new": (["--sampling", "min_new_tokens=-1"], "--sampling min_new_tokens: expected"),
+    "sampling twice": (
+        ["--sampling", "top_k=1", "--sampling", "top_k=2"],
+        "key=value with each key once",
+    ),
+    "sampling without a value": (["--sampling", "top_k"], "--sampling: expected key=value"),
+    "sampling of text": (["--sampling", "top_k=many"], "--sampling top_k: expected"),
     "stop": (["--stop", ""], "--stop: expected strings that are not empty"),
     "stop without letters": (["--stop", "w7"], "--stop: this pair's tokenizer cannot be searched"),
 }
@@ -233,20 +239,13 @@ def test_several_texts_stand_apart_and_quiet_writes_them_alone(models: list[str]
     assert "tokens/s" in plain.out
 
 
-def test_a_long_prompt_is_refused_or_cut_as_told(models: list[str]) -> None:
+def test_a_long_prompt_is_refused(models: list[str]) -> None:
     command = ["decode", " ".join(["w7"] * 200), *models, "--policy", "fixed:2", "--max-new-tokens", "4", "--quiet"]
     refused = cli(*command)
     assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
     assert refused.err.startswith("specstop: --prompts: 1 of 1 prompts have more than ")
-    cut = cli(*command, "--long", "left")
-    assert cut.code == 0
-    assert cut.out.startswith("w7 w7")
-    assert "have lost their beginning (--long)" in cut.err
 
 
-def test_a_policy_drafts_as_far_as_it_goes_unless_it_is_told(models: list[str]) -> None:
-    long = ["--policy", "fixed:24", "--max-new-tokens", 30]
-    deepest = {
-        depth: max(row[0] for row in decoded(models, *long, *depth)["acceptance"]) for depth in ((), ("--depth", 3))
-    }
-    assert deepest == {(): 24, ("--depth", 3): 3}
+def test_a_policy_drafts_up_to_its_own_limit(models: list[str]) -> None:
+    rows = decoded(models, "--policy", "fixed:24", "--max-new-tokens", 30)["acceptance"]
+    assert max(row[0] for row in rows) == 24

@@ -8,13 +8,6 @@ from pathlib import Path
 import pytest
 from commands import cli
 from conftest import make_prompts
-from specstop.collect.store.folder import Trace
-from specstop.decode.benchmark import Ratio
-from specstop.policies.fixed import FixedLength
-from specstop.policies.profile import Profile
-from specstop.train.drafters.choice import SureChoice
-from specstop.train.report.comparing import drafters
-from specstop.train.report.comparing.drafters import BothChoice
 
 
 @pytest.fixture(scope="module")
@@ -148,84 +141,3 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert answer.code == 2 and answer.out == ""
     assert answer.err.startswith(f"specstop: {why}") and answer.err.count("\n") == 1, answer.err
     assert not list(tmp_path.iterdir())
-
-
-def test_two_drafters_are_combined_from_traces_of_each(place: Path) -> None:
-    target, traces = ("--target", place / "target", "--max-new-tokens", "12", "--quiet"), {}
-    for drafter in ("suffix", "lookup"):
-        for side in ("train", "test"):
-            traces[drafter, side] = place / f"{drafter}-{side}"
-            prompts = ("--prompts", place / f"{side}.jsonl", "--depth", "2", "--temperature", "0.7")
-            answer = cli("collect", *target, "--drafter", drafter, *prompts, "--out", traces[drafter, side])
-            assert answer.code == 0, answer.err
-        measured = ("--prompts", place / "train.jsonl", "--depth", "2", "--repeats", "1", "--quiet")
-        answer = cli(
-            "profile", *target[:2], "--drafter", drafter, *measured, "--temperature", "0.7", "--out",
-            place / f"{drafter}.json",
-        )  # fmt: skip
-        assert answer.code == 0, answer.err
-    profiles = ("--first-profile", place / "suffix.json", "--other-profile", place / "lookup.json")
-    both = ("--first", traces["suffix", "train"], "--other", traces["lookup", "train"], *profiles)
-    test = ("--first-test", traces["suffix", "test"], "--other-test", traces["lookup", "test"])
-    answer = cli("combine", *both, *test, "--quiet")
-    assert answer.code == 0, answer.err
-    told = json.loads(cli("combine", *both, *test, "--json").out)
-    assert told["drafter"] in ("suffix", "lookup") or told["drafter"].startswith("suffix?sure=")
-    assert set(told["alone"]) == {"suffix", "lookup"} and set(told["tried"]) == {"fixed:1", "fixed:2"}
-    assert f"Draft with --drafter {told['drafter']}" in answer.out and f"--drafter {told['drafter']}" in answer.out
-    for word in (
-        "the profile of suffix and lookup kept no repeated timings",
-        "changes of the machine between the two",
-    ):
-        assert word in told["intervals"] and word in " ".join(answer.out.split())
-    rates = told["tried"]["fixed:2"]
-    assert all(rate > 0 for rate in rates.values()) and "0.5" in rates
-    only = json.loads(cli("combine", *both, "--policy", "confidence:0.4", "--json").out)
-    assert set(only["tried"]) == {"confidence:0.4"} and only["policy"] == "confidence:0.4"
-    refused = (
-        (test[:2], "--other-test: expected test traces of both drafters, but only --first-test was given"),
-        (
-            ("--first-test", traces["suffix", "train"], *test[2:]),
-            "--first-test: 16 of 16 prompts are in the traces to choose on",
-        ),
-        (
-            ("--first-test", traces["lookup", "test"], *test[2:]),
-            "recorded as those to choose on, but these differ: pair",
-        ),
-    )
-    for words, message in refused:
-        answer = cli("combine", *both, *words)
-        assert (answer.code, message in answer.err) == (2, True), answer.err
-    for option in ("--first", "--other-profile"):
-        answer = cli("combine", *both, option, place / "nowhere")
-        assert answer.code == 2 and "--profile:" not in answer.err and "--traces" not in answer.err, answer.err
-        assert "nowhere" in answer.err
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("suffix", "train --traces {traces} --profile {profile} --out policy"),
-        ("model", "train --traces {traces} --profile {profile} --out policy"),
-        (
-            "suffix?sure=0.5+model",
-            "collect --target T --draft D --drafter 'suffix?sure=0.5+model' --prompts PROMPTS --out traces",
-        ),
-    ],
-)
-def test_what_comes_after_combining_is_a_whole_command(
-    spec: str, words: str, traces: dict[float, Trace], profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = BothChoice(
-        spec, FixedLength(1), "fixed:1", 2.0, {"suffix": 2.0, "model": 1.0}, Ratio(2.0), "",
-        {"fixed:1": SureChoice(None, 1.0, 2.0, 1.0, {0.5: 1.0})},
-    )  # fmt: skip
-    monkeypatch.setattr(drafters, "choose_both", lambda *args, **more: found)
-    profile.save(tmp_path / "p.json")
-    given = [("--first", traces[0.0].folder), ("--other", traces[0.0].folder)]
-    given += [(f"--{side}-profile", tmp_path / "p.json") for side in ("first", "other")]
-    answer = cli("combine", *(word for pair in given for word in pair), "--quiet")
-    assert answer.code == 0, answer.err
-    words = words.format(traces=traces[0.0].folder, profile=tmp_path / "p.json")
-    assert f"Next: specstop {words}\n" in answer.out
-    assert answer.out.count(f"│ {spec} ") == 1, "each drafter has one row"

@@ -1,4 +1,4 @@
-"""`specstop evaluate` and what it says of a profile; `specstop profile --add-policy`."""
+"""`specstop evaluate` and what it says of a profile; `specstop profile --policy`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def test_the_command_line_says_what_the_profile_lacks(
     bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("specstop.train.evaluate.report.run_facts", dict)  # the time differs
     bare.save(tmp_path / "profile.json")
     said = []
     for at in range(2):
@@ -47,8 +48,9 @@ def test_the_command_line_says_what_the_profile_lacks(
     reports = [files(tmp_path / f"r{at}") for at in range(2)]
     # These traces do not say where their models lie.
     pair = "--target TARGET --draft DRAFT --dtype float64 --prompts PROMPTS"
-    command = f"`specstop profile --add-policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}`"
-    assert command in reports[0]["report.md"].decode() and command in reports[0]["report.html"].decode()
+    command = f"specstop profile --policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}"
+    assert f"`{command}`" in reports[0]["report.md"].decode()
+    assert f"<code>{command}</code>" in reports[0]["report.html"].decode()
     assert {name for name in reports[0] if reports[0][name] != reports[1][name]} == {"run.yaml"}
 
 
@@ -61,13 +63,13 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     )
     models = model_options(pair_folder, *COMPACT)
     few = ["--prompts", tmp_path / "prompts.jsonl", "--repeats", 2, "--quiet"]
-    command = ["profile", "--add-policy", "confidence:0.4", *models, *few]
+    command = ["profile", "--policy", "confidence:0.4", *models, *few]
     refused = cli(*command)
-    assert refused.code == 2 and "expected the profile to add to; give it with --profile" in refused.err
-    refused = cli("profile", "--add-policy", "fixed:2", *command[3:], "--profile", tmp_path / "profile.json")
+    assert refused.code == 2 and "--out: expected a JSON file for the profile" in refused.err
+    refused = cli("profile", "--policy", "fixed:2", *command[3:], "--profile", tmp_path / "profile.json")
     assert refused.code == 2 and "fixed:2 decided nothing" in refused.err
-    refused = cli("profile", "--add-policy", "confidense:0.4", *command[3:], "--profile", tmp_path / "profile.json")
-    assert refused.code == 2 and "--add-policy: unknown policy" in refused.err
+    refused = cli("profile", "--policy", "confidense:0.4", *command[3:], "--profile", tmp_path / "profile.json")
+    assert refused.code == 2 and "--policy: unknown policy" in refused.err
     assert Profile.load(tmp_path / "profile.json") == bare
     answer = cli(*command, "--profile", tmp_path / "profile.json", "--out", tmp_path / "other.json")
     assert answer.code == 0, answer.err
@@ -93,11 +95,11 @@ def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
     command = ["profile", "--profile", tmp_path / "profile.json", "--prompts", tmp_path / "prompts.jsonl", "--quiet"]
     command += model_options(pair_folder, *COMPACT)
     priced.save(tmp_path / "profile.json")
-    answer = cli(*command, "--add-policy", "load?table=1:1,2:2")
+    answer = cli(*command, "--policy", "load?table=1:1,2:2")
     assert answer.code == 2 and "load:1:1,2:2 decided nothing" in answer.err, "a size alone settles its length"
     assert "warning: the profile timed rounds of the drafter lookup, this pair plays those of model" in answer.err
-    answer = cli(*command, "--add-policy", "confidence:0.4", "--add-policy", "load?table=1:1,2:2")
-    assert answer.code == 0 and "warning: --add-policy: load:1:1,2:2 decided nothing" in answer.err, answer.err
+    answer = cli(*command, "--policy", "confidence:0.4", "--policy", "load?table=1:1,2:2")
+    assert answer.code == 0 and "warning: --policy: load:1:1,2:2 decided nothing" in answer.err, answer.err
     timed = Profile.load(tmp_path / "profile.json").measurements.where(lambda key: key.what == DECISIONS).series
     assert {key.of for key in timed} == {"confidence"}
 
@@ -114,7 +116,7 @@ def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
         ("rejection", "tetris:2", "auto"),  # it reads drawn tokens and leaves some out
     ):
         dataclasses.replace(wide, temperature=0.7, verification=mode).save(tmp_path / "profile.json")
-        assert cli(*command, "--add-policy", policy).code == 2
+        assert cli(*command, "--policy", policy).code == 2
         assert seen[-1] == (expected, Profile.load(tmp_path / "profile.json"))
 
 
@@ -128,15 +130,13 @@ def test_decisions_of_an_engine_s_profile_are_timed_inside_it(
     dataclasses.replace(bare, facts={"engine": "vllm 0.32.0"}).save(tmp_path / "profile.json")
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n')
     models = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
-    answer = cli(
-        "profile", "--add-policy", "confidence:0.4", "--profile", tmp_path / "profile.json", *models, "--quiet"
-    )
+    answer = cli("profile", "--policy", "confidence:0.4", "--profile", tmp_path / "profile.json", *models, "--quiet")
     assert answer.code == 2 and f"inside target, draft, {bare.max_depth}" in answer.err
 
 
 def test_without_a_place_to_go_a_profile_is_refused(pair_folder: Path) -> None:
     answer = cli("profile", "--target", pair_folder / "target", "--draft", pair_folder / "draft")
-    assert answer.code == 2 and "--out: expected a JSON file for the profile to go to" in answer.err
+    assert answer.code == 2 and "--out: expected a JSON file for the profile" in answer.err
 
 
 def test_policies_are_named_by_what_they_are(
@@ -178,7 +178,7 @@ def test_policies_are_compared_by_batch_size(
     answer = cli(*read, "--out", tmp_path / "r", "--batch", "1,4")
     assert answer.code == 0, answer.err
     said = " ".join(answer.out.split())
-    assert "Texts side by side, best fixed length of that batch size = 1" in said and "By batch size: " in said
+    assert "Batch sizes" in said and "By batch size: " in said
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     found = report["details"]["batch"]
     texts = report["facts"]["prompts"]
@@ -194,7 +194,7 @@ def test_policies_are_compared_by_batch_size(
             assert 0 < mean["low"] < mean["value"] < tail["value"]
     for name in ("report.md", "report.html"):
         page = (tmp_path / "r" / name).read_text()
-        assert "Texts side by side" in page and found["words"] in page
+        assert "Batch sizes" in page and found["words"] in page
     late = cli(*read, "--out", tmp_path / "late", "--batch", "4", "--arrivals", "0.5", "--json")
     assert late.code == 0, late.err
     spaced = json.loads(late.out)["details"]["batch"]["lines"][1]

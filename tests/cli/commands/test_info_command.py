@@ -83,7 +83,7 @@ def test_depths_that_a_run_never_drafted_have_no_value(pair: Pair, prompts: list
         (engine_records.by_confidence, "dependent", 1),
     ],
 )
-@pytest.mark.filterwarnings("ignore:--from-vllm. draft lengths")
+@pytest.mark.filterwarnings("ignore:path. draft lengths")
 def test_records_of_an_engine(tmp_path: Path, choose: Callable[..., Any], lengths: str, known: int) -> None:
     records, length = engine_records.simulated(choose, requests=100, rounds=60)
     trace = import_vllm(engine_records.write(tmp_path / "r.jsonl", records), tmp_path / "trace")

@@ -36,11 +36,18 @@ def command(pair_folder: Path, tmp_path: Path) -> list[object]:
     return ["profile", *models, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "p.json"]
 
 
-def test_a_quiet_profile_is_written_without_a_word(asked: dict[str, Any], command: list[object]) -> None:
-    answer = cli(*command, "--json")
+def described(folder: Path) -> dict[str, Any]:
+    """Return the description of the profile in a folder."""
+    facts: dict[str, Any] = json.loads(cli("info", folder / "p.json", "--json").out)
+    return facts
+
+
+def test_a_quiet_profile_is_written_without_a_word(
+    asked: dict[str, Any], command: list[object], tmp_path: Path
+) -> None:
+    answer = cli(*command, "--quiet")
     assert (answer.code, answer.err) == (0, "")
-    said = json.loads(answer.out)
-    assert said["verdict"].startswith("this machine was quiet")
+    assert described(tmp_path)["verdict"].startswith("this machine was quiet")
     assert asked["effort"] == Effort(BUDGET_S, repetitions=None)
 
 
@@ -48,11 +55,11 @@ def test_a_noisy_one_is_written_with_a_warning(
     asked: dict[str, Any], command: list[object], profile: Profile, tmp_path: Path
 ) -> None:
     asked["found"] = timed_profile(profile, jitter=0.5)
-    answer = cli(*command, "--budget", 30, "--repeats", 7, "--json")
+    answer = cli(*command, "--budget", 30, "--repeats", 7, "--quiet")
     (line,) = answer.err.splitlines()
     assert answer.code == 0 and line.startswith("warning: this machine was busy")
     assert line.endswith("close other programs and measure again, or raise --budget")
-    assert line.removeprefix("warning: ") == json.loads(answer.out)["verdict"]
+    assert line.removeprefix("warning: ") == described(tmp_path)["verdict"]
     assert asked["effort"] == Effort(30.0, repetitions=7)
     assert Profile.load(tmp_path / "p.json") == asked["found"]
     assert "this machine was busy" in " ".join(cli("info", tmp_path / "p.json").out.split())
@@ -69,10 +76,9 @@ def test_batches_are_measured_on_request_and_described(
 ) -> None:
     table = BatchTable(10.0, ((1, 1e-3), (4, 2e-3)), {4: ((4, 3e-3), (8, 5e-3))})
     asked["found"] = dataclasses.replace(profile, batch=BatchCosts(table, table))
-    answer = cli(*command, "--batch", "4,1, 2", "--json")
+    answer = cli(*command, "--batch", "4,1, 2", "--quiet")
     assert answer.code == 0 and asked["batch"] == (1, 2, 4)
-    said = json.loads(answer.out)["batch of 4, ms"]
-    assert said == "plain 3.00, draft step 2.00, verification of 8 tokens 5.00"
+    assert described(tmp_path)["batch of 4, ms"] == "plain 3.00, draft step 2.00, verification of 8 tokens 5.00"
     for wrong, message in (
         ("4;2", "expected batch sizes such as 1,2,4,8, not '4;2'"),
         ("0", "expected a whole number from 1"),

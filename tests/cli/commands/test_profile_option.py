@@ -26,7 +26,7 @@ def given(tmp_path: Path, profile: Profile) -> list[object]:
     [
         ("decode", "--policy", "bandit?arms=fixed:1,fixed:4", "--json"),
         ("bench", "--policy", "bandit?arms=fixed:1,fixed:4", "--no-library", "--json"),
-        ("collect", "--collector", "live", "--policy", "bandit?arms=fixed:1,fixed:4", "--depth", 4, "--json"),
+        ("collect", "--collector", "live", "--policy", "bandit?arms=fixed:1,fixed:4", "--depth", 4),
     ],
 )
 def test_the_loop_gets_it(
@@ -35,8 +35,9 @@ def test_the_loop_gets_it(
 ) -> None:  # fmt: skip
     got = []
     monkeypatch.setattr(loop, "PolicyHost", lambda *a, **k: got.append(k["profile"]) or HOST(*a, **k))
-    out = ("--out", tmp_path / "traces") if command[0] == "collect" else ()
-    answer = cli(*command, *out, *given, *model_options(pair_folder, *COMPACT))
+    if command[0] == "collect":
+        given = ["--extra", f"profile={given[1]}", *given[2:], "--out", tmp_path / "traces"]
+    answer = cli(*command, *given, *model_options(pair_folder, *COMPACT))
     assert answer.code == 0, answer.err
     assert any(got) and all(one.low == profile.low for one in got if one)
     assert "the profile timed rounds of the drafter suffix, this run plays those of model" in answer.err
@@ -46,8 +47,9 @@ HOST = loop.PolicyHost
 
 
 def test_what_it_is_not_for_is_refused(pair_folder: Path, given: list[object], tmp_path: Path) -> None:
-    answer = cli("collect", "--out", tmp_path / "traces", *given, *model_options(pair_folder, *COMPACT))
-    assert answer.code == 2 and "--profile: for the live collector" in answer.err
+    extra = ["--extra", f"profile={given[1]}", *given[2:]]
+    answer = cli("collect", "--out", tmp_path / "traces", *extra, *model_options(pair_folder, *COMPACT))
+    assert answer.code == 2 and "--extra profile: for the live collector" in answer.err
     assert not (tmp_path / "traces").exists()
     (tmp_path / "profile.json").write_text("{}")
     for command in ("decode", "bench"):

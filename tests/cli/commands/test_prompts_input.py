@@ -14,7 +14,7 @@ from specstop.collect import open_trace
 from specstop.collect.store.folder import Trace
 from transformers import AutoTokenizer
 
-SMALL = ("--depth", 2, "--max-new-tokens", 6, "--shards", 3, "--quiet")
+SMALL = ("--depth", 2, "--max-new-tokens", 6, "--extra", "shards=3", "--quiet")
 
 
 @pytest.fixture

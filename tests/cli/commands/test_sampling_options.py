@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import typer
 from commands import COMPACT, cli, model_options
-from specstop.cli.app import app
+from specstop.cli.main import app
+from specstop.cli.options import SAMPLING_KEYS
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.profile import Profile
 
 COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")
-FILTERS = ["--top-p", 0.8, "--repetition-penalty", 1.2]
+FILTERS = ["--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2"]
 
 
 @pytest.fixture
@@ -25,19 +26,11 @@ def models(pair_folder: Path, tmp_path: Path) -> list[object]:
     return [*named, "--prompts", tmp_path / "prompts.jsonl"]
 
 
-def test_every_command_has_an_option_for_each_field_with_one_help_and_default() -> None:
-    names = ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram", "min_new_tokens")
-    fields = {**dict.fromkeys(names), "model_defaults": True}
+def test_every_command_has_the_option_with_one_help() -> None:
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    told = []
-    for name in COMMANDS:
-        options = {o.name: (o.default, o.help, tuple(o.opts)) for o in known[name].params if o.name in fields}
-        assert {option: default for option, (default, _, _) in options.items()} == fields
-        assert all(
-            words and flags == (f"--{option.replace('_', '-')}",) for option, (_, words, flags) in options.items()
-        )
-        told.append(options)
-    assert all(options == told[0] for options in told)
+    texts = {option.help for name in COMMANDS for option in known[name].params if option.name == "sampling"}
+    (text,) = texts
+    assert all(key in text for key in SAMPLING_KEYS)
 
 
 def test_collect_records_the_filters_and_info_shows_them(models: list[object], tmp_path: Path) -> None:
@@ -48,9 +41,8 @@ def test_collect_records_the_filters_and_info_shows_them(models: list[object], t
         # Than `profile` would take by itself.
         other = " --verification match" if {"--tree", "--collector"} & {*more} else ""
         other += " --depth 2" + (" --tree 2,1" if "--tree" in more else "")
-        assert f"--temperature 0.7 --repetition-penalty 1.2 --top-p 0.8{other} --prompts" in answer.out, (
-            "the command to go on with"
-        )
+        expected = f"--temperature 0.7 --sampling top_p=0.8 --sampling repetition_penalty=1.2{other} --prompts"
+        assert expected in answer.out, "the next command"
         assert open_trace(out).header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
         assert json.loads(cli("info", out, "--json").out)["filter"] == "repetition-penalty 1.2, top-p 0.8"
     again = cli("collect", "--config", tmp_path / "t0" / "run.yaml", "--out", tmp_path / "again", "--quiet")
@@ -66,17 +58,29 @@ def test_a_profile_is_measured_with_the_filters_and_decisions_are_added_under_th
     assert answer.code == 0, answer.err
     made = Profile.load(tmp_path / "p.json")
     assert made.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
-    answer = cli("profile", *models, "--add-policy", "confidence:0.4", "--profile", tmp_path / "p.json", "--quiet")
+    answer = cli("profile", *models, "--policy", "confidence:0.4", "--profile", tmp_path / "p.json", "--quiet")
     assert answer.code == 0, answer.err
     assert Profile.load(tmp_path / "p.json").shaping == made.shaping
     raw = json.loads((tmp_path / "p.json").read_text())
     (tmp_path / "odd.json").write_text(json.dumps(raw | {"shaping": {"colour": 1}}))
-    answer = cli("profile", *models, "--add-policy", "confidence:0.4", "--profile", tmp_path / "odd.json")
+    answer = cli("profile", *models, "--policy", "confidence:0.4", "--profile", tmp_path / "odd.json")
     assert answer.code == 2 and "colour" in answer.err
 
 
 def test_bench_runs_every_loop_with_the_filters(models: list[object]) -> None:
-    options = ["--temperature", 0.7, "--top-k", 1, "--max-new-tokens", 8, "--limit", 2, "--policy", "fixed:2", "--json"]
+    options = [
+        "--temperature",
+        0.7,
+        "--sampling",
+        "top_k=1",
+        "--max-new-tokens",
+        8,
+        "--limit",
+        2,
+        "--policy",
+        "fixed:2",
+        "--json",
+    ]
     answer = cli("bench", *models, *options)
     assert answer.code == 0, answer.err
     lines = json.loads(answer.out)["lines"]
@@ -88,7 +92,7 @@ def test_evaluate_refuses_traces_of_other_filters(
 ) -> None:
     full_profile.save(tmp_path / "p.json")
     command = ["evaluate", "--traces", sides[1].folder, "--profile", tmp_path / "p.json", "--out", tmp_path / "r"]
-    answer = cli(*command, "--top-p", 0.9)
+    answer = cli(*command, "--sampling", "top_p=0.9")
     assert answer.code == 2
     assert "held was sampled with the filter none, not top-p 0.9; collect traces with the options" in answer.err
     assert not (tmp_path / "r").exists()
@@ -97,8 +101,8 @@ def test_evaluate_refuses_traces_of_other_filters(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_out_of_range_are_named_by_every_command(command: str, tmp_path: Path) -> None:
     needed = {"collect": ["--out", tmp_path / "o"], "evaluate": ["--traces", "t", "--profile", "p", "--out", "o"]}
-    answer = cli(command, *needed.get(command, []), "--min-p", 1.5)
-    assert answer.code == 2 and "--min-p: expected" in answer.err
+    answer = cli(command, *needed.get(command, []), "--sampling", "min_p=1.5")
+    assert answer.code == 2 and "--sampling min_p: expected" in answer.err
 
 
 def test_the_targets_defaults_are_named_applied_and_turned_off(pair_folder: Path, tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_the_targets_defaults_are_named_applied_and_turned_off(pair_folder: Path
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n{"id": "b", "prompt": "w20 w8"}\n')
     named = ["--target", target, "--draft", pair_folder / "draft", *COMPACT, "--prompts", tmp_path / "prompts.jsonl"]
     texts = []
-    for more in ([], ["--no-model-defaults"], ["--repetition-penalty", 1.0]):
+    for more in ([], ["--sampling", "model_defaults=false"], ["--sampling", "repetition_penalty=1.0"]):
         answer = cli("decode", *named, "--max-new-tokens", 20, "--json", *more)
         assert answer.code == 0, answer.err
         assert ("generation_config sets repetition_penalty=1.7 (" in answer.err) == (not more)

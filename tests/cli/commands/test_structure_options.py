@@ -1,4 +1,4 @@
-"""--json-schema and --grammar."""
+"""`--sampling json_schema=FILE` and `--sampling grammar=FILE`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(models: list[object]) -> Path:
 @pytest.mark.parametrize("drafter", ["model", "lookup"])
 def test_decode_writes_json_of_the_schema(models: list[object], folder: Path, drafter: str) -> None:
     chosen = models if drafter == "model" else [*models[:2], *models[4:], "--drafter", drafter]
-    command = ["decode", *chosen, "the name", "a tag", "--json-schema", folder / "person.json", "--json"]
+    command = ["decode", *chosen, "the name", "a tag", "--sampling", f"json_schema={folder / 'person.json'}", "--json"]
     answer = cli(*command, "--temperature", 0.7, "--max-new-tokens", 90)
     assert answer.code == 0, answer.err
     made = json.loads(answer.out)
@@ -45,39 +45,38 @@ def test_decode_writes_json_of_the_schema(models: list[object], folder: Path, dr
 
 def test_bench_and_collect_take_a_grammar(models: list[object], folder: Path, tmp_path: Path) -> None:
     command = [*models, "--prompts", folder / "prompts.txt", "--max-new-tokens", 20, "--quiet"]
-    answer = cli("bench", *command, "--grammar", folder / "list.ebnf", "--policy", "fixed:3", "--json")
+    answer = cli("bench", *command, "--sampling", f"grammar={folder / 'list.ebnf'}", "--policy", "fixed:3", "--json")
     assert answer.code == 0, answer.err
     lines = {line["name"]: line for line in json.loads(answer.out)["lines"]}
     # The text of plain decoding, also through transformers' own loops.
     assert {line["same_text"] for line in lines.values()} == {2}
     out = ["--out", tmp_path / "t", "--depth", 3]
-    answer = cli("collect", *command, "--json-schema", folder / "person.json", *out)
+    answer = cli("collect", *command, "--sampling", f"json_schema={folder / 'person.json'}", *out)
     assert answer.code == 0, answer.err
     assert open_trace(tmp_path / "t").header.shaping["processors"][0].startswith("json-schema ")
     assert "json-schema" in json.loads(cli("info", tmp_path / "t", "--json").out)["filter"]
-    again = cli("collect", *command, "--grammar", folder / "list.ebnf", *out, "--resume")
+    again = cli("collect", *command, "--sampling", f"grammar={folder / 'list.ebnf'}", *out, "--resume")
     assert again.code == 2 and "shaping" in again.err
 
 
 @pytest.mark.parametrize(
     ("options", "noun"),
     [
-        (["--json-schema", "missing.json"], "No such file"),
-        (["--json-schema", "."], "directory"),
-        (["--json-schema", "target/model.safetensors"], "UTF-8"),
-        (["--json-schema", "prompts.txt"], "JSON"),
-        (["--grammar", "prompts.txt"], "grammar"),
-        (["--json-schema", "person.json", "--grammar", "list.ebnf"], "not both"),
+        ({"json_schema": "missing.json"}, "No such file"),
+        ({"json_schema": "."}, "directory"),
+        ({"json_schema": "target/model.safetensors"}, "UTF-8"),
+        ({"json_schema": "prompts.txt"}, "JSON"),
+        ({"grammar": "prompts.txt"}, "grammar"),
+        ({"json_schema": "person.json", "grammar": "list.ebnf"}, "not both"),
     ],
 )
 def test_what_cannot_be_used_is_told_in_a_line(
-    models: list[object], folder: Path, options: list[str], noun: str
+    models: list[object], folder: Path, options: dict[str, str], noun: str
 ) -> None:
-    named = [word if word.startswith("--") else folder / word for word in options]
-    answer = cli("decode", *models, "a", *named)
-    assert (
-        answer.code == 2 and noun in answer.err and options[0].split("=")[0] in answer.err
-    ) or "--grammar" in answer.err
+    words = [word for name, file in options.items() for word in ("--sampling", f"{name}={folder / file}")]
+    answer = cli("decode", *models, "a", *words)
+    assert answer.code == 2 and noun in answer.err and "--sampling" in answer.err
+    assert all(name in answer.err for name in options)
     assert len(answer.err.strip().splitlines()) == 1
 
 
@@ -88,7 +87,7 @@ def test_a_pair_without_a_tokenizer_is_refused(models: list[object], folder: Pat
         for file in ("config.json", "model.safetensors", "generation_config.json"):
             (tmp_path / name / file).write_bytes((folder / name / file).read_bytes())
     answer = cli(
-        "decode", "--target", tmp_path / "target", "--draft", tmp_path / "draft", "a", "--json-schema",
-        folder / "person.json",
+        "decode", "--target", tmp_path / "target", "--draft", tmp_path / "draft", "a", "--sampling",
+        f"json_schema={folder / 'person.json'}",
     )  # fmt: skip
     assert answer.code == 2 and "tokenizer" in answer.err

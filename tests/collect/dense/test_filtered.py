@@ -30,7 +30,6 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
 from trace_rows import numpy_rows
@@ -195,7 +194,7 @@ def test_other_filters_and_temperatures_are_told_of(
     explored = collect(pair, prompts, tmp_path / "live", depth=5, temperature=0.7, max_new_tokens=NEW, collector="live",
                        policy=FixedLength(3), explore=0.5)  # fmt: skip
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
-        estimate_offline(explored, policy, full_profile)
+        evaluate(explored, full_profile, [policy])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P, verification="match"))

@@ -20,7 +20,7 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.analysis import trace_outcomes
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.off_policy.estimate import estimate_offline
+from specstop.train.evaluate.importance import importance_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.checking import check_fit, check_training_traces
@@ -120,7 +120,7 @@ def test_lengths_that_follow_the_tokens_identify_no_longer_ones(tmp_path: Path, 
         with pytest.raises(TraceError, match=message):
             evaluate(trace, profile, [policy])
         with pytest.raises(TraceError, match="explore"):
-            estimate_offline(trace, policy, profile)
+            importance_estimate(trace, policy, profile)
     tokens = float(evaluate_rounds(arrays, FixedLength(1), profile).committed.mean())
     assert tokens == pytest.approx(1.0 + (np.concatenate(lengths) >= 1).mean(), rel=0.03)
     report = evaluate(trace, profile, [FixedLength(1)])

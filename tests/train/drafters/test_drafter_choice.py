@@ -15,7 +15,7 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import TreeGain
 from specstop.policies.profile import Profile
@@ -26,8 +26,6 @@ from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.comparing.drafters import choose_both
-from timed import timed_profile
 
 TREE, DEPTH, NEW = "4,2,1", 3, 14
 SIDES = ("low", "high")
@@ -128,44 +126,6 @@ def test_the_first_drafts_from_the_chance_on_that_gives_the_most_tokens_a_second
     assert dataclasses.replace(none, sure=0.4, rate=none.other + 1.0).fastest == "both"
 
 
-def test_a_length_is_chosen_with_the_chance_and_tested_on_other_texts(
-    traces: dict[str, TraceArrays], profile: Profile
-) -> None:
-    sides, costs = (traces["suffix"], traces["model"]), (cheap(profile), profile)
-    sures = (0.0, 0.4, 0.8)
-    by_length = {k: choose_sure(*sides, FixedLength(k), costs, sures) for k in (1, 2, 3)}
-    found = choose_both(sides, costs, sures=sures)
-    assert found.tried == {f"fixed:{k}": one for k, one in by_length.items()}
-    assert found.alone == pytest.approx(
-        {"suffix": max(o.first for o in by_length.values()), "model": max(o.other for o in by_length.values())}
-    )
-    assert found.rate == pytest.approx(max(max(one.rate, one.first) for one in by_length.values()))
-    assert found.over.value == pytest.approx(found.rate / max(found.alone.values())) and found.over.low is not None
-    whole = by_length[int(found.policy.name[-1])]
-    expected = {"both": f"suffix?sure={whole.sure:g}+model", "first": "suffix", "other": "model"}  # type: ignore[str-format]
-    assert found.spec == expected[whole.fastest]
-    with pytest.raises(TraceError, match="first_test: 6 of 6 prompts are in the traces to choose on too"):
-        choose_both(sides, costs, sides)
-    with pytest.raises(InputError, match=r"first: expected traces of a drafter that reads neither .*, not of model"):
-        choose_both(sides[::-1], costs)
-
-
-def test_the_gain_of_a_choice_includes_the_error_of_both_profiles(
-    traces: dict[str, TraceArrays], profile: Profile
-) -> None:
-    """A profile that is known up to its pace: what two drafters gain over one is as uncertain as that."""
-    sides = traces["suffix"], traces["model"]
-    exact, other = (timed_profile(cheap(profile), pace=pace, seed=2) for pace in (0.0, 0.6)), timed_profile(profile)
-    sure, unsure = (choose_both(sides, (first, other), sures=(0.4,)) for first in exact)
-    assert sure.spec == unsure.spec == "suffix?sure=0.4+model"
-    assert sure.over.low is not None and unsure.over.low is not None
-    assert unsure.over.low < sure.over.low - 0.05
-    for found in (sure, unsure):
-        assert found.intervals.endswith("changes of the machine between the two profiles are not included")
-    assert "changes" not in choose_both(sides, (other, other), sures=(0.4,)).intervals
-    assert "profile of suffix and model kept no" in choose_both(sides, (profile,) * 2, sures=(0.4,)).intervals
-
-
 def _rate(arrays: TraceArrays, mine: torch.Tensor, rounds: object, free: Profile, profile: Profile) -> float:
     seconds, tokens, before, unread = 0.0, 0, -1, 0
     names = ("sequence", "anchor", "context", "drafted", "verified", "backlog", "decisions")
@@ -217,23 +177,3 @@ def test_texts_that_parted_are_left_out(traces: dict[str, TraceArrays], profile:
     odd = dataclasses.replace(first, text_tokens=first.text_tokens + 1)
     with pytest.raises(TraceError, match="no text is in both"):
         paired(odd, other)
-
-
-def test_what_is_tried_ends_where_the_shorter_profile_does_and_pays_for_its_decisions(
-    traces: dict[str, TraceArrays], profile: Profile
-) -> None:
-    sides = traces["suffix"], traces["model"]
-    short = dataclasses.replace(
-        profile,
-        **{s: dataclasses.replace(getattr(profile, s), verify_s=getattr(profile, s).verify_s[:3]) for s in SIDES},
-    )
-    assert short.max_depth == 2
-    for profiles in ((short, profile), (profile, short)):
-        assert set(choose_both(sides, profiles, sures=(0.4,)).tried) == {"fixed:1", "fixed:2"}
-    asked, unpriced = [Confidence(0.0), FixedLength(2)], dataclasses.replace(profile, decision_s={})
-    found = choose_both(sides, (unpriced, unpriced), policies=asked, sures=(0.4,)).tried
-    assert list(found) == ["confidence:0", "fixed:2"]
-    free = choose_sure(*sides, Confidence(0.0).limited(3), (unpriced, unpriced), (0.4,))
-    assert found["confidence:0"].other < free.other
-    with pytest.raises(InputError, match="two policies are called"):
-        choose_both(sides, (profile, profile), policies=[FixedLength(2), FixedLength(2)])

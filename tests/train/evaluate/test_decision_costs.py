@@ -93,9 +93,7 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
     assert "trained, outside vllm 0.32.0: " in unpriced_finding([one], inside, sides[1].header)[0]
     (line,) = unpriced_finding([one], bare, sides[1].header)
     assert "outside" not in line
-    assert (
-        f"--add-policy {tmp_path / 'policy'} --profile profile.json" in line and "as timed when it was trained" in line
-    )
+    assert f"--policy {tmp_path / 'policy'} --profile profile.json" in line and "as timed when it was trained" in line
     with pytest.raises(AssertionError, match="timed again"):
         with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
 

@@ -27,13 +27,12 @@ from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live
 from specstop.train.evaluate.evaluate import _jobs, evaluate
 from specstop.train.evaluate.records import DEPLOY, Line, Report
+from specstop.train.evaluate.report import FILES, write_report
 from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.checking import load_traces
-from specstop.train.report.whatif.sweep import sweep
-from specstop.train.report.writing.files import FILES, to_markdown, write_report
 
 EXACT = 1e-12  # the same sums, in another order
 
@@ -88,7 +87,7 @@ def test_paths_and_specs_are_accepted_and_the_result_is_readable(
     assert all(any(row.startswith(name) for row in table) for name in rows)
     html = report._repr_html_()
     assert html.count("<tr>") == len(rows) + 1 and "logistic" in html
-    assert len(report.plot().axes) == 2
+    assert report.plot().axes
     with pytest.raises(KeyError, match="'mlp' is not in the report; it has plain decoding"):
         report["mlp"]
 
@@ -218,29 +217,19 @@ def test_one_policy_twice_is_refused(sides: tuple[Trace, Trace], full_profile: P
 
 def test_the_report_on_disk(report: Report, written: Path) -> None:
     raw = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
+    assert raw.pop("run")["specstop"]
+    del raw["prompt_texts"]
     assert raw == json.loads(json.dumps(report.to_dict()))
     assert Line(**{**raw["lines"][4], **{k: Ratio(**raw["lines"][4][k]) for k in
                    ("to_plain", "to_best_fixed", "oracle_share", "to_rival")}}) == report.lines[4]  # fmt: skip
     text = (written / "report.md").read_text()
-    assert text == to_markdown(report)
     for line in report.lines:
-        assert sum(row.startswith(f"| {line.name} | {line.tokens_per_s:.1f} |") for row in text.splitlines()) == 1
+        cells = f"| {line.name}{f' ({line.note})' if line.note else ''} | {line.tokens_per_s:.1f} |"
+        assert sum(row.startswith(cells) for row in text.splitlines()) == 1
     for fact in ("12 prompts" if report.facts["prompts"] == 12 else f"{report.facts['prompts']} prompts",
                  "temperature 0.7", "match verification (lossless)", "95% bootstrap"):  # fmt: skip
         assert fact in text
-    picture = (written / "report.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture) > 10_000
     assert sorted(p.name for p in written.iterdir()) == sorted([*FILES, MANIFEST])
-
-
-def test_the_picture_shows_something(written: Path, report: Report) -> None:
-    from matplotlib.image import imread
-
-    pixels = imread(written / "report.png")
-    assert min(pixels.shape[:2]) > 300
-    assert 0.02 < float((pixels[..., :3].min(-1) < 0.9).mean()) < 0.5
-    assert len(np.unique((255 * pixels[..., :3]).astype(int).reshape(-1, 3), axis=0)) > 20
 
 
 def test_a_folder_in_use_is_refused_or_replaced(
@@ -362,12 +351,6 @@ def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(
     assert dataclasses.replace(bare, note="") == told and bare.note == "decides by the costs of this profile"
     own = SmartSpec(draft=0.11, max_depth=DEPTH)
     assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [own])["smartspec:0.7"].tokens_per_s
-    priced = full_profile.with_decisions({"smartspec": 1e-6})
-    of_all, of_own = (
-        sweep(sides[1], priced, [policy], ratios=[50.0]).lines[0].to_plain[0].value
-        for policy in (SmartSpec(max_depth=DEPTH), own)
-    )
-    assert of_all > 1.5 * of_own, "at each point by the costs there"
 
 
 def test_policies_are_limited_to_the_trace(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

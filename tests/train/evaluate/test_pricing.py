@@ -150,6 +150,6 @@ def test_noise_of_the_profile_widens_intervals_and_is_shown(
     assert widths[1]["all"] > widths[1]["profile"] > 10 * widths[0]["profile"]
     assert reports[0].findings == () and "this machine was busy" in reports[1].findings[0]
     text = (tmp_path / "1" / "report.md").read_text()
-    assert "## What the intervals are made of" in text and "this machine was busy" in text
+    assert "## Sources of uncertainty" in text and "this machine was busy" in text
     page = (tmp_path / "1" / "report.html").read_text()
-    assert 'id="parts"' in page and f'data-path="/lines/{reports[1].lines.index(lines[1])}/parts/profile/low"' in page
+    assert 'id="uncertainty"' in page and lines[1].parts["profile"].text() in page

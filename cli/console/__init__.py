@@ -1,1 +1,0 @@
-"""Standard streams, signals, progress."""

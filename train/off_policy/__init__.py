@@ -1,1 +1,0 @@
-"""Off-policy estimates from live traces of a censored policy."""

@@ -1,1 +1,0 @@
-"""What `evaluate`, `compare`, `sweep` and `transfer` answer, as figures, words and pictures."""

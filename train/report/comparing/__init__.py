@@ -1,1 +1,0 @@
-"""Two reports side by side."""

@@ -1,1 +1,0 @@
-"""What if: other costs of the draft, other places of use."""

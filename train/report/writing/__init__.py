@@ -1,1 +1,0 @@
-"""A report written down: its model, its sections, the page, the files."""
