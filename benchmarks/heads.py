@@ -31,7 +31,7 @@ from pairs import effort, prompts_of
 from specstop.cli.output import progress_bars
 from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store import Trace, load_trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -165,7 +165,7 @@ def prepare(
                 max_new_tokens=tokens, seed=SEED,
                 hidden=(DRAFT_HIDDEN, TARGET_HIDDEN), resume=(at / "header.json").exists(), progress=progress,
             )  # fmt: skip
-        sides[side] = open_trace(at)
+        sides[side] = load_trace(at)
     if not (folder / "profile.json").exists():
         measured(pair, where, temperature, tokens, effort).save(folder / "profile.json")
     ids = encode(read_prompts(where / "prompts-train.jsonl", 8), pair.tokenizer, pair.readable - tokens)

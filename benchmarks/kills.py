@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from bars import NO_PAIR, Bars, arguments
-from specstop.collect import Trace, check_trace, open_trace
+from specstop.collect import Trace, check_trace, load_trace
 from specstop.collect.schema import Header
 from specstop.collect.store import read_header
 from specstop.policies.files import MANIFEST, STAGE_PREFIX
@@ -107,7 +107,7 @@ class Bench:
             ["specstop.cli.main", "specstop.collect.run", "specstop.decode.models.pair"]
         )
         self._undisturbed(folder / "undisturbed", 1)
-        self.expected = open_trace(folder / "undisturbed")
+        self.expected = load_trace(folder / "undisturbed")
         written = [path.stat().st_mtime for path in (folder / "undisturbed" / "data").iterdir()]
         self.shard_s = (max(written) - min(written)) / (SHARDS - 1)
         self.rows = self.expected.row_count

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
-from specstop.collect.store import open_for_writing, open_trace, write_shard
+from specstop.collect.store import open_for_writing, load_trace, write_shard
 from specstop.decode.topology import chain
 from specstop.policies.costs import CostTable
 from specstop.policies.heads.base import Head
@@ -42,11 +42,11 @@ sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
 from replay_speed import learned, synthetic_profile, peak_kib
-from specstop.collect.store import open_trace
+from specstop.collect.store import load_trace
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.run import replay
 policy = learned(0.4)
-arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
+arrays = trace_arrays(load_trace(sys.argv[1]), policy.features)
 played = replay(arrays, policy, synthetic_profile())
 print(len(played.log), peak_kib())
 """
@@ -152,7 +152,7 @@ def speed(out: Path, quick: bool, bars: Bars) -> None:
     """Measure rounds a second, a sweep of thresholds, and the memory of a large trace."""
     torch.set_num_threads(1)  # one core does: more threads cost small tensors more than they bring
     small = write_trace(out / "small", 200, 127)
-    arrays = trace_arrays(open_trace(small), NAMES)
+    arrays = trace_arrays(load_trace(small), NAMES)
     profile = synthetic_profile()
     for policy in (learned(0.4), boosted()):
         replay(arrays, policy, profile)

@@ -45,12 +45,12 @@ COLUMNS = (
 
 def trace(bench: Bench) -> None:
     """The rounds of an engine's trace: features as the collector has them, counts as the texts say, texts without a gap."""
-    from specstop.collect import open_trace
+    from specstop.collect import load_trace
     from specstop.collect.engines.serving import engine_features
 
     told = ("--collector", "vllm", "--prompts", bench.folder / "prompts-train.jsonl", "--depth", 6)
     told = (*told, "--max-new-tokens", TOKENS, "--policy", "confidence:0.4", "--extra", "explore=0.1")
-    rounds = open_trace(bench.run("live", "collect", *told))
+    rounds = load_trace(bench.run("live", "collect", *told))
     names = [*engine_features(0.0), "draft_prob"]
     rows = columns(rounds, (*COLUMNS, *names))
     texts, gaps = follow(rows)
@@ -108,7 +108,7 @@ def features(
     bench: Bench, rows: dict[str, np.ndarray], texts: dict[str, list[int]], names: list[str]
 ) -> tuple[int, float]:
     """Return how many drafts were compared with the dense collector's on the same texts, and the largest difference."""
-    from specstop.collect import collect, open_trace, read_prompts
+    from specstop.collect import collect, load_trace, read_prompts
     from specstop.decode import load_pair
 
     out = bench.room / "same-texts"
@@ -116,7 +116,7 @@ def features(
         pair = load_pair(bench.folder / "target", bench.folder / "draft")
         prompts = [p for p in read_prompts(bench.folder / "prompts-train.jsonl") if len(texts.get(p.id, ())) > 1]
         collect(pair, prompts, out, depth=6, max_new_tokens=TOKENS, completions=texts)
-    dense = columns(open_trace(out), ("prompt_id", "anchor", "tokens", *names))
+    dense = columns(load_trace(out), ("prompt_id", "anchor", "tokens", *names))
     where = {key: at for at, key in enumerate(zip(dense["prompt_id"].tolist(), dense["anchor"].tolist(), strict=True))}
     keys = zip(rows["prompt_id"].tolist(), rows["anchor"].tolist(), strict=True)
     both = [(at, where[key]) for at, key in enumerate(keys) if key in where]
@@ -135,7 +135,7 @@ def features(
 
 def kills(bench: Bench) -> None:
     """A collection that is killed again and again has the rounds of one that was left alone."""
-    from specstop.collect import open_trace
+    from specstop.collect import load_trace
 
     chance, done = random.Random(0), 0
     told = [
@@ -150,7 +150,7 @@ def kills(bench: Bench) -> None:
         6,
     ]
     told += ["--extra", "shards=24", "--max-new-tokens", 48, "--policy", "confidence:0.4"]
-    whole = open_trace(bench.run("undisturbed", *told))
+    whole = load_trace(bench.run("undisturbed", *told))
     written = [path.stat().st_mtime for path in (whole.folder / "data").iterdir()]
     seconds, out = max(written) - min(written), bench.room / "killed"
     shutil.rmtree(out, ignore_errors=True)
@@ -184,7 +184,7 @@ def kills(bench: Bench) -> None:
     names = ("sequence", "anchor", "tokens", "accepted_length", "committed", "text_tokens")
     one, other = (
         sorted(map(str, zip(*(side[name].tolist() for name in names), strict=True)))
-        for side in (columns(found, names) for found in (whole, open_trace(out)))
+        for side in (columns(found, names) for found in (whole, load_trace(out)))
     )
     lost, more = len(set(one) - set(other)), len(set(other) - set(one)) + len(other) - len(set(other))
     text = f"{lost} rounds lost, {more} twice or others, of {len(one)}, after {done} kills; none after 10"
@@ -207,7 +207,7 @@ def share_of_batch(profile: Profile, batch: int) -> Profile:
 
 def predict(bench: Bench) -> None:
     """The engine's profile predicts tokens/s of three policies: at 1 request on a trace of `LLM`, at 8 on one of a server."""
-    from specstop.collect import open_trace
+    from specstop.collect import load_trace
     from specstop.policies.registry import load_policy
     from specstop.train.evaluate.evaluate import evaluate
 
@@ -233,7 +233,7 @@ def predict(bench: Bench) -> None:
     )
     for size in (1, 8):
         made = bench.run("live-1", "collect", *told, "--max-new-tokens", TOKENS) if size == 1 else served(bench)
-        live = open_trace(made)
+        live = load_trace(made)
         report = evaluate(live, share_of_batch(profile, size), [load_policy(spec) for spec in specs.values()])
         for name, spec in specs.items():
             said, was = report.line(load_policy(spec).shown_name).tokens_per_s, mean(rates[name, size])
@@ -309,7 +309,7 @@ def achievable(bench: Bench) -> None:
 
     Its decisions are free. Printed beside it is what it reaches if they cost what the learned policy's do in the engine.
     """
-    from specstop.collect import open_trace
+    from specstop.collect import load_trace
     from specstop.policies.registry import load_policy
     from specstop.train.evaluate.evaluate import evaluate
     from specstop.train.fit.achievable import NAME, achievable_in_batches
@@ -318,7 +318,7 @@ def achievable(bench: Bench) -> None:
     from specstop.train.replay.traces.arrays import trace_arrays
 
     told = ("--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
-    held = open_trace(bench.run("held-out", "collect", *told, "--max-new-tokens", TOKENS))
+    held = load_trace(bench.run("held-out", "collect", *told, "--max-new-tokens", TOKENS))
     policies = [load_policy(bench.policy()), load_policy(bench.policy("batch"))]
     policies[0].label, policies[1].label = "learned", "joint"
     profile = Profile.load(bench.profile())

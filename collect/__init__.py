@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .run import CollectOptions as CollectOptions, collect as collect, plan_run as plan_run
     from .schema import SCHEMA_VERSION as SCHEMA_VERSION, Header as Header
     from .shards import DistributedRank as DistributedRank, Plan as Plan, record as record
-    from .store import Trace as Trace, check_trace as check_trace, open_trace as open_trace
+    from .store import Trace as Trace, check_trace as check_trace, load_trace as load_trace
 
 __getattr__, __all__ = attach(
     __name__,
@@ -23,7 +23,7 @@ __getattr__, __all__ = attach(
         "run": "CollectOptions collect plan_run",
         "schema": "Header SCHEMA_VERSION",
         "shards": "DistributedRank Plan record",
-        "store": "Trace check_trace open_trace",
+        "store": "Trace check_trace load_trace",
     },
     is_callable=True,
 )

@@ -26,7 +26,7 @@ from ..policies.profile import Profile
 from ..policies.storage import content
 from .prompts import Prompt, prompts_json
 from .schema import Header, PromptTask
-from .store import Trace, damage, finished, open_for_writing, open_trace, remove_stale_files, shard_path, write_shard
+from .store import Trace, damage, finished, open_for_writing, load_trace, remove_stale_files, shard_path, write_shard
 
 BATCH = 16
 """Minimum number of prompts that are collected together."""
@@ -168,7 +168,7 @@ def record(
             "--prompts: there is no row, so nothing is kept: every text ends at once, or no text of --completions continues "
             "as the target would"
         )
-    open_trace(folder)
+    load_trace(folder)
     remove_stale_files(folder)
     if folder != out:
         replace_folder(folder, out)

@@ -371,7 +371,7 @@ class Trace:
         return len(self.finished) == self.header.shards
 
 
-def open_trace(folder: str | Path) -> Trace:
+def load_trace(folder: str | Path) -> Trace:
     """Open a trace folder for reading, and validate the header, the metadata of shards and the columns that make texts
     of rows.
 
@@ -384,10 +384,10 @@ def open_trace(folder: str | Path) -> Trace:
 
 
 def check_trace(folder: str | Path) -> Trace:
-    """Open a trace after validation of all shards and all values; see `open_trace`.
+    """Open a trace after validation of all shards and all values; see `load_trace`.
 
     Raises:
-        TraceError: as `open_trace`; a shard is missing; or a text is in several shards.
+        TraceError: as `load_trace`; a shard is missing; or a text is in several shards.
     """
     trace = _open(Path(folder), data=True)
     missing = sorted(set(range(trace.header.shards)) - trace.finished)

@@ -14,7 +14,7 @@ import specstop as ss
 
 
 def test_every_public_name_can_be_imported() -> None:
-    assert {"load_pair", "open_trace", "load_profile", "load_policy", "collect", "measure_profile"} <= set(dir(ss))
+    assert {"load_pair", "load_trace", "load_profile", "load_policy", "collect", "measure_profile"} <= set(dir(ss))
     assert {"train", "evaluate", "decode", "bench", "replay", "StopPolicy", "custom_feature"} <= set(dir(ss))
     for name in ss.__all__:
         assert getattr(ss, name) is not None

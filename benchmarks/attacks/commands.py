@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from specstop.collect.store import open_trace
+from specstop.collect.store import load_trace
 from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
@@ -68,11 +68,11 @@ SMALL = f"--depth {DEPTH} --max-new-tokens {NEW}"
 TRAIN = "train --traces @fit --profile @profile.json"
 STEP = "--rule step --threshold 0.5"
 COMMANDS = (
-    Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL}", open_trace, ("--quiet", "--resume")),
-    Command(f"collect {PAIR} --prompts @data {SMALL} --extra shards=2", open_trace, ("--quiet", "--resume")),
-    Command(f"collect {PAIR} --prompts @alias.jsonl {SMALL} --extra completions=answer --config @collect.yaml", open_trace),
-    Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL} --collector live --policy @policy", open_trace, ()),
-    Command("import @records.jsonl", open_trace, ("--json",)),
+    Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL}", load_trace, ("--quiet", "--resume")),
+    Command(f"collect {PAIR} --prompts @data {SMALL} --extra shards=2", load_trace, ("--quiet", "--resume")),
+    Command(f"collect {PAIR} --prompts @alias.jsonl {SMALL} --extra completions=answer --config @collect.yaml", load_trace),
+    Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL} --collector live --policy @policy", load_trace, ()),
+    Command("import @records.jsonl", load_trace, ("--json",)),
     Command(f"{TRAIN} {STEP}", load_policy_folder),
     Command(f"train --traces @link --profile @profile.json {STEP}", load_policy_folder),
     Command(f"{TRAIN} {STEP} --head mlp --param epochs=1 --param width=4", load_policy_folder),

@@ -24,7 +24,7 @@ import torch
 from kills import same_rows
 from specstop.collect.prompts import read_prompts
 from specstop.collect.run import collect
-from specstop.collect.store import open_trace
+from specstop.collect.store import load_trace
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files import STAGE_PREFIX, sha256, staging_path
@@ -194,9 +194,9 @@ class Bench:
 
 def check_trace(bench: Bench, out: Path, whole: Path, complete: bool) -> None:
     """What `collect` left goes on to the same rows."""
-    assert not complete or open_trace(out).complete, "not complete"
+    assert not complete or load_trace(out).complete, "not complete"
     bench.resume(out)
-    assert same_rows(open_trace(out), open_trace(whole)), "other rows"
+    assert same_rows(load_trace(out), load_trace(whole)), "other rows"
 
 
 def check_policy(bench: Bench, out: Path, whole: Path, complete: bool) -> None:
@@ -216,7 +216,7 @@ def check_demo(bench: Bench, out: Path, whole: Path, complete: bool) -> None:
     assert parts <= {path.name for path in whole.iterdir()}, f"unknown parts {sorted(parts)}"
     for side in ("train", "test"):
         if (out / f"traces-{side}" / "index.json").exists():
-            assert same_rows(open_trace(out / f"traces-{side}"), open_trace(whole / f"traces-{side}")), "other rows"
+            assert same_rows(load_trace(out / f"traces-{side}"), load_trace(whole / f"traces-{side}")), "other rows"
     if (out / "profile.json").exists():
         Profile.load(out / "profile.json")
     for policy in (out / "policies").glob("*"):

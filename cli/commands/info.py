@@ -48,9 +48,9 @@ def info(
 
 def show_trace(path: Path, check: bool, json: bool) -> None:
     """Print the header of a trace, its acceptance and one of its rows; `check`: after reading all shards."""
-    from ...collect import check_trace, open_trace
+    from ...collect import check_trace, load_trace
 
-    trace = check_trace(path) if check else open_trace(path)
+    trace = check_trace(path) if check else load_trace(path)
     facts, depths = describe_trace(trace)
     branches, row = branch_rows(trace), sample_row(trace)
     if json:

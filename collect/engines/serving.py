@@ -44,7 +44,7 @@ from ...policies.files import disk_text, prepare_output_dir, staged_folder
 from ..live import Exploring, exploring
 from ..schema import HEADER_KEY, READS, TIMES, Header, PromptTask, chain
 from ..shards import policy_digest
-from ..store import Trace, open_for_writing, open_trace, shard_table, staged, write_shard, write_table
+from ..store import Trace, open_for_writing, load_trace, shard_table, staged, write_shard, write_table
 
 ANCHORS = ("anchor_token", "before_token")
 """ANCHOR features that need no row of the target's."""
@@ -417,4 +417,4 @@ def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> T
     with staged_folder(out) as stage:
         open_for_writing(stage, header)
         write_shard(stage, header, 0, pa.concat_tables(tables))
-    return open_trace(out)
+    return load_trace(out)

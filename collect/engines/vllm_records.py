@@ -35,7 +35,7 @@ from ..acceptance import DEPENDENT, FIXED, INDEPENDENT, LENGTHS
 from ..prompt_files import lines
 from ..prompts import SampleNames, warn_sample_ids
 from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
-from ..store import Trace, open_for_writing, open_trace, write_shard
+from ..store import Trace, open_for_writing, load_trace, write_shard
 from .serving import import_parts
 
 LEVEL = 0.01
@@ -90,7 +90,7 @@ def import_vllm(
         open_for_writing(stage, header)
         chunks = [record.columns(at, depth) for at, record in enumerate(records) if record.drafted]
         write_shard(stage, header, 0, chunks)
-    return open_trace(out)
+    return load_trace(out)
 
 
 @dataclass(frozen=True)

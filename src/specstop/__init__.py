@@ -17,7 +17,7 @@ from .policies import attach
 if TYPE_CHECKING:
     from .collect.prompts import Prompt as Prompt, read_prompts as read_prompts
     from .collect.run import collect as collect
-    from .collect.store import Trace as Trace, open_trace as open_trace
+    from .collect.store import Trace as Trace, load_trace as load_trace
     from .decode.benchmark import bench as bench
     from .decode.hf.generate import specstop_generate as specstop_generate
     from .decode.loop import Speculator as Speculator
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _import, _names = attach(
     __name__,
     {
-        "collect": "Prompt Trace open_trace read_prompts",
+        "collect": "Prompt Trace load_trace read_prompts",
         "decode": "Pair Settings Speculator bench load_pair measure_profile parse_tree specstop_generate",
         "policies": "DraftStep DraftTree LearnedPolicy Profile RoundOutcome SpecstopError SpecstopWarning StopPolicy "
         "custom_feature load_policy load_profile save_policy",

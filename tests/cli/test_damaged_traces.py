@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import cli
-from specstop.collect import open_trace
+from specstop.collect import load_trace
 from specstop.collect.schema import HEADER_KEY
 from specstop.collect.store import SHARD_KEY, Trace
 from specstop.policies.errors import SpecstopError, TraceError
@@ -61,8 +61,8 @@ def outcome(folder: Path, profile: Profile, out: Path) -> str:
         assert answer.err.count("\n") == 1 and answer.out == ""
     refused = 0
     for run in (
-        lambda: evaluate(open_trace(folder), profile, [], sweep=False),
-        lambda: train([open_trace(folder)], profile, head="logistic", out=out, overwrite=True),
+        lambda: evaluate(load_trace(folder), profile, [], sweep=False),
+        lambda: train([load_trace(folder)], profile, head="logistic", out=out, overwrite=True),
     ):
         try:
             run()
@@ -83,7 +83,7 @@ def test_a_header_with_any_value_in_any_field_is_refused_or_read(
     for name, value in generator.sample(cases, HEADER_CASES):
         folder = forged(sides[1], tmp_path / "trace", lambda raw, name=name, value=value: {**raw, name: value})
         try:
-            open_trace(folder)
+            load_trace(folder)
         except TraceError as error:
             assert "\n" not in str(error)
             continue
@@ -146,7 +146,7 @@ def test_features_and_probabilities_that_are_no_numbers_are_refused(
         def one(values: np.ndarray[Any, Any], value: float = value) -> np.ndarray[Any, Any]:
             return np.where(np.arange(len(values)) == len(values) // 2, np.float32(value), values)
 
-        trace = open_trace(forged(sides[1], tmp_path / "trace", table=lambda rows, name=name: changed(rows, name, one)))
+        trace = load_trace(forged(sides[1], tmp_path / "trace", table=lambda rows, name=name: changed(rows, name, one)))
         with pytest.raises(TraceError, match=rf"expected .* in {name}"):
             trace.table([name])
 
@@ -174,7 +174,7 @@ def test_columns_of_another_form_are_refused(
     folder = forged(sides[1], tmp_path / "trace", table=damage)
     if change == "tokens":
         with pytest.raises(TraceError, match="in tokens"):
-            evaluate(open_trace(folder), full_profile, [])
+            evaluate(load_trace(folder), full_profile, [])
         return
     assert outcome(folder, full_profile, tmp_path / "policy") == "refused"
 

@@ -12,7 +12,7 @@ import torch
 from commands import Answer, cli, files
 from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store import Trace, load_trace
 from specstop.policies.files import digest
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
@@ -269,9 +269,9 @@ def test_overwrite_and_resume_let_a_folder_be_used_again(place: Place, tmp_path:
         assert files(out) == before
         (out / "mine.txt").unlink()
     good(cli(*place.collect, "--out", out, "--overwrite", "--quiet"))
-    first = open_trace(out).rows.to_list()
+    first = load_trace(out).rows.to_list()
     good(cli(*place.collect, "--out", out, "--resume", "--quiet"))
-    assert open_trace(out).rows.to_list() == first
+    assert load_trace(out).rows.to_list() == first
     other = cli(*place.collect, "--out", out, "--resume", "--seed", 4)
     assert other.code == 2
     assert "--resume" in other.err

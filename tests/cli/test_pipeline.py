@@ -12,7 +12,7 @@ import pytest
 import yaml
 from commands import COMMANDS, COMPACT, Answer, ascii_locale, cli, files, model_options
 from conftest import NEW, make_prompts
-from specstop.collect.store import open_trace, shard_path
+from specstop.collect.store import load_trace, shard_path
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
@@ -94,7 +94,7 @@ def done(home: Path, models: list[str], few_draws: None) -> dict[str, Any]:
 
 
 def test_collect_describes_what_it_wrote(done: dict[str, Any], home: Path) -> None:
-    trace = open_trace(home / "fit")
+    trace = load_trace(home / "fit")
     facts = done["info fit"]
     assert (facts["prompts"], facts["depth"], facts["temperature"]) == (36, DEPTH, 0.7)
     assert facts["positions"] == len(trace.rows)
@@ -190,7 +190,7 @@ def test_one_prompt_file_of_another_limit(home: Path, done: dict[str, Any], mode
     answer = cli("collect", "--out", tmp_path / "a", "--prompts", home / "fit.jsonl", *models, "--limit", 3,
                  "--max-new-tokens", 6, "--depth", 2)  # fmt: skip
     assert answer.code == 0, answer.err
-    header = open_trace(tmp_path / "a").header
+    header = load_trace(tmp_path / "a").header
     assert (header.prompts, header.depth) == (3, 2)
 
 
@@ -202,7 +202,7 @@ def test_a_saved_configuration_collects_the_same_rows(home: Path, done: dict[str
     saved = yaml.safe_load(config.read_text())
     assert (saved["command"], saved["depth"], saved["temperature"]) == ("collect", DEPTH, 0.7)
     assert cli("collect", "--config", config, "--out", tmp_path / "again", "--quiet").code == 0
-    first, second = (open_trace(f).rows.data.table for f in (home / "held", tmp_path / "again"))
+    first, second = (load_trace(f).rows.data.table for f in (home / "held", tmp_path / "again"))
     assert first.equals(second)
     again = yaml.safe_load((tmp_path / "again" / "run.yaml").read_text())
     assert {**saved, "out": "", "quiet": True} == {**again, "out": ""}
@@ -238,7 +238,7 @@ def test_the_command_line_takes_precedence_over_a_file(
     answer = cli("collect", "--config", config, "--limit", 1, "--prompts", home / "held.jsonl", "--out", tmp_path / "t",
                  *models)  # fmt: skip
     assert answer.code == 0, answer.err
-    header = open_trace(tmp_path / "t").header
+    header = load_trace(tmp_path / "t").header
     assert (header.depth, header.prompts, header.seed, header.max_new_tokens) == (2, 1, 9, 5)
 
 
@@ -248,14 +248,14 @@ def test_resume_after_a_lost_shard_gives_the_same_rows(
     options = ["--prompts", home / "fit.jsonl", *models, "--temperature", "0.7", "--depth", 3, "--max-new-tokens", 8,
                "--out", tmp_path / "t"]  # fmt: skip
     assert cli("collect", *options).code == 0
-    whole = open_trace(tmp_path / "t").rows.data.table.to_pylist()
+    whole = load_trace(tmp_path / "t").rows.data.table.to_pylist()
     shard_path(tmp_path / "t", 1, 2).unlink()
-    assert len(open_trace(tmp_path / "t").rows) < len(whole)
+    assert len(load_trace(tmp_path / "t").rows) < len(whole)
     refused = cli("evaluate", "--traces", tmp_path / "t", "--profile", home / "costs.json", "--out", tmp_path / "r")
     assert (refused.code, "not complete" in refused.err) == (2, True)
     answer = cli("collect", *options, "--resume")
     assert answer.code == 0, answer.err
-    assert open_trace(tmp_path / "t").rows.data.table.to_pylist() == whole
+    assert load_trace(tmp_path / "t").rows.data.table.to_pylist() == whole
 
 
 # The installed script
@@ -295,7 +295,7 @@ def test_a_process_of_its_own_collects_decodes_and_trains_an_mlp_in_silence(
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=ascii_locale())
     assert (run.returncode, run.stderr) == (0, "")
     collected, decoded, trained = map(json.loads, run.stdout.splitlines()[-3:])
-    assert collected["groups"] == "1: größe" and open_trace(tmp_path / "t").rows["group"][0] == "größe"
+    assert collected["groups"] == "1: größe" and load_trace(tmp_path / "t").rows["group"][0] == "größe"
     assert decoded["texts"] == parsed(cli("decode", "w7 w8 w9", *same))["texts"]
     assert trained["rows"] > 100
     assert load_policy_folder(tmp_path / "p").head.kind == "mlp"

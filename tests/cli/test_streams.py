@@ -14,7 +14,7 @@ import pytest
 from commands import ascii_locale, cli
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store import Trace, load_trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
 from specstop.policies.profile import Profile
@@ -134,7 +134,7 @@ def test_half_a_surrogate_pair_in_a_trace_is_one_line(
     (folder / "header.json").write_text(json.dumps({**raw, "target": "\ud800"}))
     full_profile.save(tmp_path / "profile.json")
     with pytest.raises(TraceError, match="the header has half a surrogate pair"):
-        open_trace(folder)
+        load_trace(folder)
     for command in (
         ["info", folder],
         ["evaluate", "--traces", folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "report"],

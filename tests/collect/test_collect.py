@@ -22,7 +22,7 @@ from specstop.collect.prompts import Prompt, read_prompts
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, PromptTask
 from specstop.collect.shards import DistributedRank, Plan, record
-from specstop.collect.store import Trace, finished, open_trace, shard_path
+from specstop.collect.store import Trace, finished, load_trace, shard_path
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
@@ -239,7 +239,7 @@ def test_a_folder_in_use_is_refused_resumed_or_replaced(
         collect(pair, few, out, resume=True, **{**options, "temperature": 1.0})
     with pytest.raises(TraceError, match="another prompts, prompts_hash"):
         collect(pair, few[:3], out, resume=True, **options)
-    assert open_trace(out).header.temperature == 0.7
+    assert load_trace(out).header.temperature == 0.7
     assert collect(pair, few, out, overwrite=True, **{**options, "temperature": 1.0}).header.temperature == 1.0
     single, half = (
         load_pair(pair_folder / "target", pair_folder / "draft", dtype=name) for name in ("float32", "bfloat16")

@@ -15,7 +15,7 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.proposals import closure
 from specstop.collect.run import collect
 from specstop.collect.schema import PromptTask
-from specstop.collect.store import open_trace
+from specstop.collect.store import load_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
@@ -138,6 +138,6 @@ def test_the_closure_holds_every_sub_tree_at_its_root(tree: str, closed: str | N
 
 def test_the_trace_keeps_the_tree(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     collect(pair, prompts[:2], tmp_path, tree="2,2", max_new_tokens=4)
-    header = open_trace(tmp_path).header
+    header = load_trace(tmp_path).header
     assert header.topology == (-1, -1, 0, 0, 1, 1)
     assert (header.depth, header.tree.name, header.features) == (2, "2,2", TREE_FEATURES)

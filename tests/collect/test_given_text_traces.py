@@ -15,7 +15,7 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import PromptTask
 from specstop.collect.shards import plan_run
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store import Trace, load_trace
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -206,7 +206,7 @@ def test_a_collection_of_draws_goes_on_where_it_was_stopped(
     for shard in sorted((tmp_path / "t" / "data").glob("*.parquet"))[1:]:
         shard.unlink()
     again = collect(pair, prompts, tmp_path / "t", resume=True, **options)
-    assert open_trace(again.folder).row_count == made.row_count == drawn["rejection"].row_count
+    assert load_trace(again.folder).row_count == made.row_count == drawn["rejection"].row_count
 
 
 def test_what_carries_its_state_meets_a_text_once(drawn: dict[str, Trace], profile: Profile) -> None:

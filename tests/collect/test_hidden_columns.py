@@ -20,7 +20,7 @@ from random_trace import HEADER, write
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, PromptTask, arrow_schema
-from specstop.collect.store import Trace, data_card, open_trace
+from specstop.collect.store import Trace, data_card, load_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
@@ -166,7 +166,7 @@ def test_given_texts_have_them_too(
 
 def test_a_trace_is_read_by_datasets_and_says_what_it_holds(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     trace = run(pair, prompts[:3], tmp_path / "trace")
-    again = open_trace(tmp_path / "trace")
+    again = load_trace(tmp_path / "trace")
     assert again.header.hidden == trace.header.hidden
     assert again.table().schema.field("draft_hidden").type == pa.list_(pa.float16(), 16 * DEPTH)
     card = data_card(trace.header)
@@ -208,7 +208,7 @@ def test_a_header_tells_the_hidden_states_and_the_columns_are_of_their_widths(tm
     header = dataclasses.replace(HEADER, hidden={"target_hidden": 4})
     write(tmp_path, header)
     assert Header.from_json(header.to_json(), "x") == header
-    assert open_trace(tmp_path).table().schema.equals(arrow_schema(header))
+    assert load_trace(tmp_path).table().schema.equals(arrow_schema(header))
 
 
 @pytest.mark.parametrize(

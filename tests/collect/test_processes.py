@@ -12,7 +12,7 @@ from conftest import make_prompts
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.shards import DistributedRank, Plan, record
-from specstop.collect.store import Trace, check_trace, finished, open_trace, shard_path
+from specstop.collect.store import Trace, check_trace, finished, load_trace, shard_path
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.files import MANIFEST, staging_path
@@ -49,7 +49,7 @@ def test_any_number_of_processes_gives_the_same_rows(plan: Plan, alone: Trace, t
     for rank in reversed(range(world)):
         trace = record(plan, tmp_path, rank=DistributedRank(rank, world))
         assert trace.complete == (rank == 0)
-    assert same_rows(open_trace(tmp_path), alone)
+    assert same_rows(load_trace(tmp_path), alone)
     assert check_trace(tmp_path).row_count == alone.row_count
 
 
@@ -167,7 +167,7 @@ def test_a_trace_that_is_overwritten_stays_until_the_new_one_is_complete(
     trace = record(other, out, overwrite=True, resume=True, progress=lambda task, *done: asked.append(done))
     assert asked[0][0] == len(other.tasks[0]) + len(other.tasks[1]), "finished shards are not collected again"
     assert (trace.folder, trace.header.seed) == (out, 2)
-    assert same_rows(open_trace(out), record(other, tmp_path / "other"))
+    assert same_rows(load_trace(out), record(other, tmp_path / "other"))
     assert not staging_path(out).exists()
 
 

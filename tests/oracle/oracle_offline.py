@@ -18,7 +18,7 @@ import torch
 from oracle_inputs import EOS, Inputs
 from oracle_policies import Adaptive, FromAnchor, Selecting, Trimming
 from oracle_texts import AddsByLength, AfterToken, answer, named
-from specstop.collect import Trace, collect, open_trace
+from specstop.collect import Trace, collect, load_trace
 from specstop.decode import PolicyStoppingCriteria, Settings, Speculator, specstop_generate, stream_key
 from specstop.policies import load_policy, load_policy_folder, save_policy
 from specstop.train import deploy, trace_arrays
@@ -172,7 +172,7 @@ def commanded(inputs: Inputs, folder: Path) -> Cases:
     for name, options in more.items():
         out = folder / f"command {name}"
         code, _ = access.run_command(*given, *options, "--out", out)
-        yield f"command {name}", {"code": code, **(columns(trace_arrays(open_trace(out))) if code == 0 else {})}
+        yield f"command {name}", {"code": code, **(columns(trace_arrays(load_trace(out))) if code == 0 else {})}
 
 
 def batched(inputs: Inputs, arrays: Any, policy: str, batch: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from attack_families import family
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store import Trace, load_trace
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError
 from specstop.policies.profile import Profile
@@ -127,7 +127,7 @@ def test_it_is_recorded_by_collect_and_tuned_by_train(
     where = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "live", "--depth", 4, "--max-new-tokens", 20]
     live = ["--collector", "live", "--policy", "patience?chances=1&max_depth=4"]
     assert cli("collect", *pair, *where, *live, "--quiet").code == 0
-    header = open_trace(tmp_path / "live").header
+    header = load_trace(tmp_path / "live").header
     assert (header.collector, header.policy) == ("live", "patience:1")
 
     profile.with_decisions({"patience": 1e-5, "logistic": 7e-5}).save(tmp_path / "profile.json")

@@ -17,7 +17,7 @@ from conftest import make_prompts
 from specstop.cli.commands.info import branch_rows
 from specstop.cli.options import Models, PromptSource
 from specstop.collect import collect as collect_trace, shards
-from specstop.collect.store import Trace, open_trace, shard_path
+from specstop.collect.store import Trace, load_trace, shard_path
 from specstop.decode.models.pair import Pair
 from transformers import AutoTokenizer
 
@@ -72,7 +72,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def done(collect: list[object], home: Path) -> Trace:
     answer = cli(*collect, *SHARDS, "--out", home / "done")
     assert answer.code == 0, answer.err
-    return open_trace(home / "done")
+    return load_trace(home / "done")
 
 
 def ids(trace: Trace) -> set[str]:
@@ -92,17 +92,17 @@ def test_groups_and_the_source_are_recorded(done: Trace) -> None:
 def test_a_run_is_repeated_from_its_configuration(collect: list[object], tmp_path: Path) -> None:
     answer = cli(*collect, "--limit", 6, "--out", tmp_path / "a")
     assert answer.code == 0, answer.err
-    first = open_trace(tmp_path / "a")
+    first = load_trace(tmp_path / "a")
     assert first.header.prompts == 6
     answer = cli("collect", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b")
     assert answer.code == 0, answer.err
-    assert same_rows(open_trace(tmp_path / "b"), first)
+    assert same_rows(load_trace(tmp_path / "b"), first)
 
 
 def test_a_plain_text_has_a_prompt_per_line(collect: list[object], home: Path, done: Trace, tmp_path: Path) -> None:
     answer = cli(*collect, "--prompts", home / "plain.txt", "--out", tmp_path / "out")
     assert answer.code == 0, answer.err
-    assert open_trace(tmp_path / "out").row_count == done.row_count
+    assert load_trace(tmp_path / "out").row_count == done.row_count
 
 
 def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_
     recorded = ["--depth", 1, "--verification", "match", *extra(completions="answer")]
     answer = cli(*command, *recorded, "--out", tmp_path / "a")
     assert answer.code == 0, answer.err
-    rows = open_trace(tmp_path / "a").table(["prompt_id", "sample", "text_tokens"]).to_pylist()
+    rows = load_trace(tmp_path / "a").table(["prompt_id", "sample", "text_tokens"]).to_pylist()
     assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
     live = ["--collector", "live", *extra(batch=2)]
     assert cli(*command, *live, "--out", tmp_path / "b").code == 0
-    assert set(open_trace(tmp_path / "b").table(["sample"])["sample"].to_pylist()) <= {"a", "b"}
+    assert set(load_trace(tmp_path / "b").table(["sample"])["sample"].to_pylist()) <= {"a", "b"}
     facts = json.loads(cli("info", tmp_path / "a", "--json").out)
     assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
     assert json.loads(cli("info", tmp_path / "b", "--json").out)["batch"] == 2
@@ -137,7 +137,7 @@ def test_the_chat_template_is_written_around_each_prompt(
     answer = cli(*collect, "--chat", "--target", home / "chat", "--out", tmp_path / "out")
     assert answer.code == 0, answer.err
     lengths = [dict(zip(*t.table(["prompt_id", "prompt_tokens"]).to_pydict().values(), strict=True))
-               for t in (open_trace(tmp_path / "out"), done)]  # fmt: skip
+               for t in (load_trace(tmp_path / "out"), done)]  # fmt: skip
     assert {name: length - 2 for name, length in lengths[0].items()} == {n: lengths[1][n] for n in lengths[0]}
 
 
@@ -207,7 +207,7 @@ def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
     assert "--overwrite: expected one process" in refused.err
     monkeypatch.setenv("RANK", "0")
     assert cli(*collect, *SHARDS, "--out", out).code == 0
-    assert same_rows(open_trace(out), done)
+    assert same_rows(load_trace(out), done)
     assert cli("info", out, "--check").code == 0
     monkeypatch.setenv("RANK", "2")
     assert "RANK: expected less than WORLD_SIZE (2), not 2" in cli(*collect, "--out", out).err
@@ -243,7 +243,7 @@ def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
     monkeypatch.undo()
     assert yaml.safe_load((out / "run.yaml").read_text())["command"] == "collect"
     assert cli("collect", "--config", out / "run.yaml", "--resume").code == 0
-    assert same_rows(open_trace(out), done)
+    assert same_rows(load_trace(out), done)
 
 
 def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
@@ -268,7 +268,7 @@ def test_trees_rounds_of_the_loop_and_mixed_text_are_collected(collect: list[obj
     ):
         answer = cli(*collect, "--temperature", 0.7, *options, "--out", home / name)
         assert answer.code == 0, answer.err
-        made[name] = open_trace(home / name)
+        made[name] = load_trace(home / name)
     assert made["tree"].header.tree.name == "2,1"
     assert (made["live"].header.verification, made["live"].header.label) == ("block", "block")
     assert made["mixed"].header.mix == 0.2
@@ -282,14 +282,14 @@ def test_hidden_states_are_collected_where_they_are_asked_for(collect: list[obje
     ):
         answer = cli(*collect, *SHARDS, *words, "--out", home / f"hidden-{name}")
         assert answer.code == 0, answer.err
-    made = open_trace(home / "hidden-dense")
+    made = load_trace(home / "hidden-dense")
     assert made.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
     size = sum(path.stat().st_size for path in (made.folder / "data").iterdir())
     assert size > sum(path.stat().st_size for path in (done.folder / "data").iterdir()) + 32 * 3 * made.row_count // 2
     facts = json.loads(cli("info", made.folder, "--json").out)
     assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
     assert "hidden states" in cli("info", made.folder).out
-    assert list(open_trace(home / "hidden-rounds").header.hidden) == ["draft_hidden"]
+    assert list(load_trace(home / "hidden-rounds").header.hidden) == ["draft_hidden"]
     yaml_file = yaml.safe_load((home / "hidden-dense" / "run.yaml").read_text())
     assert yaml_file["extra"] == ["shards=4", "hidden=target,draft"]
 

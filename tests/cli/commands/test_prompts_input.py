@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import COMPACT, cli, model_options
-from specstop.collect import open_trace
+from specstop.collect import load_trace
 from specstop.collect.store import Trace
 from transformers import AutoTokenizer
 
@@ -60,12 +60,12 @@ def test_prompts_of_a_pipe_are_kept_for_resume(
     give(monkeypatch, "".join(f"w{n} w{n + 1}\n" for n in range(5, 20)))
     first = cli("collect", *models, "--prompts", "-", "--out", out, *SMALL)
     assert first.code == 0 and "--prompts PROMPTS" in first.out, "the pipe is empty for the next command"
-    whole = open_trace(out).table()
+    whole = load_trace(out).table()
     unfinished(out)
     give(monkeypatch, "")
     answer = cli("collect", "--config", out / "run.yaml", "--resume")
     assert answer.code == 0, answer.err
-    assert open_trace(out).table() == whole
+    assert load_trace(out).table() == whole
     unfinished(out)
     give(monkeypatch, "w1\nw2\nw3\n")
     answer = cli("collect", "--config", out / "run.yaml", "--resume", "--limit", 3)  # of other options
@@ -99,7 +99,7 @@ def test_a_template_that_writes_the_time_is_rendered_once(
             monkeypatch.setenv("WORLD_SIZE", str(ranks))
         answer = cli("collect", *options)
         assert answer.code == 0, answer.err
-    trace: Trace = open_trace(out)
+    trace: Trace = load_trace(out)
     assert trace.complete
     whole = trace.table()
     unfinished(out)
@@ -107,7 +107,7 @@ def test_a_template_that_writes_the_time_is_rendered_once(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     answer = cli("collect", *options, "--resume")
     assert answer.code == 0, answer.err
-    assert open_trace(out).table() == whole
+    assert load_trace(out).table() == whole
     unfinished(out)
     answer = cli("collect", *(word for word in options if word != "--chat"), "--resume")
     assert answer.code == 2 and "prompts" in answer.err

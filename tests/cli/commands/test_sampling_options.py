@@ -11,7 +11,7 @@ import typer
 from commands import COMPACT, cli, model_options
 from specstop.cli.main import app
 from specstop.cli.options import SAMPLING_KEYS
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store import Trace, load_trace
 from specstop.policies.profile import Profile
 
 COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")
@@ -43,11 +43,11 @@ def test_collect_records_the_filters_and_info_shows_them(models: list[object], t
         other += " --depth 2" + (" --tree 2,1" if "--tree" in more else "")
         expected = f"--temperature 0.7 --sampling top_p=0.8 --sampling repetition_penalty=1.2{other} --prompts"
         assert expected in answer.out, "the next command"
-        assert open_trace(out).header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+        assert load_trace(out).header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
         assert json.loads(cli("info", out, "--json").out)["filter"] == "repetition-penalty 1.2, top-p 0.8"
     again = cli("collect", "--config", tmp_path / "t0" / "run.yaml", "--out", tmp_path / "again", "--quiet")
     assert again.code == 0, again.err
-    assert open_trace(tmp_path / "again").header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+    assert load_trace(tmp_path / "again").header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
 
 
 def test_a_profile_is_measured_with_the_filters_and_decisions_are_added_under_them(
@@ -124,7 +124,7 @@ def test_the_targets_defaults_are_named_applied_and_turned_off(pair_folder: Path
         assert answer.code == 0, answer.err
         assert ("generation_config sets" in answer.err) == (not more)
     assert texts[0] != texts[1] == texts[2]
-    shaping = [open_trace(tmp_path / f"t{number}").header.shaping for number in (1, 2, 3)]
+    shaping = [load_trace(tmp_path / f"t{number}").header.shaping for number in (1, 2, 3)]
     assert shaping == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
     answer = cli("collect", *named, "--max-new-tokens", 8, "--depth", 2, "--out", tmp_path / "t2", "--resume")
     assert answer.code == 2 and "shaping" in answer.err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from byte_pair import PERSON, byte_pair, is_person
 from commands import cli
-from specstop.collect.store import open_trace
+from specstop.collect.store import load_trace
 
 pytest.importorskip("llguidance")
 
@@ -53,7 +53,7 @@ def test_bench_and_collect_take_a_grammar(models: list[object], folder: Path, tm
     out = ["--out", tmp_path / "t", "--depth", 3]
     answer = cli("collect", *command, "--sampling", f"json_schema={folder / 'person.json'}", *out)
     assert answer.code == 0, answer.err
-    assert open_trace(tmp_path / "t").header.shaping["processors"][0].startswith("json-schema ")
+    assert load_trace(tmp_path / "t").header.shaping["processors"][0].startswith("json-schema ")
     assert "json-schema" in json.loads(cli("info", tmp_path / "t", "--json").out)["filter"]
     again = cli("collect", *command, "--sampling", f"grammar={folder / 'list.ebnf'}", *out, "--resume")
     assert again.code == 2 and "shaping" in again.err

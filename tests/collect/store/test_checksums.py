@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from random_trace import HEADER, chunk, write
 from specstop.collect.schema import chain
-from specstop.collect.store import SHARD_KEY, check_trace, open_trace, shard_path, write_shard
+from specstop.collect.store import SHARD_KEY, check_trace, load_trace, shard_path, write_shard
 from specstop.policies.errors import TraceError
 
 
@@ -38,7 +38,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[bytes], byte
     write(tmp_path)
     path = shard_path(tmp_path, 1, 2)
     path.write_bytes(damage(path.read_bytes()))
-    for read in (lambda folder: open_trace(folder).table(), check_trace):
+    for read in (lambda folder: load_trace(folder).table(), check_trace):
         with pytest.raises(TraceError, match=f"shard .*{path.name} cannot be read: .*`resume`"):
             read(tmp_path)
 
@@ -46,7 +46,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[bytes], byte
 def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path: Path) -> None:
     write(tmp_path)
     path = shard_path(tmp_path, 0, 2)
-    raw, rows = path.read_bytes(), open_trace(tmp_path).table()
+    raw, rows = path.read_bytes(), load_trace(tmp_path).table()
     noticed = 0
     for at in np.random.default_rng(5).integers(0, len(raw), 60):
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
@@ -70,7 +70,7 @@ def test_a_missing_shard_and_a_repeated_text_are_named(tmp_path: Path) -> None:
     shard_path(tmp_path, 0, 2).unlink()
     with pytest.raises(TraceError, match=r"not complete, 1 of its 2 shards are missing \(0\)"):
         check_trace(tmp_path)
-    assert open_trace(tmp_path).row_count == 2
+    assert load_trace(tmp_path).row_count == 2
 
 
 def test_a_shard_tells_its_texts_and_rows(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_a_shard_of_another_run_is_named(tmp_path: Path, changes: dict[str, Any]
     write(tmp_path / "there", dataclasses.replace(HEADER, **changes))
     shutil.copy(shard_path(tmp_path / "there", 1, 2), shard_path(tmp_path / "here", 1, 2))
     with pytest.raises(TraceError, match=r"train-00001-of-00002\.parquet"):
-        open_trace(tmp_path / "here")
+        load_trace(tmp_path / "here")

@@ -19,7 +19,7 @@ from specstop.collect.store import (
     Trace,
     finished,
     open_for_writing,
-    open_trace,
+    load_trace,
     read_header,
     shard_path,
     staged,
@@ -33,7 +33,7 @@ from specstop.policies.files import STAGE_PREFIX
 
 def test_rows_come_back_as_they_were_written_in_shard_order(tmp_path: Path) -> None:
     chunks = write(tmp_path / "t")
-    trace = open_trace(tmp_path / "t")
+    trace = load_trace(tmp_path / "t")
     assert trace.header == HEADER
     assert trace.complete
     rows = trace.rows.with_format("numpy")
@@ -83,9 +83,9 @@ def test_a_shard_without_rows_is_finished_and_adds_none(tmp_path: Path) -> None:
     open_for_writing(tmp_path, HEADER)
     write_shard(tmp_path, HEADER, 0, [])
     with pytest.raises(TraceError, match="no finished shard with rows"):
-        open_trace(tmp_path)
+        load_trace(tmp_path)
     write_shard(tmp_path, HEADER, 1, [chunk(2, 0)])
-    assert len(open_trace(tmp_path).rows) == 2
+    assert len(load_trace(tmp_path).rows) == 2
     assert finished(tmp_path, HEADER) == {0, 1}
 
 
@@ -186,7 +186,7 @@ def test_resume_does_not_write_among_foreign_files(tmp_path: Path) -> None:
 
 def test_a_part_of_the_columns_can_be_read_shard_by_shard(tmp_path: Path) -> None:
     chunks = write(tmp_path)
-    trace = open_trace(tmp_path)
+    trace = load_trace(tmp_path)
     assert trace.row_count == 9
     assert [t.num_rows for t in trace.shards(["anchor"])] == [7, 2]
     table = trace.table(["anchor", "cut"])
@@ -198,14 +198,14 @@ def test_a_part_of_the_columns_can_be_read_shard_by_shard(tmp_path: Path) -> Non
 
 def test_a_folder_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"has no header\.json"):
-        open_trace(tmp_path)
+        load_trace(tmp_path)
     with pytest.raises(TraceError, match=r"has no header\.json"):
-        open_trace(tmp_path / "nowhere")
+        load_trace(tmp_path / "nowhere")
 
 
 def test_an_unfinished_trace_opens_and_says_so(tmp_path: Path) -> None:
     write(tmp_path)
     shard_path(tmp_path, 0, 2).unlink()
-    trace: Trace = open_trace(tmp_path)
+    trace: Trace = load_trace(tmp_path)
     assert not trace.complete
     assert len(trace.rows) == 2

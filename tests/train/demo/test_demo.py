@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import specstop.train.demo.resume as module
 from conftest import make_prompts
-from specstop.collect.store import open_trace
+from specstop.collect.store import load_trace
 from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -62,7 +62,7 @@ def done(pair_with_prompts: Path) -> Demo:
 
 def test_it_leaves_what_every_command_reads(done: Demo) -> None:
     for side, count in (("train", SIZES.train), ("test", SIZES.test)):
-        header = open_trace(done.folder / f"traces-{side}").header
+        header = load_trace(done.folder / f"traces-{side}").header
         assert (header.prompts, header.depth, header.temperature) == (count, SIZES.depth, 0.7)
         assert header.max_new_tokens == SIZES.tokens
     profile = Profile.load(done.folder / "profile.json")
@@ -86,7 +86,7 @@ def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) ->
 
 def test_sampling_uses_the_fastest_lossless_verification_everywhere(pair_with_prompts: Path, tmp_path: Path) -> None:
     result = demo(tmp_path / "out", pair=pair_with_prompts, temperature=0.7, sizes=SMALL)
-    headers = [open_trace(result.folder / f"traces-{side}").header for side in ("train", "test")]
+    headers = [load_trace(result.folder / f"traces-{side}").header for side in ("train", "test")]
     policy = load_policy_folder(result.folder / "policies" / "logistic")
     profile = Profile.load(result.folder / "profile.json")
     assert [h.verification for h in headers] == ["block", "block"]
@@ -147,7 +147,7 @@ def test_an_interrupted_demo_with_other_settings_starts_again(pair_with_prompts:
         demo(tmp_path / "out", pair=pair_with_prompts, sizes=other)
     result = demo(tmp_path / "out", pair=pair_with_prompts, sizes=other, overwrite=True, announce=lines.append)
     assert "Continuing" not in lines[0]
-    assert open_trace(result.folder / "traces-train").header.max_new_tokens == 12
+    assert load_trace(result.folder / "traces-train").header.max_new_tokens == 12
 
 
 @pytest.mark.parametrize(("slower", "train"), [(0.5, 160), (2.0, 80), (100.0, 56)])

@@ -13,7 +13,7 @@ from conftest import NEW
 from contract_policies import DEPTH, ReadsDraftStates, ReadsStates
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store import Trace, load_trace
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
@@ -231,7 +231,7 @@ def test_single_rounds_of_a_live_trace_can_be_asked(
 ) -> None:
     options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live"}
     trace = collect(pair, prompts, tmp_path / "x", **options, verification="rejection", hidden=tuple(HIDDEN_STATES))
-    arrays = trace_arrays(open_trace(trace.folder), extra=ROUND_COLUMNS)
+    arrays = trace_arrays(load_trace(trace.folder), extra=ROUND_COLUMNS)
     values = evaluate_rounds(arrays, ReadsStates(), profile)
     assert len(values.committed) > 20 and 0 < float(values.taken.drafted.double().mean()) < DEPTH
     bare: TraceArrays = trace_arrays(trace, extra=ROUND_COLUMNS, hidden=())

@@ -237,7 +237,7 @@ def trace_arrays(
     """Read a trace into memory.
 
     Args:
-        trace: from `open_trace`.
+        trace: from `load_trace`.
         features: only these, which lets a large trace fit; by default every recorded one.
         extra: other columns to keep.
         hidden: hidden states that will be asked for; by default every recorded one, since none is read before.

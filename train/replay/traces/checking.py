@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from ....collect.schema import Header
-from ....collect.store import Trace, open_trace
+from ....collect.store import Trace, load_trace
 from ....decode.verify.modes import check_mode, find_mode
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
@@ -23,11 +23,11 @@ def load_traces(traces: Trace | str | Path) -> Trace:
     """Return a trace, opened if it is a folder.
 
     Raises:
-        TraceError: the folder is incomplete, or as of `open_trace`.
+        TraceError: the folder is incomplete, or as of `load_trace`.
     """
     if isinstance(traces, Trace):
         return traces
-    trace = open_trace(traces)
+    trace = load_trace(traces)
     if not trace.complete:
         raise TraceError(f"traces: {trace.folder} is not complete; run collect with --resume first")
     return trace
