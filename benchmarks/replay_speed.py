@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
-from specstop.collect.store import open_for_writing, load_trace, write_shard
+from specstop.collect.store import load_trace, open_for_writing, write_shard
 from specstop.decode.topology import chain
 from specstop.policies.costs import CostTable
 from specstop.policies.heads.base import Head

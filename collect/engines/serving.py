@@ -44,7 +44,7 @@ from ...policies.files import disk_text, prepare_output_dir, staged_folder
 from ..live import Exploring, exploring
 from ..schema import HEADER_KEY, READS, TIMES, Header, PromptTask, chain
 from ..shards import policy_digest
-from ..store import Trace, open_for_writing, load_trace, shard_table, staged, write_shard, write_table
+from ..store import Trace, load_trace, open_for_writing, shard_table, staged, write_shard, write_table
 
 ANCHORS = ("anchor_token", "before_token")
 """ANCHOR features that need no row of the target's."""

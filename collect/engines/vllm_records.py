@@ -35,7 +35,7 @@ from ..acceptance import DEPENDENT, FIXED, INDEPENDENT, LENGTHS
 from ..prompt_files import lines
 from ..prompts import SampleNames, warn_sample_ids
 from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
-from ..store import Trace, open_for_writing, load_trace, write_shard
+from ..store import Trace, load_trace, open_for_writing, write_shard
 from .serving import import_parts
 
 LEVEL = 0.01

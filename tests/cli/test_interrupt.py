@@ -68,11 +68,11 @@ def places() -> dict[str, tuple[list[str], Callable[[], tuple[Any, str]], int]]:
     import sklearn.linear_model
     import torch.utils.data
     import xgboost
-    from specstop.train.heads.trainer import Report
+    from lightning.pytorch.callbacks import EarlyStopping
 
     mlp, logistic, boosted = (["train", "--head", head] for head in ("mlp", "logistic", "xgboost"))
     return {
-        "within Lightning": (mlp, lambda: (Report, "on_train_epoch_end"), 1),
+        "within Lightning": (mlp, lambda: (EarlyStopping, "on_train_epoch_end"), 1),
         "in a data loader": (mlp, lambda: (torch.utils.data.TensorDataset, "__getitem__"), 3),
         "within XGBoost": (boosted, lambda: (xgboost.Booster, "update"), 3),
         "within scikit-learn": (logistic, lambda: (sklearn.linear_model.LogisticRegression, "fit"), 0),

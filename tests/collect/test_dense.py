@@ -16,9 +16,8 @@ from contract_policies import DEPTH
 from reference_features import Rows, compute
 from specstop.collect.dense import DenseCollector, memory_budget
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
+from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import PromptTask
-from specstop.collect.shards import plan_run
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join

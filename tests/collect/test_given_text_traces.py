@@ -12,9 +12,8 @@ from conftest import NEW
 from contract_policies import DEPTH
 from specstop.collect.dense import DenseCollector
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
+from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import PromptTask
-from specstop.collect.shards import plan_run
 from specstop.collect.store import Trace, load_trace
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator

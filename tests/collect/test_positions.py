@@ -14,9 +14,8 @@ from specstop.collect import collectors
 from specstop.collect.dense import DenseCollector
 from specstop.collect.live import PositionsCollector
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
+from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import PromptTask
-from specstop.collect.shards import plan_run
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair

@@ -18,8 +18,8 @@ from specstop.collect.schema import Header, arrow_schema, chain
 from specstop.collect.store import (
     Trace,
     finished,
-    open_for_writing,
     load_trace,
+    open_for_writing,
     read_header,
     shard_path,
     staged,

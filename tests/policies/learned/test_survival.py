@@ -14,7 +14,14 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, TrainingMetadata
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.train.heads.calibration import KNOTS, identity_tables
+from specstop.train.heads.calibration import KNOTS
+
+
+def identity_tables(starts: int, depth: int) -> Array:
+    """Return survival tables [L, K, 2, n] float32 that change nothing."""
+    line = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
+    return np.broadcast_to(line, (starts, depth, 2, KNOTS)).copy()
+
 
 DEPTH = 4
 NEAR = 1e-6  # knots are float32
