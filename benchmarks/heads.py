@@ -227,11 +227,7 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
         lines[name] = table.line(
             name, played, spent, free(policy, training, arrays, profile) if kind == "ours" else None
         )
-    told = [in_advance(learned[name], arrays) for name in (TOKENS, HIDDEN) if name in learned]
-    known = {"achievable estimate": None, "achievable, tokens": told[:1], "achievable, hidden states too": told}
-    for name, extra in list(known.items())[: len(told) + 1]:
-        seconds = achievable_estimate(arrays, profile, extra=None if extra is None else torch.cat(extra, -1)).seconds
-        lines[name] = table.line(name, seconds, 0.0)
+    lines["achievable estimate"] = table.line("achievable estimate", achievable_estimate(arrays, profile).seconds, 0.0)
     lines["oracle bound"] = table.line("oracle bound", table.bound, 0.0)
     mine = replay(arrays, learned[named], profile)
     _bars(place.name, lines[named], table, mine, {n: replay(arrays, p, profile) for n, p in rules.items()}, missed)

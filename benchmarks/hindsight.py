@@ -19,13 +19,18 @@ from specstop.policies.heads.base import Array
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
-from specstop.train.fit.achievable import LATEST, UNVISITED
 from specstop.train.heads.calibration import Scored
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.cost_to_go import CostToGo, Played
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, seen_features
 from torch import Tensor
+
+LATEST = 3
+"""Latest first decision that is tried."""
+
+UNVISITED = 0.2
+"""Weight of an anchor that the policy does not visit, against 1 for a visited one."""
 
 ROUNDS = 3
 NEVER = 2.0

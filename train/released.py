@@ -162,7 +162,7 @@ def find_layout(state: Mapping[str, Array], where: str) -> str:
         return "specdec"
     unknown = [key for key in state if not (_LAYER.fullmatch(key) or _BLOCK.fullmatch(key))] or list(state)
     raise PolicyError(
-        f"{where}: unknown layout, because of {_listed(unknown)}; expected {', '.join(LAYOUTS)}, or Medusa's heads with "
+        f"{where}: the layout is not known, because of {_listed(unknown)}; expected {', '.join(LAYOUTS)}, or Medusa's heads with "
         "--target"
     )
 

@@ -128,7 +128,7 @@ def show_trained(trained: Trained, out: Path) -> None:
         names = [name for name in trials[0] if any(row.get(name) is not None for row in trials)]
         table(
             "Trials, replayed on prompts left out, the best first", [name.replace("_", " ") for name in names],
-            [[_cell(row.get(name)) for name in names] for row in trials],
+            [[_cell(row.get(name)) for name in names] for row in trials], wide=True,
         )  # fmt: skip
         if not trials[0]["rule"]:
             say(f"the fastest trial is the policy {trials[0]['policy']}; the best head is saved")

@@ -269,7 +269,7 @@ def _compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> C
         seconds = achievable_estimate(arrays, profile, seed=setting.seed).seconds
         # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
         rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
-        note = "best cross-fitted continuation value on all scalars, decisions free"
+        note = "best cross-fitted policy on all scalars, decisions free"
         lines.append(comparison.line("achievable estimate", "achievable", rate, note=note))
         to_achievable = {job.name: boot.interval(comparison.rate(job.name) / rate) for job in jobs}
     assert comparison.bound is not None

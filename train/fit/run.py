@@ -190,11 +190,11 @@ def train(
                  states, report_share)
         )  # fmt: skip
     sources = [trace.folder for trace in (*opened, mixed) if trace is not None]
-    folder = (
-        None
-        if out is None
-        else prepare_output_dir(out, overwrite=overwrite, inputs=[*sources, profile.source, storage])
-    )
+    folder = None
+    if out is not None:
+        if storage is not None and Path(out).resolve() in Path(storage).resolve().parents:
+            raise InputError(f"--storage: {storage} is in the folder --out, which is replaced; choose another file")
+        folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*sources, profile.source])
     arrays = _read(opened, plans)
     if not features and arrays.only_positions:  # their rounds have no earlier ones
         plans = [

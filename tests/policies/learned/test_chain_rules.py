@@ -79,7 +79,7 @@ def test_times_are_of_rising_sizes_and_above_0(times: list[tuple[int, float]]) -
     [
         (
             {"kind": "guess"},
-            "unknown rule 'guess'; expected survival, step, any, derived, continuation, batch, gain$",
+            "unknown rule 'guess'; expected survival, step, any, derived, batch, gain$",
         ),
         ({}, "lacks or mangles 'kind'"),
         ({"kind": "step"}, "lacks or mangles .*'threshold'"),

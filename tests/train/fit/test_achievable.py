@@ -1,4 +1,4 @@
-"""The achievable estimate: cost-to-go as replay has it, backward regression against brute force, batches near the bound."""
+"""The achievable estimate: close to what the features tell, and nothing where they are noise."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from specstop.collect.store import Trace
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
-from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.batches import by_batch
-from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches, backward
-from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.bounds.cost_to_go import CostToGo
-from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import seen_features, trace_arrays
+from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches
+from specstop.train.fit.rules import best_of, fixed_grid
 from synthetic import telling_trace, told
 
 EXACT = 1e-12
@@ -24,67 +19,17 @@ FLAT = Profile(TABLE, TABLE, 0.0, 0.0, (0.0, 0.0), {})
 """A draft step takes 1 s, a verification 4 s, nothing else any time."""
 
 
-@pytest.mark.parametrize("length", [0, 1, 3])
-def test_texts_take_the_seconds_that_replay_says(sides: tuple[Trace, Trace], profile: Profile, length: int) -> None:
-    arrays = trace_arrays(sides[0])
-    costs = CostToGo(arrays, profile)
-    played = costs.play(torch.full_like(costs.bound, length))
-    replayed = replay(arrays, FixedLength(length), profile)
-    assert float((played.seconds - replayed.seconds).abs().max()) < EXACT
-    row = arrays.offset[replayed.log[:, 0]] + replayed.log[:, 1] - arrays.first_anchor[replayed.log[:, 0]]
-    assert torch.equal(played.visits.nonzero()[:, 0], row.sort().values)
-
-
-def test_seconds_to_go_add_up_to_those_of_the_text() -> None:
+def test_features_that_tell_the_accepted_length_are_worth_much() -> None:
     arrays = telling_trace()
-    costs = CostToGo(arrays, FLAT)
-    lengths = torch.randint(0, 5, costs.bound.shape, generator=torch.Generator().manual_seed(0))
-    value = costs.value(lengths)
-    assert torch.allclose(value[arrays.offset], costs.play(lengths).seconds)
-    assert float(value[-1]) == 0.0
-    every = costs.outcomes(value)
-    chosen = every.gather(1, torch.minimum(lengths, costs.bound)[:, None])[:, 0]
-    assert torch.allclose(chosen, value[:-1])
-
-
-def test_backward_regression_stops_where_brute_force_does() -> None:
-    arrays = telling_trace()
-    costs = CostToGo(arrays, FLAT)
-    value = costs.value(torch.full_like(costs.bound, 2))
-    seen = seen_features(
-        arrays,
-        ("entropy", "anchor_entropy"),
-        torch.arange(len(costs.bound)),
-        torch.zeros(len(costs.bound), 4),
-    )
-    stages = backward(costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(costs.bound)), value, 0.0, firsts=(0,))
-    outcome = costs.outcomes(value)
-    taken = outcome.gather(1, stages.lengths[:, None])[:, 0]
-    use = ~arrays.cut
-    for right in range(5):
-        group = use & (arrays.accepted == right)
-        best = float(outcome[group].mean(0).min())  # the best length for all that are told as much
-        assert float(taken[group].mean()) < best + 0.15, right
-    assert stages.rate > 1.15 * float(arrays.text_tokens.sum() / costs.fixed()[1].seconds.sum())
-
-
-def test_decisions_that_cost_more_are_taken_less_often() -> None:
-    arrays = telling_trace()
-    costs = CostToGo(arrays, FLAT)
-    seen = seen_features(arrays, ("entropy",), torch.arange(len(costs.bound)), torch.zeros(len(costs.bound), 4))
-    value = costs.value(torch.full_like(costs.bound, 2))
-    asked = [
-        float(backward(costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, price).decisions.mean())
-        for price in (0.0, 1.0)
-    ]
-    assert asked[1] < asked[0]
+    fixed = best_of(fixed_grid(arrays, FLAT)).rate
+    assert achievable_estimate(arrays, FLAT, ("entropy", "anchor_entropy", "depth")).rate > 1.15 * fixed
 
 
 def test_noise_is_worth_nothing() -> None:
     arrays = telling_trace()
     noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
     arrays = told(arrays, noise, noise[:, 0])
-    fixed = float(arrays.text_tokens.sum() / CostToGo(arrays, FLAT).fixed()[1].seconds.sum())
+    fixed = best_of(fixed_grid(arrays, FLAT)).rate
     assert achievable_estimate(arrays, FLAT, ("entropy", "depth")).rate < 1.03 * fixed
 
 

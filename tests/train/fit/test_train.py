@@ -202,7 +202,7 @@ def test_a_policy_never_replaces_what_it_is_made_from(
         with pytest.raises(InputError, match="which the command reads"):
             train(trace, costs, out=out, overwrite=True)
     (tmp_path / "work").mkdir()
-    with pytest.raises(InputError, match="which the command reads"):
+    with pytest.raises(InputError, match="which is replaced"):
         train(trace, costs, out=tmp_path / "work", overwrite=True, tune=1, storage=tmp_path / "work" / "trials.log")
     assert files(place) == before
 
