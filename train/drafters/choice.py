@@ -1,7 +1,7 @@
-"""From which chance on the first of two drafters should take a round: the one that gives the most tokens a second, replayed.
+"""The probability from which on the first of two drafters should draft a round: the one with the highest replayed throughput.
 
-A dense trace of each drafter over the same texts says what either would have drafted at every position. A round's drafter is
-chosen by the committed text alone, so the two traces put together row by row are the trace of both at once, exactly.
+A dense trace of each drafter on the same texts says what each would have drafted at every position. The drafter of a round
+depends on the committed text alone, so the two traces combined row by row are exactly the trace of both drafters together.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ from ...decode.drafters.fallback import ROUNDING
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning, TraceError
 from ...policies.profile import Profile
-from ..replay.log import Rounds, play
+from ..replay.log import play
 from ..replay.seconds import prompt_seconds
 from ..replay.traces.arrays import TraceArrays
 
-SURES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-
-_TOKEN = "anchor_token"
+MIN_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 _SAME = ("topology", "temperature", "shaping", "seed", "max_new_tokens", "prompts_hash", "verification")
 
 
 @dataclass(frozen=True)
 class SureChoice:
-    """What was found.
+    """The best use of two drafters.
 
     Attributes:
         sure: for `suffix?sure=...+model`; None = the other drafter alone is the fastest.
-        rate: tokens a second of `sure`, replayed.
-        first, other: tokens a second of each alone.
-        rates: of every chance that was tried.
+        rate: tokens per second of `sure`, replayed.
+        first, other: tokens per second of each alone.
+        rates: of every probability that was tried.
     """
 
     sure: float | None
@@ -50,7 +48,7 @@ class SureChoice:
 
     @property
     def fastest(self) -> str:
-        """What to draft with: `first` or `other` alone, or `both`."""
+        """The drafters to use: `first` or `other` alone, or `both`."""
         if self.first > self.rate:
             return "first"
         return "other" if self.sure is None else "both"
@@ -61,25 +59,25 @@ def choose_sure(
     other: TraceArrays,
     policy: StopPolicy,
     profiles: tuple[Profile, Profile],
-    sures: Sequence[float] = SURES,
+    sures: Sequence[float] = MIN_CONFIDENCES,
 ) -> SureChoice:
-    """Return the chance from which on the first drafter should take a round (`FallbackDrafter`).
+    """Return the probability from which on the first drafter should draft a round (`FallbackDrafter`).
 
     Args:
-        first, other: dense traces of the two drafters over the same prompts and settings.
-        policy: that ends the drafts of both.
+        first, other: dense traces of the two drafters on the same prompts with the same settings.
+        policy: ends the drafts of both.
         profiles: of the two drafters, with the same target.
-        sures: chances that are tried.
+        sures: probabilities that are tried.
 
     Raises:
         TraceError: see `paired`.
     """
     first, other = paired(first, other)
     alone = [
-        play_texts(arrays, everywhere(arrays, side == 0), policy, profiles).rate(profiles)
+        _rate(arrays, torch.full((len(arrays.accepted),), side == 0), policy, profiles)
         for side, arrays in enumerate((first, other))
     ]
-    rates = {sure: play_texts(*both(first, other, sure), policy, profiles, True).rate(profiles) for sure in sures}
+    rates = {sure: _rate(*both(first, other, sure), policy, profiles, calls_first=True) for sure in sures}
     best = max(rates, key=lambda sure: rates[sure], default=None)
     if best is None or rates[best] <= alone[1]:
         return SureChoice(None, alone[1], alone[0], alone[1], rates)
@@ -87,119 +85,87 @@ def choose_sure(
 
 
 def paired(first: TraceArrays, other: TraceArrays) -> tuple[TraceArrays, TraceArrays]:
-    """Return two traces with the texts that both hold, as `both` wants them.
+    """Return two traces with the texts that both hold, as `both` requires.
 
-    Two runs of a target may part where two tokens are equally good: such texts are left out, with a warning that counts them.
+    Two runs of a target may diverge where two tokens are equally likely: such texts are left out, and a warning counts them.
 
     Raises:
         TraceError: the traces are not dense, of other prompts or settings, or have no text in common.
     """
     headers = first.header, other.header
-    differ = headers[0].differing(headers[1], _SAME)
-    targets = {header.pair.get("target") for header in headers}
-    if differ or len(targets) > 1 or not all(header.has_every_anchor for header in headers):
-        what = ", ".join(differ) or ("target" if len(targets) > 1 else "collector: expected dense traces")
-        raise TraceError(f"two drafters are compared on dense traces of the same texts, but these differ: {what}")
-    if first.prompt_ids != other.prompt_ids:
-        raise TraceError("two drafters are compared on dense traces of the same texts, but these differ: prompts")
+    different = headers[0].differing(headers[1], _SAME)
+    if len({header.pair.get("target") for header in headers}) > 1:
+        different = [*different, "target"]
+    if not all(header.has_every_anchor for header in headers):
+        different = [*different, "collector: expected dense traces"]
+    if not different and first.prompt_ids != other.prompt_ids:
+        different = ["prompts"]
+    if different:
+        raise TraceError(
+            f"two drafters are compared on dense traces of the same texts, but these differ: {', '.join(different)}"
+        )
     same = [at for at in range(first.sequences) if _text(first, at) == _text(other, at)]
     if not same:
         raise TraceError("two drafters are compared on traces of the same texts, but no text is in both")
     if len(same) == first.sequences:
         return first, other
-    told = f"{first.sequences - len(same)} of {first.sequences} texts differ between the two traces and are left out"
-    warnings.warn(told, SpecstopWarning, stacklevel=2)
+    count = f"{first.sequences - len(same)} of {first.sequences} texts"
+    warnings.warn(f"{count} differ between the two traces and are left out", SpecstopWarning, stacklevel=2)
     return first.subset(same), other.subset(same)
 
 
 def _text(arrays: TraceArrays, sequence: int) -> tuple[int, ...]:
-    """Return what tells a text from others: its lengths, and its tokens where they were recorded."""
+    """Return the lengths of a text, and its tokens if they were recorded."""
     begin, rows = int(arrays.offset[sequence]), int(arrays.rows[sequence])
     sizes = int(arrays.prompt_tokens[sequence]), int(arrays.text_tokens[sequence]), int(arrays.first_anchor[sequence])
-    tokens = arrays.columns.get(_TOKEN)
+    tokens = arrays.columns.get("anchor_token")
     return *sizes, rows, *(() if tokens is None else map(int, tokens[begin : begin + rows].tolist()))
 
 
 def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArrays, Tensor]:
-    """Return the trace of two drafters at once, and [N] bool, the rounds that the first one drafts; of `paired` traces."""
-    # All candidates for the next token were drawn from one row, of which any node of depth 1 has the largest chance.
-    mine = (first.tokens[:, 0] != NO_TOKEN) & (first.column("top1")[:, 0] > sure - ROUNDING)
+    """Return the trace of two drafters together, and [N] bool, the rounds that the first one drafts; of `paired` traces."""
+    # All candidates for the next token were drawn from one row; any node of depth 1 holds its largest probability.
+    by_first = (first.tokens[:, 0] != NO_TOKEN) & (first.column("top1")[:, 0] > sure - ROUNDING)
 
-    def of(a: Tensor | None, b: Tensor | None) -> Any:
+    def select(a: Tensor | None, b: Tensor | None) -> Any:
         if a is None or b is None:
             return None
-        return torch.where(mine.reshape(-1, *[1] * (a.dim() - 1)), a, b)
+        return torch.where(by_first.reshape(-1, *[1] * (a.dim() - 1)), a, b)
 
-    made = dataclasses.replace(
+    fields = ("accepted", "tokens", "ends", "cut", "path")
+    combined = dataclasses.replace(
         other,
-        columns={name: of(first.column(name), values) for name, values in other.columns.items()},
+        columns={name: select(first.column(name), values) for name, values in other.columns.items()},
         hidden={},
         extra={},
-        **{
-            name: of(getattr(first, name), getattr(other, name))
-            for name in ("accepted", "tokens", "ends", "cut", "path")
-        },
+        **{name: select(getattr(first, name), getattr(other, name)) for name in fields},
     )
-    return made, mine
+    return combined, by_first
 
 
-@dataclass(frozen=True)
-class TextRounds:
-    """Rounds of S texts, each drafted by one of two drafters: what any pair of profiles says that they take.
-
-    Attributes:
-        tokens, prompt_tokens: [S] of each text.
-        rounds: [R] of both drafters; those of the first one read nothing.
-        by_first: [R] bool, rounds that the first one drafts.
-        is_asked: whether the first one is called in the rounds of the other too, which takes its first draft step.
-    """
-
-    tokens: Tensor
-    prompt_tokens: Tensor
-    rounds: Rounds
-    by_first: Tensor
-    is_asked: bool
-
-    def seconds(self, profiles: tuple[Profile, Profile], paces: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-        """Return [S] float64 seconds of each text under the profiles of the two drafters, each slowed down by a factor."""
-        rounds = self.rounds
-        mine, theirs = (rounds.seconds(profile) for profile in profiles)
-        seconds = torch.where(self.by_first, paces[0] * mine, paces[1] * theirs)
-        if self.is_asked:
-            in_vain = torch.from_numpy(profiles[0].first_draft_s(1, rounds.context.numpy()))
-            # A round that drafts nothing asks nobody.
-            seconds = seconds + paces[0] * in_vain * (~self.by_first & (rounds.drafted > 0))
-        read = prompt_seconds(profiles[1], self.prompt_tokens)
-        return rounds.by_sequence(seconds, len(self.tokens)) + paces[1] * read
-
-    def rate(self, profiles: tuple[Profile, Profile]) -> float:
-        """Return tokens a second."""
-        return float(self.tokens.sum() / self.seconds(profiles).sum())
-
-
-def play_texts(
+def _rate(
     arrays: TraceArrays,
-    mine: Tensor,
+    by_first: Tensor,
     policy: StopPolicy,
     profiles: tuple[Profile, Profile],
-    is_asked: bool = False,
-) -> TextRounds:
-    """Return the rounds of each text.
+    calls_first: bool = False,
+) -> float:
+    """Return tokens per second of texts with rounds of two drafters, each in the time of its drafter.
 
     Args:
         arrays: of the texts.
-        mine: [N] bool, the rounds that the first drafter drafts.
-        policy: that ends drafts.
-        profiles: of the two drafters, for a policy that decides by costs.
-        is_asked: see `TextRounds`.
+        by_first: [N] bool, the rounds that the first drafter drafts.
+        policy: ends drafts.
+        profiles: of the two drafters.
+        calls_first: the first drafter is also called, in vain, in the rounds of the other one: its first draft step.
     """
     depth = min(arrays.depth, *(profile.max_depth for profile in profiles))
-    played = play(dataclasses.replace(arrays, reads=~mine), policy.limited(depth), profiles[1])
+    played = play(dataclasses.replace(arrays, reads=~by_first), policy.limited(depth), profiles[1])
     rounds = played.rounds
-    by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
-    return TextRounds(played.result.tokens, arrays.prompt_tokens, rounds, by_first, is_asked)
-
-
-def everywhere(arrays: TraceArrays, first: bool) -> Tensor:
-    """Return [N] bool, all rounds of one drafter."""
-    return torch.full((len(arrays.accepted),), first)
+    by_first = by_first[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
+    seconds = torch.where(by_first, *(rounds.seconds(profile) for profile in profiles))
+    if calls_first:
+        in_vain = torch.from_numpy(profiles[0].first_draft_s(1, rounds.context.numpy()))
+        seconds = seconds + in_vain * (~by_first & (rounds.drafted > 0))  # a round without drafts calls no drafter
+    total = float(seconds.sum() + prompt_seconds(profiles[1], arrays.prompt_tokens).sum())
+    return float(played.result.tokens.sum()) / total
