@@ -89,7 +89,7 @@ def _kernel_cache(function: Callable[..., Any]) -> Any:
     """
     from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-    cache: Any = FunctionCache(function)  # type: ignore[no-untyped-call]
+    cache: Any = FunctionCache(function)
     folder = Path(cache._cache_path) / f"specstop-{_source_hash(Path(function.__code__.co_filename).parent)}"
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,10 @@ def kernel(signature: str) -> Callable[[_Function], _Function]:
         except (RuntimeError, OSError):  # the cache cannot be written: compile again in each process
             return numba.njit(signature, **_OPTIONS)(function)
 
-    return lambda function: cast(_Function, Kernel(function, build))
+    def decorate(function: _Function) -> _Function:
+        return cast(_Function, Kernel(function, build))
+
+    return decorate
 
 
 def _build_part(function: Callable[..., Any], **options: Any) -> Any:
