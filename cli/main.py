@@ -176,7 +176,14 @@ def _run() -> tuple[int, str]:
     return (code if isinstance(code, int) else 0), ""
 
 
-def _show_warning(message: Warning | str, *details: Any) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
     """Replace `warnings.showwarning`: write a warning as one line."""
     say(f"warning: {with_keys(message.command_line) if isinstance(message, SpecstopWarning) else message}")
 

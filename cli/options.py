@@ -408,12 +408,12 @@ def with_groups(command: Callable[..., None], config: bool) -> Callable[..., Non
         }
         command(**grouped, **values)
 
-    def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    def to_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
         default = inspect.Parameter.empty if default is MISSING else default
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
     # typer reads the signature and the annotations.
-    setattr(run, "__signature__", inspect.Signature([parameter(*one) for one in options]))  # noqa: B010
+    setattr(run, "__signature__", inspect.Signature([to_parameter(*one) for one in options]))  # noqa: B010
     run.__annotations__ = {name: kind for name, kind, _ in options}
     return run
 

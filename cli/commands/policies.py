@@ -29,8 +29,9 @@ def policies(
     if json:
         print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in plugins])
     elif wide:
-        full = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in plugins]
-        table(title, ("name", "where", "module", "loads", "description"), full, wide)
+        columns = ("name", "where", "module", "loads", "description")
+        rows = [[one.name, one.where, one.module, one.problem or "yes", one.what] for one in plugins]
+        table(title, columns, rows, wide)
     else:
-        rows = [(one.name, f"does not load: {one.problem}" if one.problem else one.what) for one in plugins]
-        table(title, ("name", "description"), rows)
+        short = [[one.name, f"does not load: {one.problem}" if one.problem else one.what] for one in plugins]
+        table(title, ("name", "description"), short)

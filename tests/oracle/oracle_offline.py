@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import access
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from oracle_inputs import EOS, Inputs
 from oracle_policies import Adaptive, FromAnchor, Selecting, Trimming
 from oracle_texts import AddsByLength, AfterToken, answer, named
+from specstop.cli.options import Models
 from specstop.collect import Trace, collect, load_trace
 from specstop.decode import PolicyStoppingCriteria, Settings, Speculator, specstop_generate, stream_key
 from specstop.policies import load_policy, load_policy_folder, save_policy
@@ -163,7 +166,7 @@ def commanded(inputs: Inputs, folder: Path) -> Cases:
     models = inputs.folder / "models"
     given = ["collect", "--target", models / "target", "--draft", models / "draft"]
     given += ["--prompts", inputs.folder / "prompts.jsonl"]
-    given += ["--dtype", "float64", "--engine", "compact", "--max-new-tokens", "12", "--temperature", "0.8", "--quiet"]
+    given += ["--dtype", "float64", "--max-new-tokens", "12", "--temperature", "0.8", "--quiet"]
     more = {
         "dense": ("--depth", 4, "--verification", "match"),
         "live": ("--collector", "live", "--policy", "confidence:0.3", "--depth", 4, "--verification", "match"),
@@ -171,7 +174,8 @@ def commanded(inputs: Inputs, folder: Path) -> Cases:
     }
     for name, options in more.items():
         out = folder / f"command {name}"
-        code, _ = access.run_command(*given, *options, "--out", out)
+        with mock.patch.object(Models, "open", functools.partialmethod(Models.open, engine="compact")):
+            code, _ = access.run_command(*given, *options, "--out", out)
         yield f"command {name}", {"code": code, **(columns(trace_arrays(load_trace(out))) if code == 0 else {})}
 
 

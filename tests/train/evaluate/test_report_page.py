@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from contract_policies import DEPTH
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
@@ -27,7 +26,7 @@ from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import TOO_FEW, Report
 from specstop.train.evaluate.report import run_facts, sections, to_csv, to_html, to_markdown, write_report
-from specstop.train.fit.achievable import Achievable, achievable_estimate
+from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -336,8 +335,7 @@ def test_a_policy_above_the_achievable_estimate_is_a_finding(
     sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poor = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
-    known = Achievable(poor.seconds, poor.rate, torch.zeros(0))
-    monkeypatch.setattr("specstop.train.fit.achievable.achievable_estimate", lambda *_, **__: known)
+    monkeypatch.setattr("specstop.train.fit.achievable.achievable_estimate", lambda *_, **__: poor)
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
     to_plain = report["achievable estimate"].to_plain
     assert (to_plain.value, to_plain.low, to_plain.high) == pytest.approx((1.0, 1.0, 1.0))

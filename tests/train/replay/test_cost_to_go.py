@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.costs import CostTable
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
