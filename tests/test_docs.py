@@ -76,6 +76,20 @@ def test_every_block_of_the_pages_runs() -> None:
                     assert answer.code == 0, (page, words, answer.err)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("module_cache", "one_repetition", "few_draws")
+def test_the_first_hour_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    blocks = [text for kind, text in BLOCK.findall((ROOT / "docs" / "python.md").read_text()) if kind == "python"]
+    for text in blocks:
+        exec(compile(text, "python.md", "exec"), names)
+        steps = [line for line in text.splitlines() if line.startswith(("ss.", "import ")) or " = ss." in line]
+        assert len(steps) <= 3, "each step of the page is at most three calls"
+    assert len(blocks) == 10 and "from specstop" not in "".join(blocks)
+    assert (tmp_path / "policy" / "policy.json").is_file() and (tmp_path / "sweep.svg").is_file()
+
+
 @pytest.mark.usefixtures("module_cache")
 def test_the_published_systems_run_as_their_table_says(plain_pair: Pair, place: Path) -> None:
     """Every line of the table of `drafters.md`, with small heads; all but the lossy one give plain decoding's text."""
