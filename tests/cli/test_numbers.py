@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import cli
-from specstop.collect.prompts import Choice, Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair, check_device, load_pair
 from specstop.decode.plain import plain_texts
@@ -93,8 +93,6 @@ def test_functions_refuse_the_same_temperatures(temperature: float, pair: Pair, 
         (lambda: Settings("0.7", verification="match"), "temperature: expected 0 or more.*, not '0.7'"),
         (lambda: SamplingParams(repetition_penalty=1e-45), "repetition_penalty: expected"),
         (lambda: SamplingParams(top_k=10**5000), "top_k: expected"),
-        (lambda: Choice(split_seed=-1), "split_seed: expected"),
-        (lambda: Choice(test_share=1.0), "test_share: expected"),
         (lambda: FitOptions(learning_rate=0.0), "learning_rate: expected"),
         (lambda: FitOptions(batch_size=0), "batch_size: expected"),
     ],
