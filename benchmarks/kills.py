@@ -202,18 +202,18 @@ def same_rows(first: Trace, second: Trace) -> bool:
 
 def child(arguments: list[str], place: dict[str, str], ready: Path) -> None:
     """Run the command line in a fresh process; tell when collecting begins."""
+    import specstop.collect.run as collecting
     from specstop.cli import main as command
-    from specstop.collect import shards
 
     torch.set_num_threads(1)
     os.environ.update(place)
-    record = shards.record
+    record = collecting.record
 
     def announced(*args: Any, **options: Any) -> Trace:
         ready.touch()
         return record(*args, **options)
 
-    shards.record = announced
+    collecting.record = announced
     sys.argv = ["specstop", *arguments]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         command.run()

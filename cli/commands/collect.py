@@ -121,8 +121,8 @@ def _stored_prompts(folder: Path, selection: Mapping[str, Any]) -> list[Prompt] 
     source = selection["prompts"]
     if source is not None and is_stream(source):
         raise InputError(
-            f"--prompts {source}: expected a file or a data set, because a pipe can be read only once, by one process; write "
-            "the prompts to a file first"
+            f"--prompts {source}: expected a file or a data set, because a pipe is read only once, not again by --resume or "
+            "by several processes; write the prompts to a file first"
         )
     return None
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import NEW
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
+from specstop.collect.run import CollectOptions, collect
 from specstop.collect.store import Trace
 from specstop.decode.benchmark import bench
 from specstop.decode.hf.generate import specstop_generate
@@ -152,8 +152,8 @@ def test_policies_are_named_as_on_the_command_line(
 def test_verification_has_one_default_everywhere() -> None:
     from specstop.cli.main import app
 
-    defaults = {Settings().verification}
-    for function in (collect, specstop_generate, measure_profile):
+    defaults = {Settings().verification, CollectOptions().verification}
+    for function in (specstop_generate, measure_profile):
         defaults.add(inspect.signature(function).parameters["verification"].default)
     for command in ("decode", "bench", "collect", "profile"):
         (option,) = [one for one in get_command(app).commands[command].params if one.name == "verification"]  # type: ignore[attr-defined]

@@ -213,15 +213,20 @@ def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
     assert "RANK: expected less than WORLD_SIZE (2), not 2" in cli(*collect, "--out", out).err
 
 
-def test_a_damaged_shard_is_named(collect: list[object], tmp_path: Path) -> None:
+def test_a_damaged_shard_is_named_and_collected_again(collect: list[object], done: Trace, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert cli(*collect, *SHARDS, "--out", out).code == 0
     path = shard_path(out, 2, 4)
     path.write_bytes(path.read_bytes()[:-1])
-    for command in (["info", out, "--check"], ["info", out], [*collect, *SHARDS, "--out", out, "--resume"]):
+    for command in (["info", out, "--check"], ["info", out]):
         answer = cli(*command)
         assert (answer.code, answer.err.count("\n")) == (2, 1)
         assert str(path) in answer.err
+    answer = cli(*collect, *SHARDS, "--out", out, "--resume")
+    assert answer.code == 0, answer.err
+    assert f"{path} is damaged and is collected again" in answer.err
+    assert same_rows(open_trace(out), done)
+    assert cli("info", out, "--check").code == 0
 
 
 def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
@@ -230,10 +235,10 @@ def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
     out = tmp_path / "out"
     write = shards.write_shard
 
-    def press(folder: Path, header: Any, index: int, rows: Any) -> None:
+    def press(folder: Path, header: Any, index: int, rows: Any, texts: Any) -> None:
         if index == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        write(folder, header, index, rows)
+        write(folder, header, index, rows, texts)
 
     monkeypatch.setattr(shards, "write_shard", press)
     answer = cli(*collect, *SHARDS, "--out", out)
@@ -306,10 +311,5 @@ def test_long_prompts_are_left_out_and_counted(collect: list[object], home: Path
     answer = cli(*command, "--out", tmp_path / "skipped")
     assert answer.code == 0, answer.err
     assert answer.err.startswith(f"warning: 1 of 3 prompts have more than {pair.readable - 5 - 2} tokens (")
-    assert answer.err.endswith(" has 200) and are left out (--extra long)\n")
+    assert answer.err.endswith(" has 200) and are left out\n")
     assert info(tmp_path / "skipped")["prompts left out"] == "1 of 3, longer than the pair reads"
-    refused = cli(*command, *extra(long="refuse"), "--out", tmp_path / "refused")
-    assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert cli(*command, *extra(long="left"), "--out", tmp_path / "cut").code == 0
-    cut = info(tmp_path / "cut")
-    assert (cut["prompts"], "prompts left out" in cut) == (3, False)
