@@ -177,11 +177,11 @@ def fit_paths(
             first = tree.levels[depth - 1][0]
             survival = survival[:, [tree.parent[node] - first for node in level]]
             tables[0].append(_fit_level(survival[use], accept[use], accepted[:, level][use], rank[use], count))
-            survival = PathCalibrator(np.float32(tables[0])).of(survival, accept, depth, ranks[level])
+            survival = PathCalibrator(np.array(tables[0], dtype=np.float32)).of(survival, accept, depth, ranks[level])
         best = np.array([(tree.children[node] or [0])[0] for node in level])  # 0, the root = no child
         use = use & (best > 0)
         tables[1].append(_fit_level(survival[use], next_[use], accepted[:, best][use], rank[use], count))
-    return PathCalibrator(np.float32(tables[0])), PathCalibrator(np.float32(tables[1]))
+    return PathCalibrator(np.array(tables[0], dtype=np.float32)), PathCalibrator(np.array(tables[1], dtype=np.float32))
 
 
 def _uncalibrated(ranks: int) -> Array:
