@@ -162,8 +162,8 @@ def find_layout(state: Mapping[str, Array], where: str) -> str:
         return "specdec"
     unknown = [key for key in state if not (_LAYER.fullmatch(key) or _BLOCK.fullmatch(key))] or list(state)
     raise PolicyError(
-        f"{where}: the layout is not known, because of {_listed(unknown)}; expected {', '.join(LAYOUTS)}, or Medusa's heads with "
-        "--target"
+        f"{where}: the layout is not known, for {_listed(unknown)}; expected {', '.join(LAYOUTS)}, or Medusa's "
+        "heads with --target"
     )
 
 

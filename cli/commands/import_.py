@@ -48,7 +48,8 @@ def import_(
 
     No code of the file is run. Example: specstop import vllm.jsonl --out traces
     """
-    if not _has_weights(source):
+    is_medusa = target is not None and draft is None and source.is_dir()
+    if not (is_medusa or _has_weights(source)):
         _import_records(source, out, target or "", draft or "", overwrite, json)
         return
     if draft is not None:

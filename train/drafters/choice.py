@@ -163,8 +163,7 @@ def _rate(
     played = play(dataclasses.replace(arrays, reads=~by_first), policy.limited(depth), profiles[1])
     rounds = played.rounds
     by_first = by_first[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
-    first_s, second_s = (rounds.seconds(profile) for profile in profiles)
-    seconds = torch.where(by_first, first_s, second_s)
+    seconds = torch.where(by_first, rounds.seconds(profiles[0]), rounds.seconds(profiles[1]))
     if calls_first:
         in_vain = torch.from_numpy(profiles[0].first_draft_s(1, rounds.context.numpy()))
         seconds = seconds + in_vain * (~by_first & (rounds.drafted > 0))  # a round without drafts calls no drafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 import time
 import warnings
@@ -231,7 +232,13 @@ class DrafterModule(lightning.LightningModule):
         """Return AdamW with a warm-up and a cosine decay over all steps."""
         adam = torch.optim.AdamW(self.network.parameters(), self.rate, (0.9, 0.95), weight_decay=DECAY)
         steps = max(2, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(adam, self.rate, steps, pct_start=WARM_UP, cycle_momentum=False)
+        warm_up = max(1, int(WARM_UP * steps))
+
+        def factor(step: int) -> float:
+            # The lower of a line up and a cosine over all steps. `OneCycleLR` could not be resumed with more epochs.
+            return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(adam, factor)
         return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -181,8 +181,7 @@ def fit_paths(
         best = np.array([(tree.children[node] or [0])[0] for node in level])  # 0, the root = no child
         use = use & (best > 0)
         tables[1].append(_fit_level(survival[use], next_[use], accepted[:, best][use], rank[use], count))
-    accept, next_ = (PathCalibrator(np.array(table, dtype=np.float32)) for table in tables)
-    return accept, next_
+    return PathCalibrator(np.array(tables[0], dtype=np.float32)), PathCalibrator(np.array(tables[1], dtype=np.float32))
 
 
 def _uncalibrated(ranks: int) -> Array:
