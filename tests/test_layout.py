@@ -25,13 +25,11 @@ else:
 ROOT = Path(__file__).parents[1]
 ROOMS = ("policies", "decode", "collect", "train", "cli")  # each imports from those before it only
 TRAIN = (
-    "statistics",
     "released",
     "replay",
     "heads",
     "drafters",
     "fit",
-    "report",
     "evaluate",
     "export",
     "demo",

@@ -11,7 +11,8 @@ candidate are those of the best fixed length, except where power is measured. St
 - `heavy tails`: log-normal lengths (sigma 1) and paces of Student's t with 3 degrees of freedom;
 - `giant`: one prompt with half of all tokens.
 
-Clusters, intervals and the verdict are those of `evaluate`: `choose_clusters`, `Resamples` and `records.verdict`.
+Clusters, intervals and the verdict are those of `evaluate`: `form_clusters` (groups if there are any), `Resamples` and
+`verdict`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bars import Bars
-from specstop.train.evaluate.records import DEPLOY, TOO_FEW, verdict
-from specstop.train.evaluate.statistics import Resamples, choose_clusters
+from specstop.train.evaluate.records import DEPLOY, TOO_FEW
+from specstop.train.evaluate.statistics import Resamples, form_clusters
+from specstop.train.evaluate.verdict import verdict
 
 WORLDS, QUICK = 500, 10
 REPLICATES = 1000
@@ -108,7 +110,8 @@ def draw_texts(
 def judge(texts: Texts, seed: int, truth: float = 1.0) -> Outcome:
     """Return the outcome of one world; the first candidate is `truth` times as fast as the best fixed length."""
     fixed, policies = range(len(SLOWER)), range(len(SLOWER), texts.seconds.shape[1])
-    clusters = choose_clusters(texts.prompts, texts.groups, texts.tokens, texts.seconds, policies, fixed)
+    by = "group" if any(texts.groups) else "prompt"
+    clusters = form_clusters(texts.prompts, texts.groups, texts.tokens.tolist(), by)
     boot = Resamples(clusters.of, seed, REPLICATES)
     (ratios,) = boot.simultaneous([boot.log_ratios(texts.tokens, texts.seconds, policies, fixed)])
     true = [truth, *[1.0] * (len(ratios) - 1)]

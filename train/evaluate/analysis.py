@@ -205,13 +205,13 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
     """Return where a policy's time goes, in milliseconds per token of text; the parts add up to `total_ms`."""
     rounds = played.rounds
     decided = float(rounds.decision_seconds(profile).sum())
-    every = float(rounds.seconds(profile).sum())
+    total = float(rounds.seconds(profile).sum())
     # Costs add up, so that doubling one of them adds its value.
-    draft = float(rounds.seconds(scaled(profile, draft=2.0)).sum()) - every
-    verify = float(rounds.seconds(scaled(profile, verify=2.0)).sum()) - every
+    draft = float(rounds.seconds(scaled(profile, draft=2.0)).sum()) - total
+    verify = float(rounds.seconds(scaled(profile, verify=2.0)).sum()) - total
     prompt = float(prompt_seconds(profile, arrays.prompt_tokens).sum())
     names = ("draft_ms", "verify_ms", "decision_ms", "outside_ms", "prompt_ms", "total_ms")
-    parts = (draft, verify, decided, every - decided - draft - verify, prompt, every + prompt)
+    parts = (draft, verify, decided, total - decided - draft - verify, prompt, total + prompt)
     scale = 1e3 / max(int(arrays.text_tokens.sum()), 1)
     return {"name": name, **{key: scale * part for key, part in zip(names, parts, strict=True)}}
 
@@ -230,13 +230,13 @@ def by_group(replays: Replays, seed: int) -> list[Json]:
         `name`, `prompts`, `tokens`, the group's `best_fixed` and `ratios` by policy; empty if there is one group only.
     """
     arrays, tokens = replays.arrays, replays.arrays.text_tokens
-    members: dict[str, list[int]] = {}
-    for at, group in enumerate(arrays.groups):
-        members.setdefault(group, []).append(at)
+    members = {
+        name: [at for at, group in enumerate(arrays.groups) if group == name] for name in sorted(set(arrays.groups))
+    }
     if len(members) < 2:
         return []
     out = []
-    for name, at in sorted(members.items(), key=lambda item: (-int(tokens[item[1]].sum()), item[0]))[:MOST_GROUPS]:
+    for name, at in sorted(members.items(), key=lambda item: -int(tokens[item[1]].sum()))[:MOST_GROUPS]:
         boot = Resamples([arrays.clusters[i] for i in at], seed)
         played = [replays.best, *(entry.played for entry in replays.entries)]
         rounds = [_of_sequences(one.rounds, at, arrays.sequences) for one in played]

@@ -11,6 +11,8 @@ import numpy as np
 
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, silent
+from ..replay.traces.arrays import TraceArrays
 from .analysis import Replays
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .records import POLICIES, Line
@@ -28,6 +30,24 @@ class Job(NamedTuple):
     kind: str
     policy: StopPolicy
     note: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What policies are compared on.
+
+    Attributes:
+        arrays, costs: the trace, and the latency of its rounds.
+        clusters: that intervals resample.
+        primary, seed, progress: see `evaluate`.
+    """
+
+    arrays: TraceArrays
+    costs: ProfileBootstrap
+    clusters: Clusters
+    primary: str = ""
+    seed: int = 0
+    progress: Progress = silent
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from ...decode.verify.modes import MODES, describe
 from ...policies import kernels
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
-from ...policies.errors import InputError, PolicyFailure, SpecstopWarning, TraceError
+from ...policies.errors import InputError, PolicyFailure
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
 from ...policies.host import is_trusted, validate_policy
-from ...policies.learned import LearnedPolicy, shaping_text
+from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import tune_confidence
@@ -34,10 +33,16 @@ from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_fit, load_traces, require_disjoint_prompts, tell_other_rounds
+from ..replay.traces.checking import (
+    check_fit,
+    check_training_traces,
+    load_traces,
+    require_disjoint_prompts,
+    tell_other_rounds,
+)
 from .analysis import Entry, Replays, acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
-from .comparison import Compared, Comparison, Counts, Job
+from .comparison import Compared, Comparison, Counts, Job, Setting
 from .decision_costs import unpriced_finding, with_prices
 from .importance import importance_section
 from .pricing import Priced, ProfileBootstrap
@@ -45,7 +50,7 @@ from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report
 from .single_rounds import compare_rounds
-from .statistics import Clusters, Resamples, form_clusters
+from .statistics import Resamples, form_clusters
 from .sweep import sweep as run_sweep
 from .verdict import answer, doubts, findings, remedy
 
@@ -113,17 +118,19 @@ def evaluate(
     """
     trace, profile = load_traces(traces), Profile.load(profile) if isinstance(profile, str | Path) else profile
     training = None if train_traces is None else load_traces(train_traces)
-    candidates = label_policies(as_policies(policies))
+    candidates = as_policies(policies)
+    for policy in candidates:
+        validate_policy(policy)
+    candidates = label_policies(candidates)
     names = [policy.shown_name for policy in candidates]
     if primary and primary not in names:
         raise InputError(
             f"--primary: expected the name of one of the policies ({', '.join(names) or 'none was given'}), not {primary!r}"
         )
     for policy in candidates:
-        validate_policy(policy)
         check_fit(policy, trace)
     if training is not None:
-        _check_training_traces(training, trace)
+        check_training_traces(training, trace)
     tell_other_rounds(profile, trace.header)
     earlier = None if compare is None else read_report(compare)
     if out is not None:
@@ -144,12 +151,10 @@ def evaluate(
     profile, unpriced = with_prices(profile, [*usual, *candidates], trace.header)
     jobs = _jobs(candidates, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
     costs = ProfileBootstrap(profile, seed)
-    if is_live:
-        compared = compare_rounds(arrays, jobs, costs, clusters, primary=primary, seed=seed, progress=progress)
-    else:
-        compared = _compare_texts(arrays, jobs, costs, clusters, primary, seed, progress, achievable)
+    setting = Setting(arrays, costs, clusters, primary, seed, progress)
+    compared = compare_rounds(setting, jobs) if is_live else _compare_texts(setting, jobs, achievable)
     detailed = out is not None or earlier is not None if detailed is None else detailed
-    report = _report(trace, arrays, costs, clusters, compared, primary, seed, progress, detailed)
+    report = _report(trace, setting, compared, detailed)
     if sweep and not is_live:
         report.details["sweep"] = run_sweep(
             arrays, candidates, costs, clusters, tuning=tuning, primary=primary, seed=seed, progress=progress
@@ -170,8 +175,8 @@ def evaluate(
     if earlier is not None:
         report.details["comparison"] = compare_reports(earlier, report.to_dict(), seed=seed).section()
     failures = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in failed.items()]
-    warnings_ = (*failures, *report.findings, *unpriced_finding(unpriced, profile, trace.header))
-    report = dataclasses.replace(report, findings=warnings_, failed=tuple(failed.values()))
+    warnings = (*failures, *report.findings, *unpriced_finding(unpriced, profile, trace.header))
+    report = dataclasses.replace(report, findings=warnings, failed=tuple(failed.values()))
     if out is not None:
         write_report(report, Path(out), overwrite=overwrite)
     return report
@@ -186,7 +191,7 @@ def label_policies(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
         InputError: two policies are the same.
     """
     names = [HF_DEFAULT, TUNED, *(policy.name if policy.source else policy.shown_name for policy in policies)]
-    named = []
+    named: list[StopPolicy] = []
     for policy, name in zip(policies, names[2:], strict=True):
         label = f"{name} ({policy.source})" if policy.source and names.count(name) > 1 else name
         if label in (HF_DEFAULT, TUNED, *(other.shown_name for other in named)):
@@ -194,21 +199,6 @@ def label_policies(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
         named.append(copy.copy(policy))
         object.__setattr__(named[-1], "label", label)  # a plugin may be a frozen dataclass
     return named
-
-
-def _check_training_traces(training: Trace, trace: Trace) -> None:
-    """Refuse training traces with another sampling filter; warn of another pair, temperature (if known) or verification."""
-    used, expected = (shaping_text(one.header.shaping, one.header.temperature) for one in (training, trace))
-    if used != expected:
-        raise TraceError(
-            f"--train-traces: {training.folder} was sampled with the filter {used}, not {expected}; "
-            "collect traces with the options that will be served"
-        )
-    is_known = all(one.header.conditions.temperature is not None for one in (training, trace))
-    names = ("pair", "temperature", "verification") if is_known else ("pair", "verification")
-    if differences := training.header.differing(trace.header, names):
-        text = f"--train-traces: {training.folder} differs from --traces in {', '.join(differences)}"
-        warnings.warn(f"{text}: what is tuned there is for other rounds", SpecstopWarning, stacklevel=3)
 
 
 def _failure(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> PolicyFailure | None:
@@ -244,21 +234,12 @@ def _jobs(
     return jobs
 
 
-def _compare_texts(
-    arrays: TraceArrays,
-    jobs: Sequence[Job],
-    costs: ProfileBootstrap,
-    clusters: Clusters,
-    primary: str,
-    seed: int,
-    progress: Progress,
-    achievable: bool,
-) -> Compared:
-    """Return the lines of policies on whole texts; arguments as of `evaluate` and `compare_rounds`."""
-    profile, entries = costs.profile, []
+def _compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> Compared:
+    """Return the lines of policies on whole texts, with the achievable estimate if requested."""
+    arrays, costs, clusters, progress = setting.arrays, setting.costs, setting.clusters, setting.progress
+    profile, entries, fixed = costs.profile, [], []
     depth = min(arrays.depth, profile.max_depth)
     total = depth + 1 + len(jobs)
-    fixed = []
     for k in range(depth + 1):
         progress("replay", k, total)
         fixed.append(play(arrays, FixedLength(k), profile))
@@ -272,13 +253,13 @@ def _compare_texts(
         note = f"{shape}; chosen on these prompts"
         entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, static.nodes), profile)))
     tokens = arrays.text_tokens.double().numpy()
-    boot, plan = Resamples(clusters.of, seed), oracle_plan(arrays, profile)
+    boot, plan = Resamples(clusters.of, setting.seed), oracle_plan(arrays, profile)
     played = [*fixed, *(entry.played for entry in entries)]
     spent = torch.stack([*(one.result.seconds for one in played), plan.seconds], 1)
     rounds = [*(one.rounds for one in played), planned_rounds(arrays, plan)]
     comparison = Comparison(
         boot, costs, tokens, Priced(boot, costs, rounds, arrays.prompt_tokens, spent), {e.name: e.kind for e in entries},
-        has_bound=True, primary=primary, largest=clusters.largest,
+        has_bound=True, primary=setting.primary, largest=clusters.largest,
     )  # fmt: skip
     best = max(fixed, key=lambda one: one.result.rate)
     counts, notes = [_counts(entry.played.result) for entry in entries], [entry.note for entry in entries]
@@ -288,7 +269,7 @@ def _compare_texts(
         from ..fit.continuation.values import achievable_estimate  # imports xgboost
 
         progress("achievable estimate", 0, 1)
-        seconds = achievable_estimate(arrays, profile, seed=seed).seconds
+        seconds = achievable_estimate(arrays, profile, seed=setting.seed).seconds
         # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
         rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
         note = "best cross-fitted continuation value on all scalars, decisions free"
@@ -309,37 +290,24 @@ def _counts(played: Replayed) -> Counts:
     return played.block_efficiency, drafted, verified, accepted
 
 
-def _report(
-    trace: Trace,
-    arrays: TraceArrays,
-    costs: ProfileBootstrap,
-    clusters: Clusters,
-    compared: Compared,
-    primary: str,
-    seed: int,
-    progress: Progress,
-    detailed: bool,
-) -> Report:
-    """Return the report on compared policies; arguments as of `evaluate` and `compare_rounds`."""
+def _report(trace: Trace, setting: Setting, compared: Compared, detailed: bool) -> Report:
+    """Return the report on compared policies."""
+    arrays, costs, clusters, boot = setting.arrays, setting.costs, compared.clusters, compared.boot
     lines, profile, replays = compared.lines, costs.profile, compared.replays if detailed else None
     reasons = doubts(lines, compared.below_bound, profile)
     if reasons:
         lines = [dataclasses.replace(x, verdict=NOISY) if x.verdict not in ("", TOO_FEW) else x for x in lines]
     result = answer(
-        lines, compared.best_name, compared.clusters, stops=stop_costs(replays) if replays else (), doubts=reasons,
-        primary=primary, remedy=remedy(trace.header, profile),
+        lines, compared.best_name, clusters, stops=stop_costs(replays) if replays else (), doubts=reasons,
+        primary=setting.primary, remedy=remedy(trace.header, profile),
     )  # fmt: skip
-    facts = {
-        **_facts(trace, arrays, costs),
-        **compared.clusters.facts,
-        "intervals": costs.describe(compared.clusters.unit),
-    }
+    facts = {**_facts(trace, arrays, costs), **clusters.facts, "intervals": costs.describe(clusters.unit)}
     if compared.replays is None:
         facts["rounds"] = compared.rounds
-    sections = details(replays, result.candidate, compared.boot, seed, progress) if replays and result else {}
-    warnings_ = findings(profile, clusters, arrays.prompt_ids, reasons, compared.to_achievable)
-    bands = acceptance_bands(arrays, Resamples(clusters.of, seed))
-    return Report(tuple(lines), compared.fixed, facts, bands, result, warnings_, compared.caveats, sections)
+    sections = details(replays, result.candidate, boot, setting.seed, setting.progress) if replays and result else {}
+    warnings = findings(profile, setting.clusters, arrays.prompt_ids, reasons, compared.to_achievable)
+    bands = acceptance_bands(arrays, Resamples(setting.clusters.of, setting.seed))
+    return Report(tuple(lines), compared.fixed, facts, bands, result, warnings, compared.caveats, sections)
 
 
 def _facts(trace: Trace, arrays: TraceArrays, costs: ProfileBootstrap) -> dict[str, Any]:

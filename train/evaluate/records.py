@@ -12,7 +12,6 @@ from ...policies.errors import PolicyFailure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 REPORT_SCHEMA = 2
 DEPLOY, INCONCLUSIVE, REFUSE = "deploy", "inconclusive", "do not deploy"
@@ -149,8 +148,8 @@ class Report:
             for line in self.lines
         ]
 
-    def to_pandas(self) -> DataFrame:
-        """Return the table as a data frame."""
+    def to_pandas(self) -> Any:
+        """Return the table as a pandas data frame."""
         import pandas as pd
 
         return pd.DataFrame(self.table)

@@ -8,28 +8,17 @@ from typing import Any
 
 import torch
 
-from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
 from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
-from ..replay.traces.arrays import TraceArrays
 from .analysis import trace_outcomes
-from .comparison import Compared, Comparison, Counts, Job
-from .pricing import Priced, ProfileBootstrap
-from .statistics import Clusters, Resamples
+from .comparison import Compared, Comparison, Counts, Job, Setting
+from .pricing import Priced
+from .statistics import Resamples
 
 _CONVERGED, _MOST_ITERATIONS = 1e-12, 50
 
 
-def compare_rounds(
-    arrays: TraceArrays,
-    jobs: Sequence[Job],
-    costs: ProfileBootstrap,
-    clusters: Clusters,
-    *,
-    primary: str = "",
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Compared:
+def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
     """Return the lines of policies on the rounds of a live trace.
 
     Rates are expected tokens over modelled seconds of the rounds that the recorded run visits. The bound is that of single
@@ -37,17 +26,13 @@ def compare_rounds(
     no bound: a policy may draft a part of a depth, and could be above it.
 
     Args:
-        arrays: with `extra=ROUND_COLUMNS`.
+        setting: the arrays are read with `extra=ROUND_COLUMNS`.
         jobs: policies to compare with the fixed lengths.
-        costs: of rounds.
-        clusters: to resample.
-        primary: see `evaluate`.
-        seed: of the bootstrap.
-        progress: called at every policy.
 
     Raises:
         TraceError: as of `evaluate_rounds`.
     """
+    arrays, costs, progress = setting.arrays, setting.costs, setting.progress
     for policy in (FixedLength(1), *(job.policy for job in jobs)):
         check_identified(arrays, policy)
     depth = min(arrays.depth, costs.profile.max_depth, identified_limit(arrays))
@@ -63,13 +48,20 @@ def compare_rounds(
     present, text = torch.unique(values[0].taken.sequence, return_inverse=True)
     tokens = torch.zeros(len(present), len(columns), dtype=torch.float64)  # [S, P]
     tokens.index_add_(0, text, torch.stack([one.committed.double() for one in columns], 1))
-    clusters = dataclasses.replace(clusters, of=tuple(clusters.of[at] for at in present.tolist()))
-    boot = Resamples(clusters.of, seed)
+    clusters = dataclasses.replace(setting.clusters, of=tuple(setting.clusters.of[at] for at in present.tolist()))
+    boot = Resamples(clusters.of, setting.seed)
     rounds = [dataclasses.replace(one.taken, sequence=text) for one in columns]
     priced = Priced(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
     kinds, is_chain = {job.name: job.kind for job in jobs}, arrays.tree.is_chain
     comparison = Comparison(
-        boot, costs, tokens.numpy(), priced, kinds, has_bound=is_chain, primary=primary, largest=clusters.largest
+        boot,
+        costs,
+        tokens.numpy(),
+        priced,
+        kinds,
+        has_bound=is_chain,
+        primary=setting.primary,
+        largest=clusters.largest,
     )
     winner = max(fixed, key=lambda one: one.rate)
     notes = [job.note for job in jobs]

@@ -17,7 +17,6 @@ Two kinds of intervals:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +85,9 @@ class Clusters:
         return f"{self.count} {self.unit}" if self.count > 1 else f"a single {self.unit[:-1]}"
 
 
-def form_clusters(prompts: Sequence[str], groups: Sequence[str], tokens: Sequence[int], by: str = "prompt") -> Clusters:
+def form_clusters(
+    prompts: Sequence[str], groups: Sequence[str], tokens: Sequence[float], by: str = "prompt"
+) -> Clusters:
     """Return the clusters to resample.
 
     Args:
@@ -107,11 +108,11 @@ def form_clusters(prompts: Sequence[str], groups: Sequence[str], tokens: Sequenc
             )
         for prompt, group in reversed(list(zip(prompts, groups, strict=True))):
             of[prompt] = group or f"prompt {prompt}"
-    counts: Counter[str] = Counter()
+    totals: dict[str, float] = {}
     for prompt, count in zip(prompts, tokens, strict=True):
-        counts[of[prompt]] += int(count)
-    ((name, most),) = counts.most_common(1)
-    share = most / max(counts.total(), 1) if len(counts) > 1 else 0.0
+        totals[of[prompt]] = totals.get(of[prompt], 0.0) + count
+    name = max(totals, key=lambda cluster: totals[cluster])
+    share = totals[name] / max(sum(totals.values()), 1.0) if len(totals) > 1 else 0.0
     return Clusters(tuple(of[prompt] for prompt in prompts), f"{by}s", share, name)
 
 
@@ -198,25 +199,25 @@ class Resamples:
             rivals: columns of `seconds`.
             price: [1 + R, M] log of the speed in each resample over that without the profile's uncertainty, or None.
         """
-        own, their = list(policies), list(rivals)
+        ours, theirs = list(policies), list(rivals)
         tokens, seconds = (self.by_cluster(np.reshape(part, (len(seconds), -1))) for part in (tokens, seconds))
         influence = tokens / tokens.mean(0) - seconds / seconds.mean(0)  # [P, M] of each cluster on the log speed
         rate = tokens.sum(0) / seconds.sum(0)  # [M] tokens/s
         shift = np.zeros((1, len(rate))) if price is None else price
         drawn = self._weights @ influence / self.clusters + shift  # [1 + R, M] deviation of the log speed
-        rival = np.log(rate[their]) + drawn[:, their]
+        rival = np.log(rate[theirs]) + drawn[:, theirs]
         winner = rival.argmax(1)
-        values = np.log(rate[own]) + drawn[:, own] - rival.max(1, keepdims=True)
+        values = np.log(rate[ours]) + drawn[:, ours] - rival.max(1, keepdims=True)
         errors = np.zeros_like(values)
         for at in np.unique(winner):
-            rows, difference = winner == at, influence[:, own] - influence[:, [their[at]]]
+            rows, difference = winner == at, influence[:, ours] - influence[:, [theirs[at]]]
             mean, square = (self._weights[rows] @ power / self.clusters for power in (difference, difference**2))
             errors[rows] = (square - mean**2).clip(0.0) / max(self.clusters - 1, 1)
-        best = their[winner[0]]
-        errors = np.sqrt(errors + (shift[:, own] - shift[:, [best]]).var(0))
+        best = theirs[winner[0]]
+        errors = np.sqrt(errors + (shift[:, ours] - shift[:, [best]]).var(0))
         speeds = tokens / seconds  # [P, M]
-        different = (np.abs(speeds[:, own] / speeds[:, [best]] - 1.0) > SAME).sum(0)
-        return LogRatios(values, errors, different, rate[own] / rate[their].max())
+        different = (np.abs(speeds[:, ours] / speeds[:, [best]] - 1.0) > SAME).sum(0)
+        return LogRatios(values, errors, different, rate[ours] / rate[theirs].max())
 
     def simultaneous(self, families: Sequence[LogRatios], apart: int | None = None) -> list[list[Ratio]]:
         """Return the ratios of all families with intervals that hold for all of them at once.

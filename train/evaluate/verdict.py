@@ -94,7 +94,8 @@ def answer(
         REFUSE: f"Do not deploy a policy here, {instead}. {Policy} is {gain}: below 1.",
         TOO_FEW: f"Too few prompts: {few}, and a verdict needs {FEWEST}{' of similar length' * dominated}. {Policy} is "
         f"{gain}.{more} Until then {instead}.",
-        NOISY: f"The profile is too noisy for a verdict: {reason}. Measure it again: {remedy}. Until then {instead}.",
+        NOISY: f"{'No' if doubts else 'The profile is too noisy for a'} verdict: {reason}. Measure it again: {remedy}. "
+        f"Until then {instead}.",
     }[result]
     use = top.name if result == DEPLOY else fallback_name
     coverage = _coverage(top, len(policies), clusters, primary)
@@ -108,8 +109,8 @@ def _candidate(policies: Sequence[Line], primary: str) -> Line:
     rules that every report compares are not its subject.
     """
     deployed = [line for line in policies if line.verdict == DEPLOY]
-    given = [line for line in policies if line.name not in (HF_DEFAULT, TUNED)]
-    return next((line for line in policies if line.name == primary), (deployed or given or policies)[0])
+    requested = [line for line in policies if line.name not in (HF_DEFAULT, TUNED)]
+    return next((line for line in policies if line.name == primary), (deployed or requested or policies)[0])
 
 
 def _clusters_needed(line: Line, clusters: Clusters) -> int | None:

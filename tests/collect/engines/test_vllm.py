@@ -23,7 +23,7 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.checking import check_fit, check_together
+from specstop.train.replay.traces.checking import check_fit, check_training_traces
 
 
 def response(accepted: list[int], drafted: list[int] | None = None, name: str = "a") -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_the_temperature_of_records_is_unknown(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_fit(learned, trace)  # trained at 0.7
-        check_together(trace, sides[0], [], None, False)
+        check_training_traces(sides[0], trace)
     assert not [text for one in caught if "temperature" in (text := str(one.message))]
 
 

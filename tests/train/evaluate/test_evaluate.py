@@ -68,6 +68,30 @@ def test_the_lines_are_those_promised(report: Report) -> None:
     ]
 
 
+def test_paths_and_specs_are_accepted_and_the_result_is_readable(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
+) -> None:
+    full_profile.save(tmp_path / "profile.json")
+    save_policy(learned, tmp_path / "policy")
+    policies = ["confidence:0.7", tmp_path / "policy"]
+    report = evaluate(str(sides[1].folder), tmp_path / "profile.json", policies, train_traces=sides[0].folder)
+    same = evaluate(sides[1], full_profile, [Confidence(0.7, DEPTH), learned], train_traces=sides[0])
+    assert report["logistic"] == same["logistic"], "a policy is named by what it is, not by its folder"
+    assert report["confidence:0.7"].speedup == report["confidence:0.7"].to_rival
+    rows = {row["policy"]: row for row in report.table}
+    assert list(rows) == [line.name for line in report.lines]
+    assert rows["logistic"]["vs_best_fixed"] == report["logistic"].to_best_fixed.value
+    shown = repr(report).splitlines()
+    table, headline = shown[:-1], shown[-1]
+    assert all(len(row) <= 80 for row in table) and report.answer is not None and headline == report.answer.headline
+    assert all(any(row.startswith(name) for row in table) for name in rows)
+    html = report._repr_html_()
+    assert html.count("<tr>") == len(rows) + 1 and "logistic" in html
+    assert report.plot().axes
+    with pytest.raises(KeyError, match="'mlp' is not in the report; it has plain decoding"):
+        report["mlp"]
+
+
 def test_a_tuned_rule_goes_no_deeper_than_the_evaluated_trace(
     sides: tuple[Trace, Trace], full_profile: Profile
 ) -> None:

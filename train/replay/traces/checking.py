@@ -14,7 +14,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features import check_sizes
 from ....policies.host import validate_policy
-from ....policies.learned import LearnedPolicy, warn_other_conditions
+from ....policies.learned import LearnedPolicy, shaping_text, warn_other_conditions
 from ....policies.profile import Profile
 from .arrays import TraceArrays
 
@@ -37,6 +37,21 @@ def check_fit(policy: StopPolicy, traces: Trace) -> None:
     """Warn if a learned policy was trained for another temperature, filter, verification, pair or tree."""
     used = dataclasses.replace(traces.header.conditions, tree=traces.header.tree.name)
     warn_other_conditions(policy, used, "these traces")
+
+
+def check_training_traces(training: Trace, trace: Trace) -> None:
+    """Refuse training traces with another sampling filter; warn of another pair, temperature (if known) or verification."""
+    used, expected = (shaping_text(one.header.shaping, one.header.temperature) for one in (training, trace))
+    if used != expected:
+        raise TraceError(
+            f"--train-traces: {training.folder} was sampled with the filter {used}, not {expected}; "
+            "collect traces with the options that will be served"
+        )
+    is_known = all(one.header.conditions.temperature is not None for one in (training, trace))
+    names = ("pair", "temperature", "verification") if is_known else ("pair", "verification")
+    if differences := training.header.differing(trace.header, names):
+        text = f"--train-traces: {training.folder} differs from --traces in {', '.join(differences)}"
+        warnings.warn(f"{text}: what is tuned there is for other rounds", SpecstopWarning, stacklevel=3)
 
 
 def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:
