@@ -348,10 +348,10 @@ def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
     worlds = 12 if options.quick else options.worlds
     _quiet()
     rows, faults = judge(run(worlds, options.seed, options.workers), worlds)
-    print(f"{'method':<10}{'what':<32}{'prompts':<14}{'covered':>8}{'bias':>9}{'z':>7}{'rmse':>8}")
+    print(f"{'method':<12}{'what':<32}{'prompts':<14}{'covered':>8}{'bias':>9}{'z':>7}{'rmse':>8}")
     for row in rows:
         print(
-            f"{row['method']:<10}{row['what']:<32}{row['prompts']!s:<14}{row['covered']:>8.3f}{row['bias']:>9.4f}"
+            f"{row['method']:<12}{row['what']:<32}{row['prompts']!s:<14}{row['covered']:>8.3f}{row['bias']:>9.4f}"
             f"{row['z']:>7.2f}{row['rmse']:>8.4f}"
         )
     bars.figures |= {"worlds": worlds, "rows": rows}
