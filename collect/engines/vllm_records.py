@@ -1,7 +1,7 @@
 """vLLM's per-request acceptance records (`--per-request-spec-decode-metrics`) as a trace without features.
 
 It serves policies that read the depth alone: which fixed length, which table of lengths. The records contain how many tokens
-each step drafted and accepted, not which: single rounds can be evaluated (`train.report.single_rounds`), whole texts not
+each step drafted and accepted, not which: single rounds can be evaluated (`train.evaluate.comparison`), whole texts not
 replayed. Tokens beyond a step's draft were not observed. If all drafts are equally long, every depth was observed.
 
 If lengths vary, longer drafts show what shorter ones would have accepted, provided that lengths do not depend on acceptance.

@@ -1,23 +1,39 @@
-"""Speeds of fixed lengths and policies, with intervals from the same resamples of clusters and of the profile's timings."""
+"""Compare fixed lengths and policies, on whole texts or on single rounds of a live trace.
+
+All intervals are from the same resamples of the clusters and of the profile's timings. Whole texts of a live trace cannot be
+replayed, because the text depends on the policy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
+from ...policies.fixed import FixedLength
+from ..replay.bounds.oracle import oracle_plan
+from ..replay.bounds.regret import planned_rounds
+from ..replay.bounds.static_tree import best_static_tree, drafted_alone
+from ..replay.log import play
+from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
+from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays
-from .analysis import Replays
+from .analysis import Entry, Replays, trace_outcomes
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .records import POLICIES, Line
 from .statistics import SAME, Clusters, Resamples, Values
 from .verdict import verdict
+
+CONVERGED, MOST_ITERATIONS = 1e-12, 50
+EXACT_S = 1e-9
+"""Seconds by which a replay may be below the bound: sums of the same numbers in another order."""
 
 Counts = tuple[float, float, float, float]
 """Per round: tokens committed, drafted, verified, accepted."""
@@ -187,3 +203,139 @@ class Comparison:
         for (name, kind), count, note in zip(self._kinds.items(), counts, notes, strict=True):
             out.append(self.line(name, kind, self.rate(name), count, note))
         return out
+
+
+def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> Compared:
+    """Return the lines of policies on whole texts, with the achievable estimate if requested."""
+    arrays, costs, clusters, progress = setting.arrays, setting.costs, setting.clusters, setting.progress
+    profile, entries, fixed = costs.profile, [], []
+    depth = min(arrays.depth, profile.max_depth)
+    total = depth + 1 + len(jobs)
+    for k in range(depth + 1):
+        progress("replay", k, total)
+        fixed.append(play(arrays, FixedLength(k), profile))
+    for done, job in enumerate(jobs, depth + 1):
+        progress("replay", done, total)
+        entries.append(Entry(job.name, job.kind, job.note, play(arrays, job.policy, profile)))
+    progress("replay", total, total)
+    if not arrays.tree.is_chain:
+        static, _ = best_static_tree(arrays, profile)
+        shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
+        note = f"{shape}; chosen on these prompts"
+        entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, static.nodes), profile)))
+    tokens = arrays.text_tokens.double().numpy()
+    boot, plan = Resamples(clusters.of, setting.seed), oracle_plan(arrays, profile)
+    played = [*fixed, *(entry.played for entry in entries)]
+    spent = torch.stack([*(one.result.seconds for one in played), plan.seconds], 1)
+    rounds = [*(one.rounds for one in played), planned_rounds(arrays, plan)]
+    comparison = Comparison(
+        boot, costs, tokens, Priced(boot, costs, rounds, arrays.prompt_tokens, spent), {e.name: e.kind for e in entries},
+        has_bound=True, primary=setting.primary, largest=clusters.largest,
+    )  # fmt: skip
+    best = max(fixed, key=lambda one: one.result.rate)
+    counts, notes = [_counts(entry.played.result) for entry in entries], [entry.note for entry in entries]
+    lines = comparison.lines(_counts(fixed[0].result), _counts(best.result), best.result.name, counts, notes)
+    to_achievable = {}
+    if achievable:
+        from ..fit.achievable import achievable_estimate  # imports xgboost
+
+        progress("achievable estimate", 0, 1)
+        seconds = achievable_estimate(arrays, profile, seed=setting.seed).seconds
+        # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
+        rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
+        note = "best cross-fitted continuation value on all scalars, decisions free"
+        lines.append(comparison.line("achievable estimate", "achievable", rate, note=note))
+        to_achievable = {job.name: boot.interval(comparison.rate(job.name) / rate) for job in jobs}
+    assert comparison.bound is not None
+    lines.append(comparison.line("oracle bound", "bound", comparison.bound, note="knows every accepted length"))
+    below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - EXACT_S).any())]
+    replays = Replays(arrays, costs, entries, fixed, best, plan)
+    return Compared(lines, comparison.fixed, best.result.name, clusters, boot, replays, below, to_achievable)
+
+
+def _counts(played: Replayed) -> Counts:
+    rounds = max(1, int(played.rounds.sum()))
+    drafted, verified, accepted = (
+        float(count.sum()) / rounds for count in (played.drafted, played.verified, played.accepted)
+    )
+    return played.block_efficiency, drafted, verified, accepted
+
+
+def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
+    """Return the lines of policies on the rounds of a live trace.
+
+    Rates are expected tokens over modelled seconds of the rounds that the recorded run visits. The bound is that of single
+    rounds: the best depth of each round if the outcome of every depth is known, at the rate that follows from it. Trees have
+    no bound: a policy may draft a part of a depth, and could be above it.
+
+    Args:
+        setting: the arrays are read with `extra=ROUND_COLUMNS`.
+        jobs: policies to compare with the fixed lengths.
+
+    Raises:
+        TraceError: as of `evaluate_rounds`.
+    """
+    arrays, costs, progress = setting.arrays, setting.costs, setting.progress
+    for policy in (FixedLength(1), *(job.policy for job in jobs)):
+        check_identified(arrays, policy)
+    depth = min(arrays.depth, costs.profile.max_depth, identified_limit(arrays))
+    policies = [*(FixedLength(k) for k in range(depth + 1)), *(job.policy for job in jobs)]
+    values = []
+    for done, policy in enumerate(policies):
+        progress("rounds", done, len(policies))
+        values.append(evaluate_rounds(arrays, policy, costs.profile, depth))
+    progress("rounds", len(policies), len(policies))
+    fixed, others = values[: depth + 1], values[depth + 1 :]
+    columns = [*values, *([_round_bound(fixed)] if arrays.tree.is_chain else [])]
+    # All policies are valued at the same rounds in the same order, so that one of them has the text of each.
+    present, text = torch.unique(values[0].taken.sequence, return_inverse=True)
+    tokens = torch.zeros(len(present), len(columns), dtype=torch.float64)  # [S, P]
+    tokens.index_add_(0, text, torch.stack([one.committed.double() for one in columns], 1))
+    clusters = dataclasses.replace(setting.clusters, of=tuple(setting.clusters.of[at] for at in present.tolist()))
+    boot = Resamples(clusters.of, setting.seed)
+    rounds = [dataclasses.replace(one.taken, sequence=text) for one in columns]
+    priced = Priced(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
+    kinds, is_chain = {job.name: job.kind for job in jobs}, arrays.tree.is_chain
+    comparison = Comparison(
+        boot, costs, tokens.numpy(), priced, kinds, has_bound=is_chain, primary=setting.primary, largest=clusters.largest
+    )  # fmt: skip
+    winner = max(fixed, key=lambda one: one.rate)
+    notes = [job.note for job in jobs]
+    lines = comparison.lines(
+        _round_counts(fixed[0]), _round_counts(winner), winner.name, list(map(_round_counts, others)), notes
+    )
+    if comparison.bound is not None:
+        note = "of single rounds; knows the outcome of every depth"
+        lines.append(comparison.line("oracle bound", "bound", comparison.bound, note=note))
+    caveats = [*(caveat for one in values for caveat in one.caveats), *trace_outcomes(arrays).caveats]
+    return Compared(
+        lines, comparison.fixed, winner.name, clusters, boot, rounds=len(winner.committed),
+        caveats=tuple(dict.fromkeys(caveats)),
+    )  # fmt: skip
+
+
+def _round_counts(values: RoundValues) -> Counts:
+    counts = (values.committed, values.taken.drafted, values.taken.verified)
+    committed, drafted, verified = (float(count.double().mean()) for count in counts)
+    return committed, drafted, verified, committed - 1.0
+
+
+def _round_bound(fixed: Sequence[RoundValues]) -> RoundValues:
+    """Return the best depth of each round: the largest sum of tokens over sum of seconds, by Dinkelbach iteration.
+
+    The depths are those that are best for the whole sample, so that the value of a resample is a little below its bound.
+    """
+    tokens, seconds = (torch.stack([getattr(one, name) for one in fixed], 1) for name in ("committed", "seconds"))
+    # From a rate that is reached, rho never falls: the depths of each iteration are at least as good as those before.
+    rho = max(one.rate for one in fixed)
+    for _ in range(MOST_ITERATIONS):
+        best = (tokens - rho * seconds).argmax(1, keepdim=True)
+        chosen, spent = tokens.gather(1, best)[:, 0], seconds.gather(1, best)[:, 0]
+        before, rho = rho, float(chosen.sum() / spent.sum())
+        if rho - before <= CONVERGED * rho:
+            break
+    at_best: dict[str, Any] = {
+        name: torch.stack([getattr(one.taken, name) for one in fixed], 1).gather(1, best)[:, 0]
+        for name in ("drafted", "verified", "accepted", "steps")
+    }
+    return RoundValues("bound", chosen, spent, (), dataclasses.replace(fixed[0].taken, **at_best))

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...collect.card import replay_text
 from ...collect.store import Trace
 from ...decode.verify.modes import MODES, describe
@@ -18,7 +16,7 @@ from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
 from ...policies.errors import InputError, PolicyFailure
 from ...policies.files import prepare_output_dir
-from ...policies.fixed import Confidence, FixedLength
+from ...policies.fixed import Confidence
 from ...policies.host import is_trusted, validate_policy
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, as_profile
@@ -26,12 +24,8 @@ from ...policies.registry import PolicySpec, as_policies
 from ..fit.rules import tune_confidence
 from ..fit.settle import settle_for
 from ..replay.arrivals import at_once
-from ..replay.bounds.oracle import oracle_plan
-from ..replay.bounds.regret import planned_rounds
-from ..replay.bounds.static_tree import best_static_tree, drafted_alone
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
-from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import (
     check_fit,
@@ -40,23 +34,20 @@ from ..replay.traces.checking import (
     require_disjoint_prompts,
     tell_other_rounds,
 )
-from .analysis import Entry, Replays, acceptance_bands, details, stop_costs
+from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
-from .comparison import Compared, Comparison, Counts, Job, Setting
+from .comparison import Compared, Job, Setting, compare_rounds, compare_texts
 from .decision_costs import unpriced_finding, with_prices
 from .importance import importance_section
-from .pricing import Priced, ProfileBootstrap
+from .pricing import ProfileBootstrap
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report
-from .single_rounds import compare_rounds
 from .statistics import Resamples, form_clusters
 from .sweep import sweep as run_sweep
 from .verdict import answer, doubts, findings, remedy
 
 HUGGING_FACE = 0.4
-_EXACT_S = 1e-9
-"""Seconds by which a replay may be below the bound: sums of the same numbers in another order."""
 
 
 def evaluate(
@@ -84,7 +75,7 @@ def evaluate(
     Besides the given policies the report has plain decoding, the best fixed length (the whole grid, chosen on these very
     prompts and again in each bootstrap replicate), Hugging Face's default rule, the tuned confidence threshold, the
     oracle bound, and on trees the best static tree. On live traces, of which the text depends on the policy, single rounds
-    are compared (`single_rounds`), with their caveats.
+    are compared (`compare_rounds`), with their caveats.
 
     Args:
         traces: held-out prompts, as an object or a folder.
@@ -149,7 +140,7 @@ def evaluate(
     jobs = _jobs(candidates, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
     costs = ProfileBootstrap(profile, seed)
     setting = Setting(arrays, costs, clusters, primary, seed, progress)
-    compared = compare_rounds(setting, jobs) if is_live else _compare_texts(setting, jobs, achievable)
+    compared = compare_rounds(setting, jobs) if is_live else compare_texts(setting, jobs, achievable)
     detailed = out is not None or earlier is not None if detailed is None else detailed
     report = _report(trace, setting, compared, detailed)
     if sweep and not is_live:
@@ -229,62 +220,6 @@ def _jobs(
         kind = "learned" if isinstance(settled, LearnedPolicy) else "rule"
         jobs.append(Job(policy.shown_name, kind, settled.limited(depth), note))
     return jobs
-
-
-def _compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> Compared:
-    """Return the lines of policies on whole texts, with the achievable estimate if requested."""
-    arrays, costs, clusters, progress = setting.arrays, setting.costs, setting.clusters, setting.progress
-    profile, entries, fixed = costs.profile, [], []
-    depth = min(arrays.depth, profile.max_depth)
-    total = depth + 1 + len(jobs)
-    for k in range(depth + 1):
-        progress("replay", k, total)
-        fixed.append(play(arrays, FixedLength(k), profile))
-    for done, job in enumerate(jobs, depth + 1):
-        progress("replay", done, total)
-        entries.append(Entry(job.name, job.kind, job.note, play(arrays, job.policy, profile)))
-    progress("replay", total, total)
-    if not arrays.tree.is_chain:
-        static, _ = best_static_tree(arrays, profile)
-        shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
-        note = f"{shape}; chosen on these prompts"
-        entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, static.nodes), profile)))
-    tokens = arrays.text_tokens.double().numpy()
-    boot, plan = Resamples(clusters.of, setting.seed), oracle_plan(arrays, profile)
-    played = [*fixed, *(entry.played for entry in entries)]
-    spent = torch.stack([*(one.result.seconds for one in played), plan.seconds], 1)
-    rounds = [*(one.rounds for one in played), planned_rounds(arrays, plan)]
-    comparison = Comparison(
-        boot, costs, tokens, Priced(boot, costs, rounds, arrays.prompt_tokens, spent), {e.name: e.kind for e in entries},
-        has_bound=True, primary=setting.primary, largest=clusters.largest,
-    )  # fmt: skip
-    best = max(fixed, key=lambda one: one.result.rate)
-    counts, notes = [_counts(entry.played.result) for entry in entries], [entry.note for entry in entries]
-    lines = comparison.lines(_counts(fixed[0].result), _counts(best.result), best.result.name, counts, notes)
-    to_achievable = {}
-    if achievable:
-        from ..fit.achievable import achievable_estimate  # imports xgboost
-
-        progress("achievable estimate", 0, 1)
-        seconds = achievable_estimate(arrays, profile, seed=setting.seed).seconds
-        # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
-        rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
-        note = "best cross-fitted policy on all scalars, decisions free"
-        lines.append(comparison.line("achievable estimate", "achievable", rate, note=note))
-        to_achievable = {job.name: boot.interval(comparison.rate(job.name) / rate) for job in jobs}
-    assert comparison.bound is not None
-    lines.append(comparison.line("oracle bound", "bound", comparison.bound, note="knows every accepted length"))
-    below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - _EXACT_S).any())]
-    replays = Replays(arrays, costs, entries, fixed, best, plan)
-    return Compared(lines, comparison.fixed, best.result.name, clusters, boot, replays, below, to_achievable)
-
-
-def _counts(played: Replayed) -> Counts:
-    rounds = max(1, int(played.rounds.sum()))
-    drafted, verified, accepted = (
-        float(count.sum()) / rounds for count in (played.drafted, played.verified, played.accepted)
-    )
-    return played.block_efficiency, drafted, verified, accepted
 
 
 def _report(trace: Trace, setting: Setting, compared: Compared, detailed: bool) -> Report:

@@ -17,7 +17,9 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .report import SECTIONS, Data, interval
+from ...decode.benchmark import Ratio
+
+Data = Mapping[str, Any]
 
 INK, QUIET, LINE = "#1a1d21", "#59616b", "#d5d9de"
 SERIES = ("#b85300", "#0064a8", "#00805f", "#a5487d", "#7a6500")
@@ -100,15 +102,15 @@ class Plot:
 
 
 @matplotlib.rc_context(STYLE)
-def draw(data: Data) -> dict[str, Plot]:
-    """Return the plots of a report by the id of their section."""
+def draw(data: Data, time_columns: Mapping[str, str]) -> dict[str, Plot]:
+    """Return the plots of a report by the id of their section; `time_columns` are the headings of the section on time."""
     details = data["details"]
     plots = {
         "policies": gains(data["lines"]),
         "fixed": fixed_lengths(data),
         "acceptance": acceptance(data["bands"]) if data["bands"] else None,
         "reliability": calibration(details["reliability"], details["subject"]) if details.get("reliability") else None,
-        "time": time_shares(details["time"]) if details.get("time") else None,
+        "time": time_shares(details["time"], time_columns) if details.get("time") else None,
         "batch": batch_sizes(details["batch"]) if details.get("batch") else None,
         "sweep": draft_costs(details["sweep"]) if details.get("sweep") else None,
     }
@@ -119,7 +121,7 @@ def draw(data: Data) -> dict[str, Plot]:
 def gains(lines: Sequence[Data]) -> Plot:
     """Draw the speed of every policy against the best fixed length, one row per policy."""
     shown = [x for x in lines if x["kind"] not in ("bound", "achievable") and x["name"] != "plain decoding"]
-    values = [interval(x["to_best_fixed"]).text for x in shown]
+    values = [Ratio(**x["to_best_fixed"]).text() for x in shown]
     figure, axes = _rows([x["name"] for x in shown], values, "speed, best fixed length = 1")
     axes.axvline(1.0, color=QUIET, linewidth=1, linestyle="--")
     for kind in dict.fromkeys(x["kind"] for x in shown):
@@ -178,12 +180,11 @@ def calibration(policies: Sequence[Data], subject: str) -> Plot | None:
     return Plot(figure, f"{policy['name']}: observed against predicted survival, with 95% intervals")
 
 
-def time_shares(entries: Sequence[Data]) -> Plot:
+def time_shares(entries: Sequence[Data], columns: Mapping[str, str]) -> Plot:
     """Draw milliseconds per token by cause, one row per policy."""
     totals = [f"{entry['total_ms']:.2f} ms" for entry in entries]
     figure, axes = _rows([entry["name"] for entry in entries], totals, "ms per token")
     left = [0.0] * len(entries)
-    _, _, columns = SECTIONS["time"]
     parts = [(key, label) for key, label in columns.items() if key not in ("name", "total_ms")]
     for color, (key, label) in zip(SERIES, parts, strict=True):
         widths = [entry[key] for entry in entries]

@@ -150,7 +150,11 @@ def to_html(data: Data) -> str:
     """
     from . import plots  # imports matplotlib
 
-    page = _environment().get_template("report.html.j2").render(_context(data), plots=plots.draw(data))
+    page = (
+        _environment()
+        .get_template("report.html.j2")
+        .render(_context(data), plots=plots.draw(data, SECTIONS["time"][2]))
+    )
     return printable(page)
 
 
@@ -385,8 +389,8 @@ def _results(name: str, details: Data) -> str:
         return str(details["batch"]["words"])
     if name == "sweep":
         lines = details["sweep"]["lines"]
-        verdicts = (f"{x['name']}: {x['verdict']}{f' ({note})' if (note := x['note']) else ''}." for x in lines)
-        return f"In this profile it is {details['sweep']['here']:.3g}. {' '.join(verdicts)}"
+        results = (f"{x['name']}: {x['verdict']}{f' ({note})' if (note := x['note']) else ''}." for x in lines)
+        return f"In this profile it is {details['sweep']['here']:.3g}. {' '.join(results)}"
     return ""
 
 

@@ -72,7 +72,7 @@ def test_it_leaves_what_every_command_reads(done: Demo) -> None:
         assert policy.head.kind == kind
     assert "confidence" in profile.decision_s
     written = json.loads((done.folder / "report" / "report.json").read_text())
-    assert written == json.loads(json.dumps(done.report.to_dict()))
+    assert json.loads(json.dumps(done.report.to_dict())).items() <= written.items()
 
 
 def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) -> None:
