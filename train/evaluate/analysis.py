@@ -127,7 +127,7 @@ def trace_outcomes(arrays: TraceArrays) -> DepthOutcomes:
     if arrays.drawn is not None:
         columns |= {"accepted": arrays.accepted_nodes().numpy(), "drawn": arrays.drawn.numpy()}
         columns |= {"tokens": arrays.tokens.numpy()}
-        columns |= {name: arrays.extra[name].numpy() for name in ("labelled", "sent", "explored")}
+        columns |= {name: arrays.extra[name].numpy() for name in ("observed", "sent", "explored")}
     return depth_outcomes(arrays.header, columns)
 
 

@@ -225,7 +225,7 @@ def test_a_damaged_shard_is_named_and_collected_again(collect: list[object], don
     answer = cli(*collect, *SHARDS, "--out", out, "--resume")
     assert answer.code == 0, answer.err
     assert f"{path} is damaged and is collected again" in answer.err
-    assert same_rows(open_trace(out), done)
+    assert same_rows(load_trace(out), done)
     assert cli("info", out, "--check").code == 0
 
 
