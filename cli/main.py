@@ -148,7 +148,7 @@ def _run() -> tuple[int, str]:
         ("ORT_DISABLE_TELEMETRY", "1"),
     ):
         os.environ.setdefault(name, value)
-    warnings.showwarning = _show_warning  # type: ignore[assignment]  # further arguments are not used
+    warnings.showwarning = _show_warning
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
     try:

@@ -164,7 +164,7 @@ class Header:
     vocabulary: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
     eos: tuple[Annotated[int, Field(ge=0, lt=MAX_COUNT)], ...]
     temperature: Annotated[float, _limited("temperature")]
-    topology: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_ROWS - 1), AfterValidator(_check_topology)]
+    topology: Annotated[tuple[int, ...], Field(max_length=MAX_ROWS - 1), AfterValidator(_check_topology)]
     features: Annotated[tuple[Name, ...], _features_of(Kind.PRE, Kind.POST)]
     anchor_features: Annotated[tuple[Name, ...], _features_of(Kind.ANCHOR)]
     max_new_tokens: Count
@@ -281,6 +281,10 @@ class Header:
             raise TraceError(
                 f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema "
                 f"{SCHEMA_VERSION}; collect it again"
+            )
+        if raw.get("topology") == []:  # only sub-trees of a recorded tree may be empty
+            raise TraceError(
+                f"{where}: the header has [] as 'topology': expected at least one node; collect the trace again"
             )
         if wrong := set(raw) ^ set(Header.__dataclass_fields__):
             names = ", ".join(sorted(wrong))[: 10 * _SHOWN]

@@ -256,8 +256,12 @@ def feature(name: str) -> Feature:
 
 
 def base_features(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the built-in features that `names` are computed from, each once."""
-    return tuple(dict.fromkeys(source for name in names for source in feature(name).inputs or (name,)))
+    """Return the built-in features that `names` are computed from; `names` themselves if there are no custom features."""
+    names = tuple(names)
+    inputs = [feature(name).inputs for name in names]
+    if not any(inputs):
+        return names
+    return tuple(dict.fromkeys(source for name, some in zip(names, inputs, strict=True) for source in some or (name,)))
 
 
 def complete_features(names: Sequence[str], base: Array, at_anchor: bool) -> Array:

@@ -78,8 +78,8 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     import numpy as np
 
     from ...collect.acceptance import COLUMNS, LENGTHS, LIVE_COLUMNS, depth_outcomes
-    from ...collect.card import balance_text, hidden_text, replay_text
     from ...collect.checks import column_array
+    from ...collect.store import balance_text, hidden_text, replay_text
     from ...policies.learned import shaping_text
 
     header = trace.header

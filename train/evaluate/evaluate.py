@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...collect.card import replay_text
-from ...collect.store import Trace
+from ...collect.store import Trace, replay_text
 from ...decode.verify.modes import MODES, describe
 from ...policies import kernels
 from ...policies.contract import StopPolicy

@@ -207,8 +207,10 @@ def train(
 
         check_whole(arrays, "leave out --tune and give --rule survival, step or any with a --threshold")
         training = split_report(arrays, report_share, seed)[0]
+        sampled_at = temperatures(opened)
         plan, trials = search(
-            plans, training, profile, tune, policies, temperatures(opened), storage, progress=progress
+            plans, training, profile, tune, lambda plan, part: train_arrays(plan, part, profile, sampled_at).policy,
+            policies, storage, progress=progress,
         )  # fmt: skip
         more = {"trials": trials}
     return train_arrays(

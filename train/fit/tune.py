@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ from ...policies.arguments import check_limits
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopError
+from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.registry import load_policy
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays
 from .plan import Plan
 from .rules import fixed_grid
-from .run import train_arrays
 
 TUNE_FOLDS = 3
 
@@ -96,8 +96,8 @@ def search(
     arrays: TraceArrays,
     profile: Profile,
     count: int,
+    fit: Callable[[Plan, TraceArrays], LearnedPolicy],
     policies: Sequence[str] = (),
-    sampled_at: Sequence[float] = (),
     storage: str | Path | None = None,
     folds: int = TUNE_FOLDS,
     progress: Progress = silent,
@@ -109,8 +109,8 @@ def search(
         arrays: training prompts, without report prompts.
         profile: what rounds cost.
         count: number of trials.
+        fit: trains the policy of a plan on prompts (`run.train_arrays`).
         policies: specs with ranges, which are candidates too.
-        sampled_at: temperatures of the traces.
         storage: journal file that keeps the trials; a search of the same candidates on the same traces continues from it.
         folds: parts of the prompts that are left out in turn.
         progress: see `Progress`.
@@ -119,7 +119,7 @@ def search(
         InputError: no trials, no trial of a head that could be run, or the file is not a journal of optuna.
     """
     check_limits(tune=count, seed=plans[0].seed)
-    objective = _Objective(plans, [PolicySpace(spec) for spec in policies], arrays, profile, sampled_at, folds)
+    objective = _Objective(plans, [PolicySpace(spec) for spec in policies], arrays, profile, fit, folds)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         journal = None if storage is None else optuna.storages.JournalStorage(JournalFileBackend(str(storage)))
@@ -165,13 +165,13 @@ class _Objective:
 
     def __init__(
         self, plans: Sequence[Plan], spaces: Sequence[PolicySpace], arrays: TraceArrays, profile: Profile,
-        sampled_at: Sequence[float], folds: int,
+        fit: Callable[[Plan, TraceArrays], LearnedPolicy], folds: int,
     ) -> None:  # fmt: skip
         self.candidates: dict[str, Plan | PolicySpace] = {
             **{f"{number}: {plan.head.form}, {plan.rule}": plan for number, plan in enumerate(plans)},
             **{space.spec: space for space in spaces},
         }
-        self.arrays, self.profile, self.sampled_at = arrays, profile, sampled_at
+        self.arrays, self.profile, self.fit = arrays, profile, fit
         self.folds = group_folds(arrays, folds)
         self.grids = [fixed_grid(arrays.subset(out), profile) for _, out in self.folds]
 
@@ -209,13 +209,13 @@ class _Objective:
         trial.set_user_attr("params", params)
         tokens, seconds, fixed_tokens, fixed_seconds = 0.0, 0.0, 0.0, np.zeros(len(self.grids[0]))
         try:
-            for number, ((fit, out), grid) in enumerate(zip(self.folds, self.grids, strict=True)):
+            for number, ((kept, out), grid) in enumerate(zip(self.folds, self.grids, strict=True)):
                 if isinstance(candidate, PolicySpace):
                     policy: StopPolicy = load_policy(spec).limited(min(self.arrays.depth, self.profile.max_depth))
                 else:
                     # A trial needs a ranking, not the last percent: one head and one pass.
                     plan = dataclasses.replace(self.plan(name, params), cross_fit=False, passes=1, report_share=0.0)
-                    policy = train_arrays(plan, self.arrays.subset(fit), self.profile, self.sampled_at).policy
+                    policy = self.fit(plan, self.arrays.subset(kept))
                 header = self.arrays.header
                 profile = add_decisions(self.profile, [policy], header.vocabulary, header.hidden)
                 played = replay(self.arrays.subset(out), policy, profile)

@@ -11,10 +11,11 @@ import pytest
 from specstop.collect.store import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import Plan
-from specstop.train.fit.run import train
+from specstop.train.fit.run import train, train_arrays
 from specstop.train.fit.tune import TUNE_FOLDS, PolicySpace, group_folds, search
 from specstop.train.heads import make_head
 from specstop.train.replay.run import replay
@@ -31,7 +32,10 @@ def plans(heads: Sequence[str] = ("logistic",), rules: Sequence[str] = ("surviva
 
 
 def found(arrays: TraceArrays, profile: Profile, count: int, **options: Any) -> tuple[Plan, list[dict[str, Any]]]:
-    return search(options.pop("plans", plans()), arrays, profile, count, folds=2, sampled_at=(0.7,), **options)
+    def fit(plan: Plan, part: TraceArrays) -> LearnedPolicy:
+        return train_arrays(plan, part, profile, (0.7,)).policy
+
+    return search(options.pop("plans", plans()), arrays, profile, count, fit, folds=2, **options)
 
 
 def test_prompts_are_left_out_whole_and_once(arrays: TraceArrays) -> None:

@@ -37,16 +37,15 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
 from specstop.train.fit.settle import settle
-from specstop.train.fit.tree_rules import (
+from specstop.train.fit.tree_calibration import (
     accepted_children,
     accepted_nodes,
     fit_paths,
     fit_shares,
     path_chances,
-    solve_tree,
     tree_rows,
-    tree_seconds,
 )
+from specstop.train.fit.tree_rules import solve_tree, tree_seconds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
 from specstop.train.replay.run import Replayed, replay, replay_many
