@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +38,6 @@ from ..policies.features import (
 )
 from .given_text import OFF_TEXT, Candidates, best_candidates, block_candidates, block_states, rejection_candidates
 from .schema import NO_TOKEN, PromptTask
-
-if TYPE_CHECKING:
-    from .dense import DenseCollector
 
 PRE_FEATURES = tuple(name for name in TREE_FEATURES if FEATURES[name].kind is Kind.PRE)
 assert TREE_FEATURES[: len(PRE_FEATURES)] == CHAIN_FEATURES[: len(PRE_FEATURES)] == PRE_FEATURES
@@ -93,7 +90,7 @@ class Proposals:
     and records for the F fed rows, W candidates each.
 
     Args:
-        of: the collector.
+        of: the `DenseCollector`, of which the module imports this one.
         text: the text.
         draw: number of the draw given the text.
 
@@ -110,7 +107,7 @@ class Proposals:
         overlap, next_chance: [U]; `target_prob`, `accept_chance` [U, W]: what the target says of candidates on the text.
     """
 
-    def __init__(self, of: DenseCollector, text: TargetText, draw: int) -> None:
+    def __init__(self, of: Any, text: TargetText, draw: int) -> None:
         self.of, self.text, pair, device = of, text, of.pair, of.pair.device
         self.first, self.last = int(text.anchor[0]), int(text.anchor[-1])
         self.places = min(len(text.tokens), self.last + of.tree.deepest - 1) - self.first + 1

@@ -223,16 +223,13 @@ def custom_feature(
             raise PolicyError(f"feature {own!r}: expected built-in features as inputs, got {unknown}; see FEATURES")
         if own in FEATURES:
             raise PolicyError(f"feature {own!r}: expected a name that no built-in feature has; rename it")
-        kind = max((FEATURES[source].kind for source in inputs), key=_ORDER.index)
+        order = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
+        kind = max((FEATURES[source].kind for source in inputs), key=order.index)
         definition = (function.__doc__ or "").strip().partition("\n")[0]
         _CUSTOM[own] = Feature(own, kind, definition, low, high, inputs=inputs, function=function)
         return function
 
     return register
-
-
-_ORDER = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
-"""In which features become known."""
 
 
 def all_features() -> dict[str, Feature]:

@@ -244,6 +244,10 @@ class Resamples:
         return out
 
 
+LARGEST_LOG = 50.0
+"""Limit of the logarithm of an end of an interval: a ratio of 5e21."""
+
+
 def _interval_ends(values: Values, errors: Values, different: Values) -> tuple[Values, Values]:
     """Return the ends [M] of simultaneous intervals (bootstrap-t of the maximum); arguments as of `LogRatios`."""
     value, error = values[0], errors[0]
@@ -257,7 +261,9 @@ def _interval_ends(values: Values, errors: Values, different: Values) -> tuple[V
     # The lower end depends on the upper tail of the studentised deviations, and vice versa.
     below = max(both, np.quantile(studentised.max(1), 1.0 - tail))
     above = max(both, -np.quantile(studentised.min(1), tail))
-    return np.exp(value - below * error), np.exp(value + above * error)
+    # With two or three clusters a quantile may be too large for a float; JSON has no infinity.
+    ends = np.clip([value - below * error, value + above * error], -LARGEST_LOG, LARGEST_LOG)
+    return np.exp(ends[0]), np.exp(ends[1])
 
 
 def clusters_needed(ratio: Ratio, clusters: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The token head: sparse logistic regressions on scalars, depth, tokens, and hashed crosses of them."""
+"""The token head: sparse logistic regressions on scalars, depth, tokens, and hashed combinations of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMBINATIONS = (
     ("before_token", "anchor_token", "drawn_token"),
     ("drawn_token", "noisy_score"),
 )
-"""Crosses, each used if the head reads all of its members; further ones brought nothing on two small pairs."""
+"""Combinations, each used if the head reads all of its members; further ones brought nothing on two small pairs."""
 
 BUCKETS = 65_521
 """Size of the table of a cross: a prime below 2^16, half a megabyte for both outputs."""
@@ -50,7 +50,7 @@ class TokensEstimator(HeadEstimator):
 
     Args:
         C: inverse strength of the L2 penalty; None = that of `PENALTIES` with the least held-out loss.
-        buckets: size of the table of each cross; 0 = no crosses.
+        buckets: size of the table of each cross; 0 = no combinations.
         features, random_state: see `HeadEstimator`.
     """
 
@@ -108,7 +108,7 @@ class Design:
     Args:
         names: features of the rows.
         rows: to fit on; they determine how scalars are standardised, and the vocabulary.
-        buckets: size of the table of each cross; 0 = no crosses.
+        buckets: size of the table of each cross; 0 = no combinations.
     """
 
     def __init__(self, names: Sequence[str], rows: FitRows, buckets: int = BUCKETS) -> None:
@@ -124,9 +124,9 @@ class Design:
         self.depths = int(rows.depth.max()) + 1
         self.vocabulary = int(rows.features[:, self.ids].max()) + 1
         self.buckets = buckets
-        crosses = [cross for cross in COMBINATIONS if set(cross) - {DEPTH} <= set(names)] if buckets else []
-        self.strides = np.zeros((len(crosses), len(names) + 1), dtype=np.int64)
-        for at, cross in enumerate(crosses):
+        combinations = [cross for cross in COMBINATIONS if set(cross) - {DEPTH} <= set(names)] if buckets else []
+        self.strides = np.zeros((len(combinations), len(names) + 1), dtype=np.int64)
+        for at, cross in enumerate(combinations):
             for name in cross:
                 place = len(names) if name == DEPTH else self.names.index(name)
                 self.strides[at, place] = _STRIDES.get(name, _RANGE_STRIDE)
@@ -169,7 +169,7 @@ def _regress(
     weight = np.zeros(x.shape[1])
     if is_constant(y):
         return weight, constant_logit(y)
-    # A column without rows keeps a weight of 0, and most buckets of crosses have none.
+    # A column without rows keeps a weight of 0, and most buckets of combinations have none.
     used = np.flatnonzero(x.getnnz(axis=0))
     classes, held_x = as_classes(x[:, used], y), held[:, used]
     model = LogisticRegression(solver="newton-cg", max_iter=_ROUNDS, tol=_TOLERANCE, warm_start=True)

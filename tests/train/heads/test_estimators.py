@@ -17,7 +17,7 @@ from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.heads import HEADS as FORMS
+from specstop.policies.heads import HEADS as INFERENCE_HEADS
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Threshold
 from specstop.train.heads import HEADS, head_class, make_head
@@ -97,7 +97,7 @@ def test_wrong_names_of_features_are_refused() -> None:
 @pytest.mark.parametrize("name", HEADS.builtin)
 def test_every_head_names_a_form_that_policies_run_and_can_be_searched(name: str) -> None:
     build = head_class(name)
-    assert build.form in FORMS
+    assert build.form in INFERENCE_HEADS
     found = []
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     study.optimize(lambda trial: found.append(make_head(name, build.search_space(trial))) or 0.0, n_trials=3)
