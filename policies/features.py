@@ -223,8 +223,7 @@ def custom_feature(
             raise PolicyError(f"feature {own!r}: expected built-in features as inputs, got {unknown}; see FEATURES")
         if own in FEATURES:
             raise PolicyError(f"feature {own!r}: expected a name that no built-in feature has; rename it")
-        order = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
-        kind = max((FEATURES[source].kind for source in inputs), key=order.index)
+        kind = max((FEATURES[source].kind for source in inputs), key=(_ANCHOR, _HISTORY, _PRE, _POST).index)
         definition = (function.__doc__ or "").strip().partition("\n")[0]
         _CUSTOM[own] = Feature(own, kind, definition, low, high, inputs=inputs, function=function)
         return function

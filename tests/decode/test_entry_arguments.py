@@ -112,8 +112,6 @@ def test_where_token_ids_are_expected_a_text_is_refused_by_name(
         lambda: speculator.generate(text),
         lambda: plain_texts(pair, text, [0], 4),
         lambda: plain_texts(pair, [text], [0], 4),
-        lambda: collect(pair, text, tmp_path / "t"),
-        lambda: collect(pair, [text], tmp_path / "t"),
     ):
         with pytest.raises(InputError, match="prompts: expected"):
             call()

@@ -136,7 +136,7 @@ def test_it_is_recorded_by_collect_and_tuned_by_train(
         "train",
         *costs,
         "--tune",
-        2,
+        6,
         "--head",
         "logistic",
         "--policy",

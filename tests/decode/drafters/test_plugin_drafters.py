@@ -178,10 +178,10 @@ def test_the_list_says_which_load() -> None:
     [
         (
             ("--target", "t", "--draft", "d", "--drafter", "lookup"),
-            "--draft: the drafter lookup takes no draft model; leave",
+            "--draft: the drafter lookup uses no draft model; leave",
         ),
         (("--target", "t", "--draft", "d", "--drafter", "lokup"), "--drafter: expected one of model, lookup"),
-        (("--target", "t", "--drafter", "second"), "--draft: expected a draft model, which the drafter second reads"),
+        (("--target", "t", "--drafter", "second"), "--draft: expected a draft model"),
         (("--target", "t", "--drafter", "gone"), "--drafter: loading the plugin 'gone'"),
     ],
 )
