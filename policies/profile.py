@@ -155,13 +155,13 @@ class Profile(Costs):
             return False
         return all(getattr(other, name) == getattr(self, name) for name in MODEL_COSTS)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the profile as JSON, each series of its measurements on a line of its own."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         if self.measurements:
             lines = ",\n".join(f"    {json.dumps(series)}" for series in self.measurements.to_list())
             text = f'{text[:-2]},\n  "measurements": [\n{lines}\n  ]\n}}'  # instead of the closing brace
-        write_atomic(path, text + "\n")
+        write_atomic(Path(path), text + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as plain JSON values, without its measurements, which only its file has."""

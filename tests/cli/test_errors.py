@@ -99,7 +99,7 @@ def changed_weights(place: Place) -> Path:
 def other_schema(place: Place) -> Path:
     folder = place.copy(place.held, "schema")
     raw = json.loads((folder / "header.json").read_text())
-    (folder / "header.json").write_text(json.dumps({**raw, "schema": 7}))
+    (folder / "header.json").write_text(json.dumps({**raw, "schema": 6}))
     return folder
 
 
@@ -205,9 +205,9 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "one policy twice": (lambda p: [*p.evaluate, "--policy", "fixed:2", "--policy", "fixed:2"], "two policies are called"),
     "a trace of another schema": (
         lambda p: ["evaluate", "--traces", other_schema(p), "--profile", p / "profile.json", "--out", p / "new"],
-        "the trace has schema 7, but this specstop reads schema 6",
+        "the trace has schema 6, but this specstop reads schema 7",
     ),
-    "another schema in info": (lambda p: ["info", other_schema(p)], "schema 7"),
+    "another schema in info": (lambda p: ["info", other_schema(p)], "schema 6"),
     "no trace": (
         lambda p: ["train", "--traces", p / "policy", "--profile", p / "profile.json", "--out", p / "new"], "header.json",
     ),

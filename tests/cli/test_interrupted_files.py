@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 from commands import files
-from specstop.collect import store as store_module
-from specstop.collect.store import write_once
 from specstop.policies import files as files_module
 from specstop.policies.files import prepare_output_dir, prepare_output_file, staged_folder, uninterrupted, write_atomic
 
-TRACED = {module.__file__ for module in (contextlib, files_module, store_module)}
+TRACED = {module.__file__ for module in (contextlib, files_module)}
 
 
 @contextlib.contextmanager
@@ -82,7 +80,6 @@ WORK: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "a result": (lambda f: None, lambda f: result(f, "new")),
     "a result that replaces one": (lambda f: result(f, "old"), lambda f: result(f, "new")),
     "a look whether it can be written": (lambda f: None, claims),
-    "a file of a trace, once": (lambda f: None, lambda f: write_once(f / "a", "new")),
 }
 
 

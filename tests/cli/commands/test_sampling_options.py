@@ -11,10 +11,10 @@ import typer
 from commands import COMPACT, cli, model_options
 from specstop.cli.main import app
 from specstop.cli.options import SAMPLING_KEYS
-from specstop.collect.store import Trace, load_trace
+from specstop.collect.store import load_trace
 from specstop.policies.profile import Profile
 
-COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")
+COMMANDS = ("collect", "profile", "decode", "bench")
 FILTERS = ["--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2"]
 
 
@@ -87,20 +87,9 @@ def test_bench_runs_every_loop_with_the_filters(models: list[object]) -> None:
     assert len(lines) > 5 and all(line["same_text"] == 2 for line in lines), "with one token left there is one text"
 
 
-def test_evaluate_refuses_traces_of_other_filters(
-    full_profile: Profile, sides: tuple[Trace, Trace], tmp_path: Path
-) -> None:
-    full_profile.save(tmp_path / "p.json")
-    command = ["evaluate", "--traces", sides[1].folder, "--profile", tmp_path / "p.json", "--out", tmp_path / "r"]
-    answer = cli(*command, "--sampling", "top_p=0.9")
-    assert answer.code == 2
-    assert "held was sampled with the filter none, not top-p 0.9; collect traces with the options" in answer.err
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_out_of_range_are_named_by_every_command(command: str, tmp_path: Path) -> None:
-    needed = {"collect": ["--out", tmp_path / "o"], "evaluate": ["--traces", "t", "--profile", "p", "--out", "o"]}
+    needed = {"collect": ["--out", tmp_path / "o"]}
     answer = cli(command, *needed.get(command, []), "--sampling", "min_p=1.5")
     assert answer.code == 2 and "--sampling min_p: expected" in answer.err
 

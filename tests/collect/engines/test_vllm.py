@@ -228,5 +228,5 @@ def test_records_without_a_draft_are_refused_before_anything_is_written(tmp_path
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="from_vllm: expected a JSON Lines file"):
+    with pytest.raises(InputError, match="path: expected a JSON Lines file"):
         import_vllm(tmp_path / "none", tmp_path / "out")

@@ -110,7 +110,7 @@ def test_a_pair_without_prompts_is_refused(pair_folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "stage", ["test: collect", "profile", "logistic: settle the rule", "decisions: profile", "report", "decode: live"]
+    "stage", ["test: collect", "profile", "logistic: choose the rule", "decisions: profile", "report", "decode: live"]
 )
 def test_an_interrupted_demo_continues_where_it_stopped(stage: str, pair_with_prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
