@@ -86,7 +86,7 @@ def test_the_first_hour_in_python_runs(tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(text, "python.md", "exec"), names)
         steps = [line for line in text.splitlines() if line.startswith(("ss.", "import ")) or " = ss." in line]
         assert len(steps) <= 3, "each step of the page is at most three calls"
-    assert len(blocks) == 10 and "from specstop" not in "".join(blocks)
+    assert len(blocks) == 9 and "from specstop" not in "".join(blocks)
     assert (tmp_path / "policy" / "policy.json").is_file() and (tmp_path / "sweep.svg").is_file()
 
 
