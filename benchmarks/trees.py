@@ -49,6 +49,7 @@ from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
 from specstop.train.fit.settle import solve_rate
 from specstop.train.fit.tree_rules import TreeChoice, choose_tree, fit_tree, solve_tree
+from specstop.train.heads import make_head
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.static_tree import best_static_tree, drafted_alone, likeliest_nodes
 from specstop.train.replay.run import Replayed, replay
@@ -61,7 +62,7 @@ SEED = 0
 VERIFY_S, DRAFT_SHARE, FLAT = 20e-3, 0.03, 32
 PLANS = (
     TREE,
-    replace(TREE, head="tokens", features=tree_features("tokens"), name="tree-tokens"),
+    replace(TREE, head=make_head("tokens"), features=tree_features(make_head("tokens")), name="tree-tokens"),
 )
 """What the tree policy reads; the one that is fastest on prompts held out is taken."""
 

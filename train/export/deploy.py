@@ -15,8 +15,10 @@ from ...policies.files import prepare_output_dir, staged_folder, write_atomic, w
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, as_profile
 from ...policies.registry import PolicySpec, as_policy
+from ..replay.log import play
 from ..replay.traces.checking import load_traces
 from .basis import Basis, plain_values
+from .hf import check_exportable, write_hf
 
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
 TARGETS = ("onnx", "hf", *ENGINES)
@@ -77,45 +79,53 @@ def deploy(
     sources = [None if costs is None else costs.source, None if chosen is None else chosen.source]
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*inputs, *sources])
     if to == "hf":
-        from .hf import check_exportable, write_hf
-
         assert chosen is not None
         spec = drafter or (None if trace is None else drafter_of(trace.header))
         check_exportable(source, chosen, spec)  # before the replay
         if trace is None or costs is None:
             return write_hf(source, chosen, folder, spec)
-        basis = Basis(trace, costs, chosen, held_out=held, seed=seed, progress=progress)
-        assert basis.policy is not None
-        from ..replay.log import play
-
-        rounds = play(basis.held, basis.policy, basis.profile).rounds
-        replayed, basis.policy = basis.policy, None  # it is itself the export
-        figures = plain_values(
-            {"alone": basis.single_request(rounds), "settled": basis.settled, "facts": basis.facts()}
-        )
-        return write_hf(source, replayed, folder, spec, figures)
-    from .engines import ENGINES as serialisers
-
     assert trace is not None and costs is not None
     basis = Basis(trace, costs, chosen, held_out=held, seed=seed, progress=progress)
+    if to != "hf":
+        return _write_engine(to, folder, basis)
+    assert basis.policy is not None
+    rounds = play(basis.held, basis.policy, basis.profile).rounds
+    replayed, basis.policy = basis.policy, None  # it is itself the export
+    figures = {"alone": basis.single_request(rounds), "settled": basis.settled, "facts": basis.facts()}
+    return write_hf(source, replayed, folder, spec, plain_values(figures))
+
+
+def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:
+    """Write the files of an engine, the figures and the page; return the figures."""
+    from .engines import ENGINES as serialisers  # imports scikit-learn
+
     exported = serialisers[to](basis, folder)
-    content = {"schema": 1, "kind": "export", "engine": to, **exported.figures, "facts": basis.facts()}
-    notes = [*exported.notes, *_notes(basis, to)]
-    template = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined).get_template(
-        "engine.md.j2"
+    facts = basis.facts()
+    content = plain_values({"schema": 1, "kind": "export", "engine": to, **exported.figures, "facts": facts})
+    loader = FileSystemLoader(Path(__file__).parent)
+    page = (
+        Environment(loader=loader, undefined=StrictUndefined)
+        .get_template("engine.md.j2")
+        .render(
+            engine=to,
+            files=exported.files,
+            figures={
+                "batches": None,
+                "start": None,
+                **exported.figures,
+                "alone": {"policy": None, **exported.figures["alone"]},
+            },
+            lost=exported.lost,
+            notes=[*exported.notes, *_notes(basis, to)],
+            facts={**facts, "profile": {"device": None, **facts["profile"]}},
+        )
     )
-    page = template.render(
-        engine=to, files=exported.files, figures={"batches": None, "start": None, **exported.figures,
-        "alone": {"policy": None, **exported.figures["alone"]}}, lost=exported.lost, notes=notes,
-        facts={**content["facts"], "profile": {"device": None, **content["facts"]["profile"]}},
-    )  # fmt: skip
     with staged_folder(folder) as stage:
         for name, text in exported.files.items():
             write_atomic(stage / name, text)
-        write_json(stage / "figures.json", plain_values(content))
+        write_json(stage / "figures.json", content)
         write_atomic(stage / "README.md", page + "\n")
-    figures = plain_values(content)
-    return dict(figures)
+    return dict(content)
 
 
 def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: Any, drafter: str | None) -> None:
