@@ -236,7 +236,7 @@ def predict(bench: Bench) -> None:
         live = load_trace(made)
         report = evaluate(live, share_of_batch(profile, size), [load_policy(spec) for spec in specs.values()])
         for name, spec in specs.items():
-            said, was = report.line(load_policy(spec).shown_name).tokens_per_s, mean(rates[name, size])
+            said, was = report[load_policy(spec).shown_name].tokens_per_s, mean(rates[name, size])
             text = f"{said:.1f} predicted, {was:.1f} tokens/s measured: {said / was - 1:+.1%}; 10%"
             bench.bars.add(f"{name} at {size} predicted", said / was, abs(said / was - 1) <= 0.1, text)
 

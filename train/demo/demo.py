@@ -248,6 +248,7 @@ def run_offline(
     profile, learned = _trained(work, traces["train"], profile, models, ids["train"], settings, sizes, seed, progress)
     progress("demo", 3, STAGES)
     announce(f"train: {heads_text(learned, profile)}")
+    profile = dataclasses.replace(profile, source=folder / "profile.json")  # as it will be called
     report = evaluate(
         traces["test"],
         profile,
