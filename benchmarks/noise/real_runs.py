@@ -54,17 +54,25 @@ def machine_pace(seconds: float) -> float:
 
 
 def profiled(pair: Path, out: Path, budget_s: float | None) -> tuple[dict[str, Any], float]:
-    """Return what `specstop profile` says of a pair, and the seconds of the whole command."""
+    """Return what `specstop profile` says of a pair (`specstop info`), and the seconds of the whole command."""
     command = "from specstop.cli.main import run; run()"
-    call = [sys.executable, "-c", command, "profile", "--target", pair / "target", "--draft", pair / "draft"]
-    call += ["--prompts", pair / "prompts-train.jsonl", "--out", out, "--overwrite", "--json"]
-    call += ["--budget", budget_s] if budget_s else []
+    call = [
+        "profile",
+        "--target",
+        pair / "target",
+        "--draft",
+        pair / "draft",
+        "--prompts",
+        pair / "prompts-train.jsonl",
+    ]
+    call += ["--out", out, "--overwrite", *(["--budget", budget_s] if budget_s else [])]
     began = time.monotonic()
-    done = subprocess.run(list(map(str, call)), capture_output=True)
+    done = subprocess.run([sys.executable, "-c", command, *map(str, call)], capture_output=True)
     seconds = time.monotonic() - began
     if done.returncode:
         raise SystemExit(f"specstop profile ended with {done.returncode}: {done.stderr.decode()[-500:]}")
-    said: dict[str, Any] = json.loads(done.stdout)
+    told = subprocess.run([sys.executable, "-c", command, "info", str(out), "--json"], capture_output=True, check=True)
+    said: dict[str, Any] = json.loads(told.stdout)
     return said, seconds
 
 
@@ -82,7 +90,7 @@ def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
         for name, loops in (("quiet", 0), ("busy", LOOPS)):
             with busy_loops(loops):
                 said, seconds = profiled(pair, folder / f"{name}-{number}.json", budget_s)
-            found[name].append(said["machine"] == "busy")
+            found[name].append("was quiet" not in said["verdict"])
             print(f"{name} run {number + 1}: {seconds:.1f} s; {said['verdict']}", flush=True)
             if not loops:
                 spent.append(seconds)
