@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 UNNEEDED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "venv")
+PACKAGES = ("policies", "decode", "collect", "train", "cli")
 WHERE = (
     "import importlib.util, sys\nfor room in sys.argv[1:]: print(importlib.util.find_spec(f'specstop.{room}').origin)"
 )
@@ -97,7 +98,7 @@ def prepare(name: str, room: Path, repository: Path = ROOT) -> Checkout:
     python = _environment(room / "env")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     _call([sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(folder)], f"{name}: install")
-    rooms = sorted(marker.parent.name for marker in folder.glob("*/py.typed"))
+    rooms = sorted(path.parent.name for path in folder.glob("*/__init__.py") if path.parent.name in PACKAGES)
     for path in _call([str(python), "-c", WHERE, *rooms], f"{name}: import").splitlines():
         if not Path(path).is_relative_to(room / "env"):
             raise CheckoutError(f"{name}: expected its own package, but {path} would be imported")

@@ -22,9 +22,8 @@ build-backend = "setuptools.build_meta"
 name = "specstop"
 version = "0.1.0"
 [tool.setuptools]
-packages = ["specstop.policies"]
-package-dir = {"specstop.policies" = "policies"}
-package-data = {"*" = ["py.typed"]}
+packages = ["specstop", "specstop.policies"]
+package-dir = {"specstop" = "src/specstop", "specstop.policies" = "policies"}
 """
 
 FAKE = """
@@ -141,7 +140,8 @@ def states(tmp_path: Path) -> tuple[Path, Path]:
         (folder / "benchmarks").mkdir()
         (folder / "pyproject.toml").write_text(PROJECT)
         (folder / "policies" / "__init__.py").write_text(f"US = {us}\n")
-        (folder / "policies" / "py.typed").write_text("")
+        (folder / "src" / "specstop").mkdir(parents=True)
+        (folder / "src" / "specstop" / "__init__.py").write_text("")
         (folder / "benchmarks" / "fake.py").write_text(FAKE)
         made.append(folder)
     (made[1] / "benchmarks" / "later.py").write_text(FAKE)
