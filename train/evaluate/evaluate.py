@@ -36,9 +36,8 @@ from ..replay.traces.checking import (
 from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
 from .comparison import Compared, Job, Setting, compare_rounds, compare_texts
-from .decision_costs import unpriced_finding, with_prices
 from .importance import importance_section
-from .pricing import ProfileBootstrap
+from .pricing import ProfileBootstrap, unpriced_finding, with_prices
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report

@@ -37,7 +37,7 @@ from ...policies.profile import Profile
 from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
 from ..replay.rounds import CAVEATS, RecordedRounds, likelihood_ratios
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from .decision_costs import with_prices
+from .pricing import with_prices
 from .statistics import Resamples, Values
 
 COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored", "decisions")

@@ -23,9 +23,8 @@ from ..replay.log import play
 from ..replay.traces.arrays import trace_arrays
 from ..replay.traces.checking import require_disjoint_policies
 from .comparison import Comparison
-from .decision_costs import with_prices
 from .evaluate import label_policies
-from .pricing import Priced, ProfileBootstrap
+from .pricing import Priced, ProfileBootstrap, with_prices
 from .records import Line
 from .statistics import LogRatios, Resamples
 from .verdict import verdict

@@ -19,8 +19,7 @@ from ...policies.errors import InputError, TraceError
 from ...policies.fixed import FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
-from ..evaluate.decision_costs import with_prices
-from ..evaluate.pricing import Priced, ProfileBootstrap
+from ..evaluate.pricing import Priced, ProfileBootstrap, with_prices
 from ..evaluate.statistics import Resamples
 from ..fit.settle import settle_for
 from ..heads.rows import split_prompts

@@ -13,9 +13,9 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import DECISIONS, Measurements
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.evaluate import decision_costs as prices
-from specstop.train.evaluate.decision_costs import TIMED, TRAINED, unpriced_finding, with_prices
+from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.pricing import TIMED, TRAINED, unpriced_finding, with_prices
 from specstop.train.fit.run import train
 from timed import timed_profile
 

@@ -17,9 +17,8 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
-from specstop.train.evaluate.decision_costs import with_prices
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.pricing import ProfileBootstrap
+from specstop.train.evaluate.pricing import ProfileBootstrap, with_prices
 from specstop.train.evaluate.statistics import Clusters
 from specstop.train.evaluate.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.fit.rules import fixed_grid
