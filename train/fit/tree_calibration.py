@@ -21,14 +21,6 @@ from ..heads.calibration import calibration_error
 from ..heads.rows import FitRows, Visits
 from ..replay.traces.arrays import TraceArrays, seen_features
 
-PASSES = 3
-
-AHEAD = (0.0, 0.5, 0.8, 1.0)
-"""Shares of the mean acceptance that are tried."""
-
-FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
-"""Floors that are tried, and the share of the rate that one may cost: the rate lacks the time that fewer branches save."""
-
 HOLD = 20.0
 """Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""
 
@@ -44,7 +36,6 @@ LEAST_SURVIVAL = 1e-9
 BINS, MIN_NODES = 10, 20
 """Bins of calibration errors, and nodes of a depth and rank that are needed for one."""
 
-_ROUNDS = 4
 _EDGE = 1e-6
 
 

@@ -42,23 +42,7 @@ AHEAD = (0.0, 0.5, 0.8, 1.0)
 FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
 """Floors that are tried, and the share of the rate that one may cost: the rate lacks the time that fewer branches save."""
 
-HOLD = 20.0
-"""Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""
-
-RANK_HOLD = 0.05
-"""Factor of `HOLD` for shifts by rank."""
-
-RARE_SHARE = (-2.5, 0.0)
-"""Share of siblings of a rank of which none was accepted, for which a fit would diverge: 8%."""
-
-LEAST_SURVIVAL = 1e-9
-"""As in `kernels.trees`: below it, the rest of a survival is not distinguished from `next`."""
-
-BINS, MIN_NODES = 10, 20
-"""Bins of calibration errors, and nodes of a depth and rank that are needed for one."""
-
 _ROUNDS = 4
-_EDGE = 1e-6
 
 
 # Prices and the rate
