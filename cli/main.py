@@ -32,12 +32,14 @@ COMMANDS = (
 _MAYBE_PATHS = ("prompts", "target", "draft", "policy", "add_policy")
 """Options that may name files, but are not of the type `Path`: hub names and built-in policies are valid too."""
 
-_KEYS = {
+_KEYS = {"through": "--collector"} | {
     key.replace("_", "-"): f"{option} {key}"
     for option, keys in (("--extra", COLLECT_KEYS), ("--sampling", SAMPLING_KEYS))
     for key in keys
 }
-_KEY = re.compile(rf"--({'|'.join(_KEYS)})(?![\w-])")
+"""Options that set the parameters without an option of the same name; `profile` has `--through`."""
+
+_KEY = re.compile(rf"--(no-)?({'|'.join(_KEYS)})(?![\w-])")
 
 
 class Command(TyperCommand):
@@ -191,12 +193,14 @@ def _show_warning(
 def with_keys(message: str) -> str:
     """Return a message in which parameters without an option of the running command have the option that sets them.
 
-    For example, `--top-p` becomes `--sampling top_p`.
+    For example, `--top-p` becomes `--sampling top_p`, and `--no-model-defaults` becomes `--sampling model_defaults=false`.
     """
     context = running.get()
     options = {parameter.name for parameter in context.command.params} if context else set()
 
     def replace(match: re.Match[str]) -> str:
-        return match[0] if match[1].replace("-", "_") in options else _KEYS[match[1]]
+        if match[2].replace("-", "_") in options:
+            return match[0]
+        return f"{_KEYS[match[2]]}=false" if match[1] else _KEYS[match[2]]
 
     return _KEY.sub(replace, message)

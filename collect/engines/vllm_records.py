@@ -203,7 +203,7 @@ def _records(file: Path) -> list[_Record]:
     if not file.is_file():
         raise InputError(f"path: expected a JSON Lines file, but {file} does not exist or is no file")
     names = SampleNames()
-    records = [_Record.parse(line, where, names) for where, line in lines(file, "--from-vllm")]
+    records = [_Record.parse(line, where, names) for where, line in lines(file, "path")]
     if not records:
         raise InputError(f"path: {file} is empty")
     warn_sample_ids([record.name for record in records if not record.sample])

@@ -12,6 +12,7 @@ import torch
 from commands import Answer, cli, files
 from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
+from specstop.cli.main import with_keys
 from specstop.collect.store import Trace, load_trace
 from specstop.policies.files import digest
 from specstop.policies.learned import LearnedPolicy
@@ -335,3 +336,11 @@ def test_no_command_shows_the_help() -> None:
     answer = cli()
     assert "collect" in answer.out + answer.err
     assert "evaluate" in answer.out + answer.err
+
+
+def test_messages_name_options_of_the_command_line() -> None:
+    message = "--shards: expected 1 with --through vllm; give --no-model-defaults or --top-p 1, not --top-pads"
+    assert with_keys(message) == (
+        "--extra shards: expected 1 with --collector vllm; give --sampling model_defaults=false or --sampling top_p 1, "
+        "not --top-pads"
+    )

@@ -111,7 +111,7 @@ def train_drafter(
         raise InputError("--prompts: expected two prompts at least, one of them to hold out")
     fitting, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, long)
     if len(fitting) < 2:
-        raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
+        raise InputError("--prompts: fewer than two are short enough for the target; give others")
     if work is not None and (work / LAST).exists() and not resume:
         raise InputError(f"--checkpoints: {work} has those of another run; pass --resume, or choose another folder")
     begun = time.perf_counter()

@@ -215,7 +215,7 @@ def test_texts_may_hold_any_character(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_bytes(b"\xff\n")
-    with pytest.raises(InputError, match=r"from_vllm: .* is not UTF-8 text"):
+    with pytest.raises(InputError, match=r"^path: .* is not UTF-8 text"):
         import_vllm(file, tmp_path / "out")
 
 
