@@ -390,13 +390,13 @@ def with_groups(command: Callable[..., None], config: bool) -> Callable[..., Non
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     options: list[tuple[str, Any, Any]] = []
-    for own in inspect.signature(command).parameters.values():
-        kind = hints[own.name]
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
         if is_dataclass(kind):
             types = get_type_hints(kind, include_extras=True)
             options += [(field.name, types[field.name], field.default) for field in fields(kind)]
         else:
-            options.append((own.name, kind, own.default))
+            options.append((parameter.name, kind, parameter.default))
     options += [("config", Config, None)] if config else []
 
     @functools.wraps(command)

@@ -84,8 +84,8 @@ def completed_texts(of: DenseCollector, batch: Sequence[PromptTask], completions
         rows, states = target_rows(pair, one.tokens, text, TARGET_HIDDEN in of.hidden)
         sampled, noise = sampled_rows(pair, of.settings, one.tokens, text, rows), None
         if temperature > 0:  # only what precedes the first token of probability 0 can be a sample
-            own = sampled.gather(-1, torch.tensor(text, device=sampled.device)[:, None])[:, 0]
-            text = text[: [*(own > -torch.inf).tolist(), False].index(False)]
+            token_logits = sampled.gather(-1, torch.tensor(text, device=sampled.device)[:, None])[:, 0]
+            text = text[: [*(token_logits > -torch.inf).tolist(), False].index(False)]
             if of.mode.name == Match.name:
                 noise = given_noise(pair, sampled[: len(text)], len(one.tokens), text, one.key)
         ended = bool(text) and text[-1] in pair.eos
@@ -167,11 +167,11 @@ def sampling_balance(
             continue
         rows = target_rows(pair, prompt, text)[0]
         logs = torch.log_softmax(sampled_rows(pair, settings, prompt, text, rows).double(), -1)
-        own = logs.gather(-1, torch.tensor(text, device=logs.device)[:, None])[:, 0]
+        token_logs = logs.gather(-1, torch.tensor(text, device=logs.device)[:, None])[:, 0]
         # Impossible tokens add 0 to the entropy; 0 times -inf would be NaN.
         entropy = -(logs.exp() * logs.clamp_min(-1e30)).sum(-1)
-        possible = own > -torch.inf
-        sums.append(float((own + entropy)[possible].sum()))
+        possible = token_logs > -torch.inf
+        sums.append(float((token_logs + entropy)[possible].sum()))
         counts.append(int(possible.sum()))
         tokens += len(text)
     groups, drawn = len(sums), max(sum(counts), 1)

@@ -135,8 +135,8 @@ def show_report(report: Report, wide: bool = False) -> None:
             _print_section(section, wide)
     for note in (*report.caveats, *report.findings):
         output().print(f"Note: {note}")
-    found = report.answer
-    for text in ["no policy was compared"] if found is None else [found.headline, found.interval, *found.why]:
+    answer = report.answer
+    for text in ["no policy was compared"] if answer is None else [answer.headline, answer.interval, *answer.why]:
         output().print(text)
 
 

@@ -93,16 +93,18 @@ def importance_estimate(
     behaviour = as_policy(recorded) if recorded is not None else _builtin_policy(header.policy)
     arrays = trace_arrays(traces, extra=COLUMNS if header.collector == "live" else ())
     profile, _ = with_prices(profile, [target, *([behaviour] if behaviour else [])], header)
-    own = observed_rounds(arrays, target.limited(min(arrays.depth, profile.max_depth)), profile)
+    rounds = observed_rounds(arrays, target.limited(min(arrays.depth, profile.max_depth)), profile)
     replayed, reason = _replay_recorded(arrays, behaviour, profile)
-    weight, by_exploration = importance_weights(arrays, own, replayed)
+    weight, by_exploration = importance_weights(arrays, rounds, replayed)
     if by_exploration.any() and not weight[by_exploration].any():
         raise TraceError(
             f"{by_exploration.mean():.0%} of the rounds would show what {target.name} does only if they explored, and none "
             f"of those did (--explore {header.explore:g}); collect live traces with a larger --explore"
         )
     boot = Resamples(np.repeat(arrays.clusters, arrays.rows.numpy()).tolist(), seed)
-    total, tokens, seconds = (boot.total(values) for values in (weight, weight * own.tokens, weight * own.seconds))
+    total, tokens, seconds = (
+        boot.total(values) for values in (weight, weight * rounds.tokens, weight * rounds.seconds)
+    )
     base_tokens, base_seconds = map(boot.total, _recorded_totals(arrays, replayed, profile))
     explored_only = int(weight[by_exploration].astype(bool).sum())
     notes = [f"only rounds that explored are used: {reason}"] if reason else []
@@ -201,32 +203,32 @@ def observed_rounds(
         tokens = trace.committed(row, verified) * observed
         seconds = profile.round_seconds(round.context, drafted, verified, round.backlog, decisions, price)
         columns[:, row[active]] = np.stack([observed, drafted, verified, tokens, seconds * observed])[:, active]
-        own = observed & (not is_recorded)
-        sent = np.where(own, verified, trace.sent[row])
+        by_policy = observed & (not is_recorded)
+        sent = np.where(by_policy, verified, trace.sent[row])
         outcome_s = np.zeros_like(seconds) if is_recorded else seconds
-        drawn, accepted = np.where(own, drafted, trace.drawn[row]), np.minimum(accepted_length[row], sent)
+        drawn, accepted = np.where(by_policy, drafted, trace.drawn[row]), np.minimum(accepted_length[row], sent)
         host.observe(RoundOutcome(active, drawn, sent, accepted, cut[row], outcome_s))
     observed, drafted, verified, tokens, seconds = columns
     return ObservedRounds(observed > 0, drafted.astype(np.int64), verified.astype(np.int64), tokens, seconds)
 
 
 def importance_weights(
-    arrays: TraceArrays, own: ObservedRounds, recorded: ObservedRounds | None
+    arrays: TraceArrays, rounds: ObservedRounds, recorded: ObservedRounds | None
 ) -> tuple[Values, Array]:
     """Return the importance weight of each round for a policy, and which rounds observe it only if they explore.
 
     Args:
         arrays: see `observed_rounds`.
-        own: of the policy.
+        rounds: of the policy.
         recorded: of the recorded policy; None if it cannot be replayed.
 
     Returns:
         [N] float64, 1 / probability of being observed, 0 if not observed; [N] bool.
     """
     explored, share = arrays.extra["explored"].numpy().astype(bool), arrays.header.explore
-    observed, by_exploration = own.observed, ~own.observed
+    observed, by_exploration = rounds.observed, ~rounds.observed
     if recorded is not None:
-        shorter = (recorded.drafted < own.drafted) | (recorded.verified < own.verified)
+        shorter = (recorded.drafted < rounds.drafted) | (recorded.verified < rounds.verified)
         by_exploration = np.where(explored, shorter, ~observed)
     elif share:
         # Not what unexplored rounds happen to show: the probability of that depends on the unknown policy.
