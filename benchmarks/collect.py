@@ -1,196 +1,245 @@
-"""What collecting costs: dense traces beside the live loop, trees beside chains, memory by length of text.
+"""Collection: the cost of dense traces, agreement of dense and live traces, memory, and interrupted runs.
 
     python benchmarks/collect.py --check
-    python benchmarks/collect.py --pair pairs/a --out collect.json
+    python benchmarks/collect.py --part kills --kills 100
 
-Without `--pair` the shipped pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
-falls short.
+- `speed`: without the target's part, the dense collector labels at least 6 times as many positions per second as the
+  live loop, and collection takes at most 1.3 times the time of generation. Under `rejection` and `block` it takes at
+  most 1.1 and 2.5 times the time of `match`.
+- `agreement`: rows of live rounds at full depth equal the dense rows at the same anchors. At most 1 of 500 differ
+  (ties), and features agree within 2e-3.
+- `completions`: texts that transformers samples are labelled as they are: acceptance by depth is that of our own
+  texts, and texts of another temperature are refused.
+- `memory`: collecting long texts takes at most 100 MiB more than collecting short ones.
+- `kills`: collecting processes, 1 to 3 at a time, are killed at random moments and resumed. The rows are those of an
+  undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import os
+import random
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from bars import Bars, arguments
-from pairs import pair_folder
-from specstop.collect.dense import DenseCollector
-from specstop.collect.live import LiveCollector
-from specstop.collect.prompts import encode, read_prompts
-from specstop.collect.proposals import TargetText
-from specstop.collect.schema import PromptTask
-from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
-from specstop.decode.topology import chain, parse_tree
-from specstop.policies import FixedLength
+from harness import Run, alternate, quotients, ratio_of_sums, spread
+from specstop.decode import plain_texts, stream_key
+from specstop.decode.prompts import encode_prompts
+
+import specstop as ss
 
 DEPTH, TREE = 12, "4,2,2,1"
-TIE = 1e-4
-NEAR = 2e-3
+POSITIONS, UNROLLING, MODES = 6.0, 1.3, {"rejection": 1.1, "block": 2.5}
+FEATURES, ROWS, MIB = 2e-3, 1 / 500, 100.0
 
-CHILD = """
-import sys, torch
+
+def speed(run: Run) -> None:
+    """Time generation, dense and live traces in alternation."""
+    prompts, new = run.prompts("test", run.choose(32, 2)), run.choose(128, 8)
+    encoded = encode_prompts(run.pair, prompts)
+    keys = [stream_key(0, name) for name, _ in encoded]
+    numbers = iter(range(10_000))
+
+    def collected(**options: Any) -> ss.Trace:
+        options = {"depth": DEPTH, "max_new_tokens": new, "verification": "match", **options}
+        return ss.collect(run.pair, prompts, run.folder(f"speed-{next(numbers)}"), **options)
+
+    for temperature in run.choose((0.0, 0.7), (0.7,)):
+        where = f"T={temperature:g}"
+        ids = [tokens for _, tokens in encoded]
+        methods = {
+            "generation": lambda: plain_texts(run.pair, ids, keys, new + DEPTH, temperature, noise=True),  # noqa: B023
+            "dense": lambda: collected(temperature=temperature),  # noqa: B023
+            "tree": lambda: collected(temperature=temperature, depth=4, tree=TREE),  # noqa: B023
+            "live": lambda: collected(temperature=temperature, collector="live", policy=f"fixed:{DEPTH}"),  # noqa: B023
+        }
+        if temperature:
+            methods |= {mode: lambda mode=mode: collected(temperature=0.7, verification=mode) for mode in MODES}
+        seconds = alternate(methods, run.choose(5, 1), warm_up=run.choose(1, 0))
+        dense, live = (methods[name]() for name in ("dense", "live"))
+        times = live.to_pandas(["seconds", "verify_s"])
+        drafting = float((times["seconds"] - times["verify_s"]).sum())
+        unrolling = [max(d - g, 1e-9) for d, g in zip(seconds["dense"], seconds["generation"], strict=True)]
+        rate = spread([dense.row_count / s / (live.row_count / drafting) for s in unrolling])
+        run.bar(f"{where}: positions per second of drafting, dense over live", rate, at_least=POSITIONS)
+        ratio = quotients(seconds["dense"], seconds["generation"])
+        run.bar(f"{where}: collection over generation, chains of {DEPTH}", ratio, at_most=UNROLLING)
+        run.row(f"{where}: collection over generation, {TREE}", quotients(seconds["tree"], seconds["generation"]))
+        for mode, limit in MODES.items() if temperature else ():
+            run.bar(f"{where}: {mode} over match", quotients(seconds[mode], seconds["dense"]), at_most=limit)
+
+
+def agreement(run: Run) -> None:
+    """Compare live rows with dense rows."""
+    prompts, new = run.prompts("test", run.choose(20, 3)), run.choose(128, 12)
+    for temperature in run.choose((0.0, 0.7), (0.7,)):
+        for tree in (None, TREE):
+            options = {
+                "temperature": temperature, "max_new_tokens": new, "verification": "match", "tree": tree,
+                "depth": 4 if tree else DEPTH,
+            }  # fmt: skip
+            where = f"{tree or 'chain'}-T={temperature:g}"
+            dense = ss.collect(run.pair, prompts, run.folder(f"dense-{where}"), **options)
+            policy = f"fixed:{options['depth']}"
+            live = ss.collect(
+                run.pair, prompts, run.folder(f"live-{where}"), collector="live", policy=policy, **options
+            )
+            different, compared, largest = _differences(live, dense)
+            run.bar(
+                f"{where}: share of rows that differ",
+                different / compared,
+                at_most=max(ROWS, 1 / compared),
+                always=True,
+            )
+            run.bar(f"{where}: largest difference of a feature", largest, at_most=FEATURES, always=True)
+
+
+def _differences(live: ss.Trace, dense: ss.Trace) -> tuple[int, int, float]:
+    """Return rows that differ, rows compared, and the largest relative difference of a feature where tokens are equal."""
+    features = [name for name in live.header.features if name in dense.header.features]
+    tables = [
+        trace.to_pandas(["prompt_id", "anchor", "tokens", "accepted", "observed", *extra, *features])
+        for trace, extra in ((live, ["drawn"]), (dense, []))
+    ]
+    both = tables[0].merge(tables[1], on=["prompt_id", "anchor"], suffixes=("", "_dense"))
+    columns = {name: np.array(both[name].tolist()) for name in both.columns}
+    drawn = columns["drawn"].astype(bool)
+    known = columns["observed"].astype(bool) & columns["observed_dense"].astype(bool)
+    same = ((columns["tokens"] == columns["tokens_dense"]) | ~drawn).all(1)
+    same &= ((columns["accepted"] == columns["accepted_dense"]) | ~known).all(1)
+    largest = 0.0
+    for name in features:
+        one, other = columns[name], columns[f"{name}_dense"]
+        apart = np.abs(one - other) / np.maximum(np.abs(other), 1.0)
+        valid = np.isfinite(apart) & (same[:, None] & drawn if apart.ndim == 2 else same)
+        largest = max(largest, float(apart[valid].max(initial=0.0)))
+    return int((~same).sum()), len(same), largest
+
+
+def completions(run: Run) -> None:
+    """Collect texts that transformers has sampled."""
+    count, new = run.choose((200, 128), (6, 12))
+    prompts = run.prompts("train", count)
+    stock = ss.load_pair(run.pair_folder / "target", run.pair_folder / "draft", engine="plain")
+    options = {"depth": 8, "temperature": 0.7, "max_new_tokens": new, "verification": "match"}
+    sampled = {temperature: _sampled(stock, prompts, new + 8, temperature) for temperature in (0.7, 1.0)}
+    given = ss.collect(run.pair, prompts, run.folder("completions"), completions=sampled[0.7], **options)
+    own = ss.collect(run.pair, prompts, run.folder("own"), **options)
+    lengths = []
+    for trace in (given, own):
+        table = (
+            trace.to_pandas(["prompt_id", "accepted_length"])
+            .groupby("prompt_id")["accepted_length"]
+            .agg(["sum", "size"])
+        )
+        lengths.append(table["sum"] / table["size"])
+    both = sorted(set(lengths[0].index) & set(lengths[1].index))
+    ratio = ratio_of_sums([lengths[0][name] for name in both], [lengths[1][name] for name in both])
+    covers = ratio.low is None or ratio.low <= 1.0 <= (ratio.high or 1.0)
+    run.row("mean accepted length, completions over own texts", ratio)
+    run.bar("its interval contains 1", float(covers), at_least=1.0)
+    try:
+        ss.collect(run.pair, prompts, run.folder("refused"), completions=sampled[1.0], **options)
+        refused = 0
+    except ss.SpecstopError:
+        refused = 1
+    run.bar("texts of temperature 1 refused at 0.7", refused, at_least=1)
+
+
+@torch.inference_mode()
+def _sampled(stock: ss.Pair, prompts: Sequence[ss.Prompt], new: int, temperature: float) -> dict[str, list[int]]:
+    """Return texts by prompt id, sampled by transformers."""
+    torch.manual_seed(1)
+    library: Any = stock.target
+    texts = {}
+    for prompt, (_, ids) in zip(prompts, encode_prompts(stock, prompts), strict=True):
+        row = torch.tensor([ids])
+        out = library.generate(
+            row, attention_mask=torch.ones_like(row), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
+            max_new_tokens=new,
+        )  # fmt: skip
+        texts[prompt.id] = out[0, len(ids) :].tolist()
+    return texts
+
+
+def memory(run: Run) -> None:
+    """Compare the peak memory of processes that collect short and long texts."""
+    peaks = []
+    for new in run.choose((128, 512), (12, 24)):
+        words = [sys.executable, "-c", MEMORY, str(run.pair_folder), str(run.folder(f"memory-{new}")), str(new)]
+        done = subprocess.run(words, check=True, capture_output=True, text=True)
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    run.bar("peak memory, long over short texts, MiB", peaks[1] - peaks[0], at_most=MIB, note=f"{peaks[0]:.0f} MiB")
+
+
+MEMORY = """
+import sys, specstop as ss, torch
 torch.set_num_threads(1)
-from specstop.collect.prompts import encode, read_prompts
-from specstop.collect.run import collect
-from specstop.decode import load_pair
-folder, out, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
-pair = load_pair(folder + "/target", folder + "/draft")
-collect(pair, read_prompts(folder + "/prompts-test.jsonl", 4), out, depth=12, max_new_tokens=tokens, temperature=0.7,
-        verification="match")
-print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])  # getrusage begins with the parent's
+pair, out, new = sys.argv[1:]
+prompts = ss.read_prompts(pair + "/prompts-test.jsonl", 4)
+loaded = ss.load_pair(pair + "/target", pair + "/draft")
+ss.collect(loaded, prompts, out, depth=12, max_new_tokens=int(new), temperature=0.7, verification="match")
+print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 """
 
 
-def main() -> int:
-    """Run the command line and return its exit code."""
-    options = arguments(__doc__).parse_args()
-    folder = pair_folder(options)
-    count, tokens = (4, 32) if options.quick else (40, 128)
-    pair = load_pair(folder / "target", folder / "draft")
-    prompts = read_prompts(folder / "prompts-test.jsonl", count)
-    ids = encode(prompts, pair.tokenizer, pair.readable - tokens - DEPTH)
-    work = [PromptTask(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
-    bars = Bars()
-    for temperature in (0.0, 0.7):
-        speeds(pair, work, tokens, temperature, bars)
-        for tree in (None, TREE):
-            agreement(pair, work[: count // 2], tokens, temperature, tree, bars)
-    memory(folder, options.quick, bars)
-    return bars.finish(options, f"{len(work)} prompts of {tokens} tokens", whole=len(work) >= 40)
+def kills(run: Run) -> None:
+    """Kill collecting processes at random moments."""
+    chance, limit = random.Random(0), run.options.kills or run.choose(100, 1)
+    started = time.perf_counter()
+    if _start(run, run.folder("undisturbed"), 0, 1).wait():
+        raise RuntimeError("collect ended with an error")
+    expected, seconds = ss.load_trace(run.folder("undisturbed")), time.perf_counter() - started
+    total = number = different = 0
+    while total < limit:
+        world, out, codes = 1 + number % 3, run.folder(f"killed-{number}"), [-signal.SIGKILL]
+        while any(codes):
+            processes = [_start(run, out, rank, world) for rank in range(world)]
+            if total < limit:
+                time.sleep(seconds * (0.3 + 0.7 * chance.random()))
+                for process in processes:
+                    total += process.poll() is None
+                    process.kill()
+            codes = [process.wait() for process in processes]
+            if set(codes) - {0, -signal.SIGKILL}:
+                raise RuntimeError(f"collect ended with exit codes {codes}")
+        different += not _same_rows(ss.load_trace(out), expected)
+        number += 1
+    run.row("killed processes", total, f"{number} traces of {expected.row_count} rows, by 1 to 3 processes")
+    run.bar("traces that differ after kills", different, at_most=0, always=True)
 
 
-def speeds(pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: float, bars: Bars) -> None:
-    """Time generation, unrolling and the live loop, alternating by batch of 16 prompts."""
-    chains, trees = (
-        DenseCollector(pair, Settings(temperature, tokens, DEPTH, tree=tree, verification="match"))
-        for tree in (None, TREE)
-    )
-    live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH, verification="match"))
-    ratios, ratios_tree, dense_s, live_s, dense_rate, live_rate = ([] for _ in range(6))
-    warm = work[:2]
-    chains.rows(warm)
-    for start in range(0, len(work), 16):
-        batch = work[start : start + 16]
-        begin = time.perf_counter()
-        ids, keys = [one.tokens for one in batch], [one.key for one in batch]
-        texts = plain_texts(pair, ids, keys, tokens + DEPTH, temperature, noise=True)
-        generated = time.perf_counter() - begin
-        spent = []
-        for collector in (chains, trees):
-            begin = time.perf_counter()
-            chunks = []
-            for at, (one, text) in enumerate(zip(batch, texts.tokens, strict=True)):
-                length = min(len(text), tokens)
-                if length > 1:
-                    anchor = torch.arange(1, length, device=pair.device)
-                    noise = None if texts.noise is None else texts.noise[at, : len(text)]
-                    known = TargetText(one, text, texts.logits[at, : len(text)], noise, None, length, anchor)
-                    with torch.inference_mode():
-                        trees_of_text = collector.propose(known).trees(anchor - 1)
-                        chunks.append(collector.columns(known, 0, trees_of_text))
-            spent.append(time.perf_counter() - begin)
-            if collector is chains:
-                anchors, labels = (sum(c[n].size for c in chunks) for n in ("anchor", "observed"))
-                labels = sum(int(c["observed"].sum()) for c in chunks)
-        ratios.append((generated + spent[0]) / generated)
-        ratios_tree.append((generated + spent[1]) / generated)
-        dense_s.append(anchors / spent[0])
-        dense_rate.append(labels / (generated + spent[0]))
-        rows = live.rows(batch)
-        drafting = sum(float((c["seconds"] - c["verify_s"]).sum()) for c in rows)
-        live_s.append(sum(len(c["anchor"]) for c in rows) / drafting)
-        live_rate.append(sum(int(c["observed"].sum()) for c in rows) / sum(float(c["seconds"].sum()) for c in rows))
-    at = f"T={temperature:g}"
-    faster = statistics.median(d / v for d, v in zip(dense_s, live_s, strict=True))
-    bars.add(
-        f"anchors a second, dense over live, {at}",
-        faster,
-        faster >= 6,
-        f"{faster:.1f} ({statistics.median(dense_s):.0f} a second); at least 6",
-    )
-    decisions = statistics.median(d / v for d, v in zip(dense_rate, live_rate, strict=True))
-    bars.add(
-        f"labelled decisions a second, dense over live fixed:{DEPTH}, {at}",
-        decisions,
-        decisions >= 2.5,
-        f"{decisions:.1f}; at least 2.5",
-    )
-    whole = statistics.median(ratios)
-    bars.add(
-        f"(generation + unrolling) / generation, depth {DEPTH}, {at}",
-        whole,
-        whole <= 1.3,
-        f"{whole:.2f}, from {min(ratios):.2f} to {max(ratios):.2f}; at most 1.3",
-    )
-    bars.figures[f"the same for {TREE}, {at}"] = statistics.median(ratios_tree)
-    print(f"      the same for {TREE}: {statistics.median(ratios_tree):.2f}")
+def _same_rows(one: ss.Trace, other: ss.Trace) -> bool:
+    """Return whether the rows of two traces are equal, bit for bit."""
+    return not one.header.differences(other.header) and bool(one.table().equals(other.table()))
 
 
-def agreement(
-    pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: float, tree: str | None, bars: Bars
-) -> None:
-    """Compare the rows of live rounds at full depth with the dense ones at the same anchors."""
-    topology = chain(DEPTH) if tree is None else parse_tree(tree)
-    live = LiveCollector(
-        pair,
-        FixedLength(topology.deepest),
-        Settings(temperature, tokens, topology.deepest, tree=tree, verification="match"),
-    )
-    settings = Settings(temperature, tokens, topology.deepest, tree=tree, verification="match")
-    dense = DenseCollector(pair, settings).rows(work)
-    known = {(int(c["sequence"][0]), int(a)): (c, at) for c in dense for at, a in enumerate(c["anchor"])}
-    compared = ties = wrong = 0
-    far = 0.0
-    for chunk in live.rows(work):
-        for row in range(len(chunk["anchor"])):
-            key = (int(chunk["sequence"][row]), int(chunk["anchor"][row]))
-            if key not in known:
-                ties += 1  # after a tie the text went another way
-                continue
-            other, at = known[key]
-            drawn = chunk["drawn"][row]
-            same = (chunk["tokens"][row] == other["tokens"][at])[drawn].all()
-            label = chunk["observed"][row] & other["observed"][at]
-            same = same and (chunk["accepted"][row] == other["accepted"][at])[label].all()
-            compared += 1
-            if same:
-                for name in live.features:
-                    gap = np.abs(chunk[name][row] - other[name][at])[drawn] / np.maximum(
-                        1, np.abs(other[name][at][drawn])
-                    )
-                    far = max(far, float(gap.max(initial=0.0)))
-            elif float(np.abs(other["noisy_margin"][at]).min()) < TIE:
-                ties += 1
-            else:
-                wrong += 1
-    name = f"rounds where dense and live agree, {tree or f'chain of {DEPTH}'}, T={temperature:g}"
-    met = wrong == 0 and compared > 0 and ties <= max(1, compared / 500) and far < NEAR
-    bars.add(name, compared, met, f"{compared} compared, {ties} ties, {wrong} wrong; features within {far:.1e}")
+def _start(run: Run, out: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
+    """Start one process of a distributed collection."""
+    pair, limit, shards = run.pair_folder, run.choose(96, 4), run.choose(24, 2)
+    words = ["--target", pair / "target", "--draft", pair / "draft", "--prompts", pair / "prompts-train.jsonl"]
+    words += ["--limit", limit, "--depth", 4, "--temperature", 0.7, "--max-new-tokens", run.choose(24, 6)]
+    words += ["--extra", f"shards={shards}", "--resume", "--quiet", "--out", out]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment |= {"RANK": str(rank), "WORLD_SIZE": str(world)} if world > 1 else {}
+    command = [sys.executable, "-c", "from specstop.cli.main import run; run()", "collect", *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
-def memory(folder: Path, quick: bool, bars: Bars) -> None:
-    """Compare the peak memory of collecting short and long texts, each in a process of its own."""
-    peaks = []
-    with tempfile.TemporaryDirectory() as out:
-        for tokens in (32, 64) if quick else (128, 512):
-            command = [sys.executable, "-c", CHILD, str(folder), f"{out}/{tokens}", str(tokens)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            peaks.append(int(done.stdout.split()[-1]) / 1024)
-    grown = peaks[1] - peaks[0]
-    bars.add(
-        "peak memory, long texts less short ones, MiB",
-        grown,
-        grown < 100,
-        f"{peaks[0]:.0f} and {peaks[1]:.0f} MiB; within 100",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this script."""
+    parser.add_argument("--kills", type=int, help="killed processes of the part `kills` (default: 100)")
 
+
+PARTS = {"speed": speed, "agreement": agreement, "completions": completions, "memory": memory, "kills": kills}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(Run(__doc__, PARTS, add_options).execute())

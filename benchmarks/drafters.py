@@ -1,206 +1,222 @@
-"""Drafters side by side: a draft model, lookup, suffix, and heads on the target's hidden states, trained here.
+"""Drafters side by side: a draft model, lookup, suffix, heads on the target's hidden states, and two drafters at once.
 
     python benchmarks/drafters.py --check
-    python benchmarks/drafters.py --work drafters --part replay --drafter medusa hydra --temperature 0
-    python benchmarks/drafters.py --pair pairs/a --out drafters.json
+    python benchmarks/drafters.py --work drafters --drafters medusa hydra --temperatures 0
 
-Parts: `train` fits the head drafters on the pair's training prompts, or finds them in `--work`. `order` counts tokens a
-target call of chains and of the published tree of 63 nodes, for which the machine need not be quiet. `replay` chooses for
-each drafter on training prompts, and replays on test prompts: the best fixed length and a learned one, the published tree,
-its best static part and the nodes that a learned policy verifies, and the bound of someone who knows every accepted length.
-`live` decodes all of these in alternation with plain decoding, and Medusa's tree under typical acceptance, which is LOSSY:
-texts, rounds and speeds against what replay says. `together` is suffix and draft model at once. `released` decodes with CTC's
-candidates as its released code makes them beside ours, and counts what heads know after candidates that are not their first.
-The last line is one JSON object.
+The head drafters (Medusa, Hydra, CTC, one layer) are trained on the training prompts, or read from `--work`; on two
+cores each is trained within 10 minutes. For each drafter and temperature:
+
+- tokens per target call, as chains and in the published tree of 63 nodes; in the tree Medusa < Hydra < CTC, the order
+  of the CTC-drafter's paper;
+- by replay with the costs of this machine, the best fixed length, a learned length, the whole tree, and the tree
+  policy, of which the last is at least 1.05 times as fast as the best static tree (Medusa and Hydra);
+- live, in alternation with plain decoding: every lossless text is that of plain decoding, the rounds are those of
+  replay, and predicted speeds are within 7%. Medusa's tree under `typical` acceptance is LOSSY;
+- the best head is faster than the draft model, and `suffix+model` at least 0.99 times as fast as the better of the
+  two.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
-import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bars import Bars, arguments
-from drafting.chosen import Chosen, choose, told
-from drafting.ground import Ground
-from drafting.live import decode, per_call
-from drafting.released import as_released, positions_drawn, second_proposals
-from drafting.reported import TRAINED, heads, live_bars, node_bar, replayed
-from drafting.together import together
-from pairs import effort, pair_folder
-from specstop.cli.output import progress_bars
-from specstop.collect.prompts import Prompt, encode, read_prompts
-from specstop.decode import Pair, load_drafter, load_pair
-from specstop.decode.drafters.networks import output_layer
-from specstop.policies.display import Progress
-from specstop.train import train_drafter
-from specstop.train.drafters.fit import KEPT_STATES
-from specstop.train.drafters.texts import record_texts
+from harness import MAX_TIES, Run, compare_rounds
+from specstop.decode import Tally, load_drafter, with_drafter
+from specstop.decode.benchmark import run_alternating, speed_ratio
+from specstop.decode.profile import CalibrationRun, loop_decisions
+from specstop.decode.prompts import encode_prompts
 
-DEPTH, TREE = 4, "medusa-63"
-SIZES = (63, 24, 8)
-"""Nodes of the trees that a learned choice may draft."""
+import specstop as ss
 
-BOTH = "suffix+model"
+TRAINED = ("medusa", "hydra", "ctc", "layer")
+BOTH = "suffix?sure=0.8+model"
 DRAFTERS = ("model", "lookup", "suffix", *TRAINED, BOTH)
-QUICK = ("model", "medusa", BOTH)
-"""Of which a quick run makes the choices."""
-
-PARTS = ("train", "order", "replay", "live", "together", "released")
-MINUTES, NEAR = 10.0, 0.99
+DEPTH, TREE, SIZES = 4, "medusa-63", (8, 24, 63)
+MINUTES, NODES, ERROR, TOGETHER = 10.0, 1.05, 0.07, 0.99
 
 
-def main() -> int:
-    """Run the command line and return its exit code."""
-    parser = arguments(__doc__)
-    parser.add_argument("--work", type=Path, help="folder where drafters are kept, and found again")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
-    parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS, help="drafters; a check needs all")
-    parser.add_argument("--temperature", nargs="+", type=float, help="temperatures; a check needs 0 and 0.7")
-    parser.add_argument("--prompts", type=int, default=40, help="test prompts; a check needs 40")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a text")
-    options = parser.parse_args()
-    if options.quick:
-        options.prompts, options.tokens, options.temperature = 4, 24, options.temperature or [0.7]
-    temperatures = options.temperature or [0.0, 0.7]
-    bars = Bars()
-    with progress_bars() as progress, tempfile.TemporaryDirectory() as other:
-        folder, room = pair_folder(options), options.work or Path(other)
-        fit = read_prompts(folder / "prompts-train.jsonl", 24 if options.quick else None)
-        test = read_prompts(folder / "prompts-test.jsonl", options.prompts)
-        plain = load_pair(folder / "target", engine="plain")
-        kinds = [kind for kind in TRAINED if kind in options.drafter]
-        specs = trained(bars, plain, fit, room, kinds, options.quick, progress)
-        pair = load_pair(folder / "target", folder / "draft")
-        if "released" in options.part:
-            on_texts(bars, plain, test, Path(other) / "texts", specs, options.tokens, progress)
-            released(bars, pair, test, specs, options.tokens)
-        few = fit[: (2 if options.quick else 4) * len(test)]
-        for temperature in temperatures:
-            with tempfile.TemporaryDirectory(dir=other) as traces:
-                ground = Ground(
-                    pair, few, test, options.tokens, DEPTH, TREE, temperature, effort(options),
-                    SIZES[1:2] if options.quick else SIZES, Path(traces), progress,
-                )  # fmt: skip
-                compare(bars, ground, specs, options.drafter, options.part, options.quick)
-    whole = len(test) >= 40 and not set(PARTS) - set(options.part) and not set(DRAFTERS) - set(options.drafter)
-    compared = f"{len(test)} prompts of {options.tokens} tokens, {len(options.drafter)} drafters, on {folder.name}"
-    return bars.finish(options, compared, whole=whole and {0.0, 0.7} <= set(temperatures))
+@dataclass(frozen=True)
+class Setting:
+    """A policy with its tree (None = chains), and the dense trace of the test prompts for it."""
+
+    policy: ss.StopPolicy
+    tree: str | None
+    test: ss.Trace
 
 
-def trained(
-    bars: Bars, pair: Pair, prompts: list[Prompt], room: Path, kinds: list[str], quick: bool, progress: Progress
-) -> dict[str, str]:
-    """Return the spec of each head drafter, trained here unless it is there already; a run that was cut off goes on."""
-    fitted: dict[str, float] = {}
+def compare(run: Run) -> None:
+    """Train and compare the drafters."""
+    names = run.options.drafters or run.choose(DRAFTERS, ("model", "medusa", BOTH))
+    specs = _trained(run, [name for name in names if name in TRAINED])
+    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
+        where, per_call, speeds = f"T={temperature:g}", {}, {}
+        for name in names:
+            comparison = Comparison(run, with_drafter(run.pair, specs.get(name, name)), name, temperature)
+            per_call[name] = comparison.tokens_per_call()
+            speeds[name] = comparison.live()
+        order = [per_call[name] for name in TRAINED[:3] if name in per_call]
+        if len(order) == 3:
+            run.bar(f"{where}: Medusa, Hydra and CTC in order", float(order == sorted(order)), at_least=1.0)
+        heads = {name: speed for name, speed in speeds.items() if name in TRAINED}
+        if heads and "model" in speeds:
+            best = max(heads, key=heads.__getitem__)
+            run.bar(f"{where}: best head over the draft model", heads[best] / speeds["model"], at_least=1.0, note=best)
+        if {"model", "suffix", BOTH} <= speeds.keys():
+            better = max(speeds["model"], speeds["suffix"])
+            run.bar(f"{where}: {BOTH} over the better of the two", speeds[BOTH] / better, at_least=TOGETHER)
+
+
+def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
+    """Return the spec of each trained drafter; texts of the target are shared between them."""
+    folder = run.options.work or run.folder("drafters")
+    folder.mkdir(parents=True, exist_ok=True)
+    stock, specs = ss.load_pair(run.pair_folder / "target", engine="plain"), {}
     for kind in kinds:
-        began = time.process_time()
-        if (room / kind).is_dir():
-            made = load_drafter(room / kind)
-        else:
-            work = room / f"work-{kind}"
-            texts = next(room.glob(f"work-*/{KEPT_STATES}"), None)
-            if not work.exists() and texts is not None:
-                shutil.copytree(texts, work / KEPT_STATES)  # the same texts for all
-            made = train_drafter(
-                pair, prompts, room / kind, kind, depth=DEPTH, max_new_tokens=24 if quick else 128, progress=progress,
-                epochs=1 if quick else None, work=work, resume=work.exists(),
+        started = time.process_time()
+        if not (folder / kind).is_dir():
+            work = folder / f"work-{kind}"
+            earlier = next((path for path in folder.glob("work-*/texts*")), None)
+            if not work.exists() and earlier is not None:
+                shutil.copytree(earlier, work / earlier.name)
+            ss.train_drafter(
+                stock, run.prompts("train", run.choose(800, 12)), folder / kind, kind, depth=DEPTH,
+                max_new_tokens=run.choose(128, 16), epochs=run.choose(None, 1), work=work, resume=work.exists(),
             )  # fmt: skip
-            fitted[kind] = time.process_time() - began
-        took = f"in {fitted[kind]:.0f} s of CPU" if kind in fitted else "before"
-        print(f"{kind:<8} trained {took}; held-out acceptance", *(f"{s:.3f}" for s in made.metrics["acceptance"]))
-    bars.figures["CPU seconds to train"] = {kind: round(seconds, 1) for kind, seconds in fitted.items()}
-    slowest = max(fitted.values(), default=0.0)
-    if fitted:
-        text = f"slowest {slowest:.0f} s of CPU, at most {MINUTES:g} min on two cores"
-        bars.add("training", round(slowest, 1), slowest <= 2 * 60 * MINUTES, text)
-    return {kind: f"{kind}:{room / kind}" for kind in kinds}
-
-
-def on_texts(
-    bars: Bars, pair: Pair, prompts: list[Prompt], folder: Path, specs: dict[str, str], tokens: int, progress: Progress
-) -> None:
-    """Print what heads know after candidates that are not their first."""
-    ids = encode(prompts, pair.tokenizer, pair.readable - tokens)
-    texts = record_texts(
-        pair, list(zip(prompts, ids, strict=True)), folder, max_new_tokens=tokens, temperature=0.0, progress=progress
-    )
-    ends = pair.target.get_input_embeddings(), output_layer(pair.target)
-    seconds = bars.figures["second proposals"] = {}
-    for kind, spec in specs.items():
-        network = load_drafter(spec.partition(":")[2]).network
-        seconds[kind] = first, others = second_proposals(network, texts, *ends)
-        print(
-            f"{kind}, greedy: second proposals right {first:.1%} after the first candidate, {others:.1%} after others"
+            minutes = (time.process_time() - started) / 60
+            run.bar(f"{kind}: minutes of CPU time to train", minutes, at_most=2 * MINUTES)
+        acceptance = load_drafter(folder / kind).metrics["acceptance"]
+        run.row(
+            f"{kind}: held-out acceptance of the first token", acceptance[0], " ".join(f"{a:.3f}" for a in acceptance)
         )
-        if kind == "ctc":
-            drawn = bars.figures["ctc positions"] = positions_drawn(network, texts, *ends)
-            print(f"ctc, greedy: positions drawn for so many tokens {' '.join(f'{count:.2f}' for count in drawn)}")
+        specs[kind] = f"{kind}:{folder / kind}"
+    return specs
 
 
-def released(bars: Bars, pair: Pair, prompts: list[Prompt], specs: dict[str, str], tokens: int) -> None:
-    """Print what the CTC-drafter's candidates bring as its released code makes them, beside ours."""
-    if "ctc" not in specs:
-        return
-    ids = encode(prompts, pair.tokenizer, pair.readable - tokens)
-    named = [(prompt.id, own) for prompt, own in zip(prompts, ids, strict=True)]
-    theirs, ours, speed, same = as_released(pair, specs["ctc"].partition(":")[2], named, tokens)
-    bars.figures["ctc candidates"] = {"released": theirs, "forward": ours, "speed": speed.value}
-    print(
-        f"ctc in {TREE}, greedy: {theirs:.2f} tokens a call with the released candidates, {ours:.2f} with ours; "
-        f"tokens/s {speed.text()} of ours"
-    )
-    bars.add("released candidates, texts", same, same == len(prompts), f"{same} of {len(prompts)} equal plain decoding")
+class Comparison:
+    """One drafter at one temperature."""
+
+    def __init__(self, run: Run, pair: ss.Pair, name: str, temperature: float) -> None:
+        self.run, self.pair, self.name, self.temperature = run, pair, name, temperature
+        self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 12)
+        self.test, self.train = run.prompts("test", run.choose(40, 3)), run.prompts("train", run.choose(160, 8))
+        self.prompts = encode_prompts(pair, self.test)
+
+    def settings(self, tree: str | None, verification: str = "match") -> ss.Settings:
+        """Return the settings of a run."""
+        return ss.Settings(self.temperature, self.new, DEPTH, tree=tree, verification=verification)
+
+    def tokens_per_call(self) -> float:
+        """Add rows of tokens per target call in chains and in the whole tree, and return the latter."""
+        policy, efficiency = ss.load_policy(f"fixed:{DEPTH}"), 0.0
+        for tree in (None, TREE):
+            texts = ss.decode(self.pair, self.test, policy, settings=self.settings(tree))
+            efficiency = Tally(texts).block_efficiency
+            self.run.row(f"{self.where}, {tree or 'chain'}: tokens per target call", efficiency)
+        return efficiency
+
+    def traces(self, side: str, tree: str | None, label: str) -> ss.Trace:
+        """Return the dense trace of a side."""
+        folder = self.run.folder(f"{self.where}-{side}-{label}".replace("/", "-").replace("?", "-"))
+        return ss.collect(
+            self.pair, self.train if side == "train" else self.test, folder, depth=DEPTH, tree=tree,
+            temperature=self.temperature, max_new_tokens=self.new, verification="match", draft=self.name,
+        )  # fmt: skip
+
+    def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
+        """Return settings that are chosen on training prompts, and the costs."""
+        run = self.run
+        chains = {side: self.traces(side, None, "chain") for side in ("train", "test")}
+        profile = ss.measure_profile(
+            self.pair, self.train[:16], depth=DEPTH, tree=TREE, temperature=self.temperature, effort=run.effort,
+            new_tokens=run.choose(48, 12), verification="match",
+        )  # fmt: skip
+        fixed = [ss.load_policy(f"fixed:{k}") for k in range(1, DEPTH + 1)]
+        best = max(fixed, key=lambda policy: ss.replay(chains["train"], policy, profile).rate)
+        length = ss.train(chains["train"], profile, head="logistic", name="length").policy
+        settings = {
+            "best fixed length": Setting(best, None, chains["test"]),
+            "learned length": Setting(length, None, chains["test"]),
+        }
+        if not run.smoke:
+            trees = {side: self.traces(side, TREE, "tree") for side in ("train", "test")}
+            result = ss.train(trees["train"], profile, rule="gain", name="nodes", nodes=SIZES)
+            shape = str(result.metrics["tree"])
+            settings["whole tree"] = Setting(ss.load_policy(f"fixed:{DEPTH}"), TREE, trees["test"])
+            settings["learned nodes"] = Setting(result.policy, shape, self.traces("test", shape, "nodes"))
+        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[:8])]
+        for setting in settings.values():
+            timed = loop_decisions(self.pair, [setting.policy], ids, self.settings(setting.tree), effort=run.effort)
+            profile = profile.with_measured_decisions(timed)
+        if "learned nodes" in settings:
+            nodes = settings["learned nodes"]
+            report = ss.evaluate(nodes.test, profile, [nodes.policy])
+            ratio = report[nodes.policy.shown_name].speedup
+            key = f"{self.where}: learned nodes over the best static tree"
+            if self.name in TRAINED[:2]:
+                run.bar(key, ratio, at_least=NODES)
+            else:
+                run.row(key, ratio)
+        return settings, profile
+
+    def live(self) -> float:
+        """Decode all settings in alternation with plain decoding and return the speed of the fastest lossless one."""
+        run = self.run
+        settings, costs = self.choose()
+        plain = Setting(ss.load_policy("fixed:0"), None, settings["best fixed length"].test)
+        settings = {"plain": plain, **settings}
+        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[:16])]
+        calibration = CalibrationRun(
+            self.pair, ids, depth=DEPTH, temperature=self.temperature, tree=TREE, verification="match",
+            new_tokens=run.choose(48, 12),
+        )  # fmt: skip
+        for number in range(4):
+            calibration.play(number)
+        methods: dict[str, Any] = {
+            name: ss.Speculator(self.pair, one.policy, self.settings(one.tree), costs) for name, one in settings.items()
+        }
+        if self.temperature > 0 and self.name == "medusa":
+            lossy = self.settings(TREE, "typical")
+            methods["typical (LOSSY)"] = ss.Speculator(self.pair, ss.load_policy(f"fixed:{DEPTH}"), lossy, costs)
+        rows = run_alternating(list(methods.values()), self.prompts, calibration=calibration)
+        texts = dict(zip(methods, rows, strict=True))
+        profile = calibration.profile().with_decisions(costs.decision_s)
+        base, best, different, total = ss.replay(plain.test, plain.policy, profile).rate, 0.0, 0, 0
+        wrong, errors = 0, []
+        for name, row in texts.items():
+            speed, note = speed_ratio(row, texts["plain"]), f"{Tally(row).block_efficiency:.2f} tokens per target call"
+            if name in settings:
+                one = settings[name]
+                errors.append((ss.replay(one.test, one.policy, profile).rate / base) / speed.value - 1)
+                compared, unequal = compare_rounds(one.test, one.policy, costs, row)
+                total, different = total + compared, different + unequal
+                wrong += sum(a.tokens != b.tokens for a, b in zip(row, texts["plain"], strict=True))
+                best, note = max(best, speed.value), f"{note}, {errors[-1]:+.1%} predicted"
+            run.row(f"{self.where}, {name}: of plain decoding", speed, note)
+        run.bar(
+            f"{self.where}: texts that differ from plain decoding",
+            wrong,
+            at_most=max(1, len(rows[0]) / 50),
+            always=True,
+        )
+        run.bar(
+            f"{self.where}: rounds that differ from replay", different, at_most=max(1, total * MAX_TIES), always=True,
+            note=f"of {total}",
+        )  # fmt: skip
+        run.bar(f"{self.where}: largest error of a prediction", max(map(abs, errors)), at_most=ERROR)
+        return best
 
 
-def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str], parts: list[str], quick: bool) -> None:
-    """Run the parts of one temperature."""
-    at = f"T={ground.temperature:g}"
-    figures: dict[str, Any] = bars.figures.setdefault(at, {})
-    if "order" in parts:
-        order(bars, ground, {name: specs.get(name, name) for name in names}, at)
-    if quick:
-        names = [name for name in names if name in QUICK]
-    if BOTH in names and {"together", "replay", "live"} & set(parts):
-        spec, found = together(ground)
-        specs = {**specs, BOTH: spec}
-        rate, over = max(found.rate, found.first), max(found.rate, found.first) / max(found.first, found.other)
-        text = f"{spec}: {rate:.0f}, alone suffix {found.first:.0f}, model {found.other:.0f}; {over:.3f} of the better"
-        figures[BOTH] = [spec, rate, found.first, found.other]
-        bars.add(f"{at} {BOTH}", over, over >= NEAR, f"{text}; {NEAR:g} wanted")
-        bars.add(f"{at} {BOTH} on code", over, over > 1.0, f"{over:.3f}; above 1 wanted, as all prompts are code")
-    if not {"replay", "live"} & set(parts):
-        return
-    chosen: dict[str, Chosen] = {}
-    for name in names:
-        chosen[name] = choose(ground, specs.get(name, name))
-        figures[name] = replayed(name, chosen[name])
-        if name in ("medusa", "hydra"):
-            node_bar(bars, f"{at} {name} nodes", chosen[name], told(ground, specs[name], chosen[name]))
-    if "live" in parts:
-        lived = {name: decode(ground, specs.get(name, name), one) for name, one in chosen.items()}
-        live_bars(bars, at, lived, figures)
-        heads(bars, ground, {name: specs.get(name, name) for name in names}, chosen, lived, at)
-
-
-def order(bars: Bars, ground: Ground, drafters: dict[str, str], at: str) -> None:
-    """Print tokens a target call of every drafter, and note whether they come in the order of the CTC-drafter's paper."""
-    found = per_call(ground, drafters)
-    print(f"{at}: tokens a target call in chains of {ground.depth} and in {ground.tree}")
-    for name, (chain, tree, _) in found.items():
-        print(f"  {name:<14}{chain:6.2f}{tree:7.2f}", flush=True)
-    bars.figures[f"{at} tokens a call"] = found
-    same, texts = sum(same for *_, same in found.values()), 2 * len(found) * len(ground.test)
-    bars.add(f"{at} order, texts", same, same == texts, f"{same} of {texts} texts equal plain decoding, all wanted")
-    names = [name for name in ("medusa", "hydra", "ctc") if name in found]
-    trees = [found[name][1] for name in names]
-    text = " < ".join(f"{name} {tree:.2f}" for name, tree in zip(names, trees, strict=True))
-    if len(names) > 1:
-        bars.add(f"{at} order", trees, trees == sorted(trees), f"tokens a call in {ground.tree}: {text} wanted")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this script."""
+    parser.add_argument("--work", type=Path, help="folder that keeps trained drafters (default: a temporary one)")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, help="default: all")
+    parser.add_argument("--temperatures", nargs="+", type=float, help="default: 0 and 0.7")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(Run(__doc__, {"compare": compare}, add_options).execute())

@@ -1,37 +1,45 @@
-"""Whether the round loop is exact: every choice enumerated, noise from tables, and a real pair against plain sampling.
+"""Exactness of the decoding loop: lossless modes sample the target's own distribution, and lossy modes are seen to
+differ.
 
     python benchmarks/exactness.py --check
-    python benchmarks/exactness.py --quick
+    python benchmarks/exactness.py --part pair --pair DIR
 
-The first two parts drive the shipped loop on models that are tables of the whole prefix, with the helpers of the tests, so
-this runs from the repository root. Without `--pair` the shipped pair is used. The last line printed is one JSON object;
-with `--check` the exit code is 1 where a bar falls short.
+- `enumeration`: every sequence of random choices of the rejection family on tiny vocabularies, by the test helpers.
+  The total variation between the texts of the loop and the target's own texts is at most 1e-12.
+- `noise`: texts of `match` on tables of Gumbel noise are those of sampling one token at a time with the same noise.
+- `texts`: greedy texts of the pair equal `generate` of transformers, and texts of `match` at 0.7 equal plain sampling
+  by the same noise, alone and in a batch. Texts may differ at ties of the two best tokens, in at most 1 of 200 texts.
+- `pair`: texts of the pair that every lossless mode samples, against the target's conditional distributions
+  (Kolmogorov-Smirnov test of the probability integral transform) and against plain sampling (chi-square test).
+- `lossy`: `typical` on tables, and target-initialized drafting (DynaSD, arXiv 2409.10644), a baseline of the
+  literature. Its candidates for the next token come from the target, without replacement; below each the draft
+  proposes a chain, and the longest branch wins. This is a reference loop without caches, so that it reports tokens
+  per target call and no speed.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bars import Bars, arguments
-from pairs import pair_folder
+from harness import Run
 from scipy import stats
-from specstop.collect.prompts import encode, read_prompts
-from specstop.decode import Settings, plain_texts, stream_key
-from specstop.decode.loop import Speculator
-from specstop.decode.models.pair import Pair, load_pair
-from specstop.policies import Confidence
+from specstop.decode import plain_texts, stream_key
+from specstop.decode.benchmark import count_differences
+from specstop.decode.loop import Request
+from specstop.decode.prompts import encode_prompts
+from torch import Tensor
 
-_TESTS = Path(__file__).parent.parent / "tests"
+import specstop as ss
+
+_TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
 
 from cases import CHAINS, TREES, Case, all_cases, other_cases  # noqa: E402
@@ -39,10 +47,8 @@ from conditionals import pit  # noqa: E402
 from enumeration import EXACT, prove, prove_within  # noqa: E402
 from noise_tables import NOISE_POLICIES, noise_case, plain_on_noise, speculate_on_noise  # noqa: E402
 
-LOSSY = 0.05
-FALSE_ALARM = 1e-3
-TOKENS = 6
-REAL = (
+FALSE_ALARM, LOSSY = 1e-3, 0.05
+MODES = (
     ("match", "chain:4"),
     ("match", "2,2,1"),
     ("rejection", "chain:4"),
@@ -50,155 +56,205 @@ REAL = (
     ("rejection_replace", "2,2,1"),
     ("block", "chain:4"),
 )
+NEW, BRANCH_DEPTH, WIDTHS = 6, 4, (1, 2, 4, 8)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is run: every so many-th case, noise tables, tables of lossy modes, texts for each mode of the real pair."""
-
-    stride: int
-    tables: int
-    lossy: int
-    texts: int
-    leaves: int = 1500
-
-
-def main() -> int:
-    """Run the command line and return its exit code."""
-    options = arguments(__doc__).parse_args()
-    sizes = Sizes(60, 200, 3, 40, 500) if options.quick else Sizes(1, 10_000, 40, 240)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # policies that fail on purpose say so
-    bars = Bars()
-    for part in (enumerated, lossy, noise_tables):
-        part(sizes, bars)
-    real_pair(pair_folder(options), sizes, bars)
-    cases = bars.figures["enumeration"]["cases"]
-    return bars.finish(options, f"{cases} cases, {sizes.tables} noise tables, {sizes.texts} texts a mode")
+def enumeration(run: Run) -> None:
+    """Enumerate cases of mode, tree, policy, table, processors, end of text and drafter."""
+    cases = [*all_cases(), *other_cases()][:: run.choose(1, 400)]
+    worst, leaves, later = 0.0, 0, 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some policies fail on purpose
+        for case in cases:
+            proved, proof = prove_within(case, run.choose(1500, 300))
+            leaves, later = leaves + proof.leaves, later + (proof.later > 0)
+            if proof.distance > EXACT or proof.reused:
+                print(f"WRONG {proved}: distance {proof.distance:.1e}, {proof.reused} random numbers used twice")
+            worst = max(worst, proof.distance, float(proof.reused > 0))
+    run.bar(
+        "enumerated texts, total variation", worst, at_most=EXACT, always=True,
+        note=f"{len(cases)} cases, {leaves} sequences of choices",
+    )  # fmt: skip
+    run.bar("cases with acceptance after the first round", later, at_least=1, always=True)
 
 
-def enumerated(sizes: Sizes, bars: Bars) -> None:
-    """Go through every sequence of choices of the rejection family and compare with the target's own distribution."""
-    begin = time.perf_counter()
-    cases = [*all_cases(), *other_cases()][:: sizes.stride]
-    worst, leaves, later, dropped, smaller, wrong = 0.0, 0, 0, 0, 0, []
-    for number, case in enumerate(cases):
-        proved, proof = prove_within(case, sizes.leaves)
-        smaller += proved != case
-        worst, leaves = max(worst, proof.distance), leaves + proof.leaves
-        later, dropped = later + (proof.later > 0), dropped + (proof.dropped > 0)
-        if proof.distance > EXACT or proof.reused:
-            wrong.append(str(proved))
-            print(f"WRONG {proved}: {proof.distance:.1e}, {proof.reused} numbers used twice", flush=True)
-        if number % 250 == 249:
-            print(f"{number + 1} of {len(cases)} cases, {time.perf_counter() - begin:.0f} s", flush=True)
-    modes = Counter(case.mode for case in cases)
-    bars.add(
-        "enumeration",
-        {
-            "cases": len(cases),
-            "by_mode": dict(modes),
-            "leaves": leaves,
-            "with_later_acceptance": later,
-            "with_tokens_left_out": dropped,
-            "made_smaller": smaller,
-            "worst": worst,
-            "wrong": wrong,
-            "seconds": time.perf_counter() - begin,
-        },
-        not wrong and len(cases) > 0 and later > 0 and dropped > 0,
-        f"{len(cases)} cases, {leaves} sequences of choices; largest distance {worst:.1e}, at most {EXACT:g}",
-    )
-
-
-def lossy(sizes: Sizes, bars: Bars) -> None:
-    """Measure how far the lossy mode is from the target."""
-    far = [prove(Case("typical", "2,1", kind="dense", seed=seed, new=3)).distance for seed in range(sizes.lossy)]
-    mean = sum(far) / len(far)
-    bars.add("typical is lossy", mean, mean > LOSSY, f"mean distance {mean:.3f}; more than {LOSSY}")
-
-
-def noise_tables(sizes: Sizes, bars: Bars) -> None:
-    """Compare texts of `match` with plain sampling by the same noise."""
-    begin = time.perf_counter()
-    chance = random.Random(5)
+def noise(run: Run) -> None:
+    """Compare `match` with sampling one token at a time on tables of noise."""
+    chance, tables = random.Random(5), run.choose(10_000, 20)
     trees, policies = [*CHAINS, *TREES, "3,2,1"], list(NOISE_POLICIES)
-    wrong, accepted = 0, 0
-    for number in range(sizes.tables):
-        drafter = "lookup" if chance.random() < 0.25 else "model"
-        case = noise_case(chance.choice(trees), drafter, policies[number % len(policies)], chance)
-        generation = speculate_on_noise(case)
-        accepted += sum(r.accepted for r in generation.rounds)
-        if list(generation.tokens) != plain_on_noise(case):
-            wrong += 1
-            print("WRONG", case, flush=True)
-    bars.add(
-        "match on tables of noise",
-        {"tables": sizes.tables, "wrong": wrong, "accepted": accepted, "seconds": time.perf_counter() - begin},
-        not wrong and accepted > sizes.tables,
-        f"{sizes.tables - wrong} of {sizes.tables} texts equal to plain sampling, {accepted} tokens accepted",
+    wrong = accepted = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(tables):
+            drafter = "lookup" if chance.random() < 0.25 else "model"
+            case = noise_case(chance.choice(trees), drafter, policies[number % len(policies)], chance)
+            generation = speculate_on_noise(case)
+            accepted += sum(r.accepted for r in generation.rounds)
+            wrong += list(generation.tokens) != plain_on_noise(case)
+    run.bar("texts on noise tables that differ", wrong, at_most=0, always=True, note=f"of {tables}")
+    run.bar("tokens accepted per noise table", accepted / tables, at_least=1.0, always=True)
+
+
+def texts(run: Run) -> None:
+    """Compare texts of the pair with plain decoding, alone and side by side, on chains and trees."""
+    count, new = run.choose((40, 128), (2, 8))
+    prompts = encode_prompts(run.pair, run.prompts("test", count))
+    tokens = [ids for _, ids in prompts]
+    keys = [stream_key(0, name) for name, _ in prompts]
+    stock = ss.load_pair(run.pair_folder / "target", run.pair_folder / "draft", engine="plain")
+    total = differing = wrong = 0
+    for temperature in (0.0, 0.7):
+        if temperature:
+            plain = [tuple(text) for text in plain_texts(run.pair, tokens, keys, new, temperature).tokens]
+        else:
+            plain = [_generate(stock, ids, new) for ids in tokens]
+        for tree in (None, "3,2,1,1"):
+            settings = ss.Settings(temperature, new, tree=tree, verification="match")
+            for policy in ("fixed:4", "confidence:0.4"):
+                for batch in run.choose((1, 3, 8), (2,)):
+                    speculator = ss.Speculator(run.pair, ss.load_policy(policy).limited(4), settings, batch=batch)
+                    requests = [Request(ids, key) for ids, key in zip(tokens, keys, strict=True)]
+                    results = speculator.run(requests)
+                    total += len(results)
+                    differing += sum(one.tokens != other for one, other in zip(results, plain, strict=True))
+                    if not temperature:
+                        base = ss.Speculator(run.pair, ss.load_policy("fixed:0"), settings).run(requests)
+                        wrong += count_differences(run.pair, settings, tokens, results, base)[1]
+    run.bar(
+        "texts that differ from plain decoding", differing / total, at_most=1 / 200, always=True, note=f"of {total}"
     )
+    run.bar("greedy texts that differ without a tie", wrong, at_most=0, always=True)
 
 
-def real_pair(folder: Path, sizes: Sizes, bars: Bars) -> None:
-    """Test every lossless mode against the target's conditionals and against plain sampling; a lossy one must fail."""
-    pair = load_pair(str(folder / "target"), str(folder / "draft"))
-    prompts = list(encode(read_prompts(folder / "prompts-test.jsonl", 4), pair.tokenizer, 512))
-    alarm = FALSE_ALARM / (2 * 2 * len(REAL))
-    for temperature in (0.7, 1.0):
+def _generate(stock: ss.Pair, prompt: Sequence[int], new: int) -> tuple[int, ...]:
+    """Return the greedy text of transformers."""
+    ids, model = torch.tensor([list(prompt)]), stock.target
+    library: Any = model
+    out = library.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def pair(run: Run) -> None:
+    """Test texts of every lossless mode on the pair against the target's distribution; a lossy mode has to fail."""
+    count = run.choose(60, 4)
+    prompts = [ids for _, ids in encode_prompts(run.pair, run.prompts("test", run.choose(4, 2)))]
+    alarm = FALSE_ALARM / (4 * len(MODES))  # two tests at two temperatures
+    for temperature in run.choose((0.7, 1.0), (1.0,)):
+        keys = [[stream_key(17, f"plain {at}", i) for i in range(count)] for at in range(len(prompts))]
         plain = [
-            plain_texts(
-                pair, [prompt] * (sizes.texts // 4), _keys("plain", at, sizes), TOKENS, temperature, True
-            ).tokens
-            for at, prompt in enumerate(prompts)
+            plain_texts(run.pair, [ids] * count, keys[at], NEW, temperature, True).tokens
+            for at, ids in enumerate(prompts)
         ]
-        for mode, tree in (*REAL, ("typical", "chain:4")):
-            begin = time.perf_counter()
-            texts, accepted = sampled(pair, prompts, mode, tree, temperature, sizes)
-            shares = [
-                pit(pair, prompt, made, temperature, stream_key(23, f"{mode} {tree} {temperature}", at) % 2**32)
-                for at, (prompt, made) in enumerate(zip(prompts, texts, strict=True))
-            ]
+        for mode, tree in (*run.choose(MODES, MODES[::3]), ("typical", "chain:4")):
+            settings = ss.Settings(temperature, NEW, ignore_eos=True, verification=mode, tree=tree)
+            speculator = ss.Speculator(run.pair, ss.load_policy("confidence:0.2").limited(4), settings)
+            drawn, shares = [], []
+            for at, ids in enumerate(prompts):
+                results = speculator.run([Request(ids, stream_key(17, f"{mode} {tree} {at}", i)) for i in range(count)])
+                drawn.append([list(result.tokens) for result in results])
+                shares.append(pit(run.pair, ids, drawn[-1], temperature, seed=23 + at))
             fit = float(stats.kstest(np.concatenate(shares), "uniform").pvalue)
-            same = float(min(two_samples(texts, plain, place) for place in (1, 2)) * 2)
-            lossless = mode != "typical"
-            bars.add(
-                f"{mode} {tree} on the pair, T={temperature:g}",
-                {"fit": fit, "same": min(same, 1.0), "accepted": accepted, "seconds": time.perf_counter() - begin},
-                (min(fit, same) >= alarm and accepted > 0) if lossless else min(fit, same) < alarm,
-                f"p {fit:.2g} (conditionals), {min(same, 1.0):.2g} (plain sampling), {accepted} accepted; "
-                + (f"at least {alarm:.1g}" if lossless else f"lossy: below {alarm:.1g}"),
-            )
+            same = min(1.0, 2 * min(_same_tokens(drawn, plain, place) for place in (1, 2)))
+            name = f"p-value, {mode} {tree}, T={temperature:g}"
+            note = f"conditionals {fit:.2g}, plain sampling {same:.2g}"
+            if mode == "typical":
+                run.bar(f"{name} (lossy)", min(fit, same), at_most=alarm, note=note)
+            else:
+                run.bar(name, min(fit, same), at_least=alarm, always=True, note=note)
 
 
-def sampled(
-    pair: Pair, prompts: Sequence[Sequence[int]], mode: str, tree: str, temperature: float, sizes: Sizes
-) -> tuple[list[list[list[int]]], int]:
-    """Return texts by prompt, and how many drafted tokens were accepted."""
-    settings = Settings(temperature, TOKENS, ignore_eos=True, verification=mode, tree=tree)
-    speculator = Speculator(pair, Confidence(0.2, 4), settings)
-    texts, accepted = [], 0
-    for at, prompt in enumerate(prompts):
-        made = [speculator.generate(prompt, key) for key in _keys(f"{mode} {tree}", at, sizes)]
-        texts.append([list(generation.tokens) for generation in made])
-        accepted += sum(r.accepted for generation in made for r in generation.rounds)
-    return texts, accepted
+def _same_tokens(one: Sequence[Any], other: Sequence[Any], place: int) -> float:
+    """Return the p-value of a chi-square test that tokens at a place have one distribution; rare tokens are merged."""
+    counts = [Counter((at, text[place]) for at, row in enumerate(side) for text in row) for side in (one, other)]
+    frequent = sorted(key for key in {*counts[0], *counts[1]} if counts[0][key] + counts[1][key] >= 10)
+    table = np.array([[c[key] for key in frequent] + [c.total() - sum(c[key] for key in frequent)] for c in counts])
+    table = table[:, table.sum(0) > 0]
+    return float(stats.chi2_contingency(table).pvalue) if table.shape[1] > 1 else 1.0
 
 
-def two_samples(one: Sequence[Any], other: Sequence[Any], place: int) -> float:
-    """Return the p-value of a chi-square test that tokens at `place` come as often in both, rare ones taken together."""
-    counts = [
-        Counter((at, text[place]) for at, texts in enumerate(sample) for text in texts) for sample in (one, other)
-    ]
-    often = {key for key in {*counts[0], *counts[1]} if counts[0][key] + counts[1][key] >= 10}
-    table = [[c[key] for key in sorted(often)] + [sum(n for k, n in c.items() if k not in often)] for c in counts]
-    kept = np.array(table)[:, np.array(table).sum(0) > 0]
-    return float(stats.chi2_contingency(kept).pvalue) if kept.shape[1] > 1 else 1.0
+def lossy(run: Run) -> None:
+    """Measure how far `typical` is from the target, and what target-initialized drafting gains and costs."""
+    seeds = range(run.choose(40, 1))
+    distances = [prove(Case("typical", "2,1", kind="dense", seed=seed, new=3)).distance for seed in seeds]
+    run.bar("typical on tables, mean total variation", float(np.mean(distances)), at_least=LOSSY)
+    stock = ss.load_pair(run.pair_folder / "target", run.pair_folder / "draft", engine="plain")
+    count, new = run.choose((20, 64), (1, 6))
+    prompts = [ids for _, ids in encode_prompts(stock, run.prompts("test", count))]
+    for temperature in (0.0, 1.0):
+        base = [target_initialized(stock, ids, 0, temperature, new, seed) for seed, ids in enumerate(prompts)]
+        base_nats = sum(nats for _, _, nats in base) / sum(len(text) for text, _, _ in base)
+        for width in run.choose(WIDTHS, WIDTHS[:2]):
+            drawn = [target_initialized(stock, ids, width, temperature, new, seed) for seed, ids in enumerate(prompts)]
+            tokens = sum(len(text) for text, _, _ in drawn)
+            nats = sum(nats for _, _, nats in drawn) / tokens - base_nats
+            name = f"target-initialized, width {width}, T={temperature:g}, tokens per call"
+            run.row(name, tokens / sum(calls for _, calls, _ in drawn), f"{nats:+.3f} nats per token under the target")
+            if temperature == 0.0 and width == 1:
+                wrong = sum(one[0] != other[0] for one, other in zip(drawn, base, strict=True))
+                run.bar("target-initialized greedy texts of one branch that differ", wrong, at_most=0, always=True)
 
 
-def _keys(name: str, prompt: int, sizes: Sizes) -> list[int]:
-    return [stream_key(17, f"{name} {prompt}", i) for i in range(sizes.texts // 4)]
+@torch.inference_mode()
+def target_initialized(
+    pair: ss.Pair, prompt: Sequence[int], width: int, temperature: float, new: int, seed: int
+) -> tuple[list[int], int, float]:
+    """Decode with `width` branches whose roots are drawn from the target; width 0 is plain decoding.
 
+    Returns:
+        The text, the target calls, and the negative log-likelihood of the text under the target.
+    """
+    generator, text, result = torch.Generator().manual_seed(seed), list(prompt), list[int]()
+    calls, nats = 0, 0.0
+    weights = _probabilities(pair.target(torch.tensor([text])).logits[0, -1], temperature)
+    while len(result) < new:
+        count = max(width, 1)
+        if temperature:
+            count = min(count, int(torch.count_nonzero(weights)))
+            roots = torch.multinomial(weights, count, generator=generator).tolist()
+        else:
+            roots = weights.topk(count).indices.tolist()
+        branches, proposals = [[root] for root in roots], [list[Tensor]() for _ in roots]
+        for _ in range(BRANCH_DEPTH if width else 0):
+            logits = pair.draft_model(torch.tensor([[*text, *branch] for branch in branches])).logits[:, -1]
+            for branch, proposal, q in zip(branches, proposals, _probabilities(logits, temperature), strict=True):
+                branch.append(int(torch.multinomial(q, 1, generator=generator)))
+                proposal.append(q)
+        rows = pair.target(torch.tensor([[*text, *branch] for branch in branches])).logits[:, len(text) - 1 :]
+        best: list[int] = []
+        for branch, proposal, logits in zip(branches, proposals, rows, strict=True):
+            path, residual = _accept(branch, _probabilities(logits[1:], temperature), proposal, temperature, generator)
+            if len(path) > len(best):
+                best, kept = path, logits
+                weights = residual if temperature else logits[len(path)]
+        calls += 1
+        log_p = torch.log_softmax(kept.double() / (temperature or 1.0), -1)
+        for at, token in enumerate(best[: new - len(result)]):
+            nats -= float(log_p[at, token])
+            result.append(token)
+        text += best
+    return result, calls, nats
+
+
+def _probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """Return probabilities [..., V] in float64; at temperature 0 all mass is on the best token."""
+    if temperature == 0.0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    return torch.softmax(logits.double() / temperature, -1)
+
+
+def _accept(
+    path: list[int], p: Tensor, q: Sequence[Tensor], temperature: float, generator: torch.Generator
+) -> tuple[list[int], Tensor]:
+    """Return the accepted part of a branch and the weights of the next roots: the residual after a rejection."""
+    for at, token in enumerate(path[1:]):
+        ratio = float(p[at, token] / q[at][token])
+        if (ratio < 1.0) if temperature == 0.0 else float(torch.rand((), generator=generator)) >= ratio:
+            residual = (p[at] - q[at]).clamp_min(0.0)
+            return path[: at + 1], residual if temperature and residual.sum() > 0 else p[at]
+    return path, p[len(path) - 1]
+
+
+PARTS = {"enumeration": enumeration, "noise": noise, "texts": texts, "pair": pair, "lossy": lossy}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(Run(__doc__, PARTS).execute())

@@ -1,383 +1,232 @@
-"""Figures that mean what they say: intervals, the verdict, held-out figures and engine records, on data with known truth.
+"""Intervals and verdicts on simulated data with known truth.
 
     python benchmarks/intervals.py --check
+    python benchmarks/intervals.py --part worlds --worlds 100
 
-Parts (`--part`):
-
-- `worlds`: 500 synthetic worlds with true costs in closed form. A world draws prompts of random difficulty and length; a
-  token shows the policy one of three confidences and is accepted with a probability that depends on both. Tokens are
-  independent given the difficulty, so that the yield of a fixed length or of a confidence threshold is a sum over few
-  outcomes, and the seconds of a text are a recursion over the tokens left. `evaluate` replays a sample: its 95% intervals of
-  the ratio to plain and to the best fixed length must cover the truth `LEAST` to `MOST` of the time. `importance_estimate`
-  values a deeper policy on a censored live run with exploration: its intervals must cover as well, and its error must fall as
-  the root of the prompts.
-- `families` (`noise.families`): false "deploy", simultaneous coverage and power for 1 to 100 policies on prompts, samples,
-  duplicates, groups, heavy tails and one giant prompt.
-- `labels` (`noise.labels`): the AUC of every head on report prompts when labels are noise.
-- `engines` (`noise.engines`): records of simulated engines, valued within 2% of the truth or refused.
-
-The last line is one JSON object.
+- `worlds`: worlds with true costs in closed form. A world draws prompts of random difficulty and length. A token
+  shows the policy one of three confidences and is accepted with a probability that depends on both. `evaluate`
+  replays a sample: its 95% intervals of the ratio to plain decoding and to the best fixed length cover the truth in
+  92% to 98% of the worlds. `importance_estimate` values a deeper policy on a censored live run with exploration: its
+  intervals cover as well, and its error falls with the root of the number of prompts.
+- `families`: false "deploy" (at most 2.5%), simultaneous coverage and power (at least 80% for a gain of 5%) for 1 to
+  100 policies on prompts, samples, duplicates, groups, heavy tails and one giant prompt.
+- `labels`: the AUC of a head that is fitted to noise is 0.5 within two standard errors.
+- `machines`: profiles on simulated machines. Those that stall, slow down in phases or drift are called noisy, quiet
+  ones are not. Intervals with the profile of a noisy machine cover the truth as well, and at most 2.5% of the
+  verdicts are a false "deploy".
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
+import os
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
-from bars import NO_PAIR, Bars, arguments
-from specstop.collect.schema import TIMES, Header, chain
-from specstop.collect.store import Trace, shard_table
-from specstop.decode.benchmark import Ratio
-from specstop.policies.contract import StopPolicy
-from specstop.policies.costs import CostTable
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.profile import Profile
+from harness import Run
+from specstop.policies import FixedLength
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.importance import importance_estimate
+from specstop.train.evaluate.records import DEPLOY, TOO_FEW
+from specstop.train.evaluate.statistics import Resamples, form_clusters
+from specstop.train.evaluate.verdict import verdict
 
-PARTS = ("worlds", "families", "labels", "engines")
-LEAST, MOST = 0.92, 0.98
-SHOWN = np.array([0.25, 0.55, 0.85], dtype=np.float32)
-"""The confidences a token may show; the thresholds of the policies lie between them."""
+import specstop as ss
 
-DEPTH = 5
-LENGTHS = np.array([24, 40, 64])
-PROMPT_TOKENS = 12
-ROUNDS = 16
-"""Of each text of a live run."""
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-SIZES = (20, 40, 80)
-"""Prompts of a sample to evaluate, by turns."""
-
-LIVE_SIZES = (40, 160)
-"""Prompts of a live run: each world is drawn at both, to see errors shrink."""
-
-LOGGING = Confidence(0.7, DEPTH)
-DEEPER = Confidence(0.4, DEPTH)
-EXPLORE = 0.2
-EXACT = 1e-9
-SHRINK_SLACK = 0.25
-"""Of the factor by which errors fall: errors of 500 worlds scatter by a few per cent, and worlds with rare rounds lag."""
-
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Found:
-    """One figure of one world: whose, what, from how many prompts, whether its interval covers, its relative error."""
-
-    method: str
-    what: str
-    prompts: int
-    covered: bool
-    error: float
+from simulated_machines import NOISY, QUIET, profiled
+from simulated_worlds import (
+    DEPTH,
+    LEAST,
+    LOGGING,
+    MOST,
+    SIZES,
+    Array,
+    World,
+    compared,
+    dense_world,
+    draw_world,
+    judge,
+    live_world,
+    sample_dense,
+    timed_profile,
+    true_seconds,
+)
 
 
-@dataclass(frozen=True)
-class World:
-    """Prompts of L difficulties.
+def worlds(run: Run) -> None:
+    """Count how often the intervals of `evaluate` and `importance_estimate` cover the truth."""
+    count = run.choose(run.options.worlds, 2)
+    found = [
+        one
+        for answers in (_map(dense_world, count, run), _map(live_world, count, run))
+        for row in answers
+        for one in row
+    ]
+    if count < 2:
+        return
+    rows, faults = judge(found, count)
+    for row in rows:
+        name = f"{row['method']}, {row['what']}, {row['prompts']} prompts: covered"
+        note = f"bias {row['bias']:+.4f}, root mean square error {row['rmse']:.4f}"
+        run.bar(name, row["covered"], at_least=LEAST, at_most=MOST, note=note)
+    run.bar("requirements on coverage and errors that are not met", len(faults), at_most=0, note="; ".join(faults))
 
-    Attributes:
-        share: [L] of the prompts.
-        chance: [L, 3], of each confidence.
-        accept: [L, 3], P(accepted | difficulty, confidence).
-        lengths: [L, 3], of each text length.
-        profile: what rounds cost, whatever the context.
+
+def _map(function: Callable[[Any], Any], jobs: int | Sequence[Any], run: Run) -> list[Any]:
+    """Return the results of all jobs, in several processes unless this is a smoke run."""
+    jobs = range(jobs) if isinstance(jobs, int) else jobs
+    if run.smoke:
+        return [function(job) for job in jobs]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
+        return list(pool.map(function, jobs, chunksize=10))
+
+
+STRUCTURES = ("prompts", "samples", "duplicates", "groups 5", "groups 10", "heavy tails", "giant")
+CLUSTERS = (20, 40, 200)
+CANDIDATES = ((1, 0.0), (5, 0.0), (5, 0.9), (20, 0.0), (20, 0.9), (100, 0.0), (100, 0.9))
+"""Number of candidates, and correlation of their seconds per token."""
+
+SLOWER = (1.02, 1.0, 1.03)
+"""Mean seconds per token of the fixed lengths; the second one is the best."""
+
+FALSE_DEPLOY, GAIN, POWER = 0.025, 1.05, 0.8
+
+
+def family(job: tuple[str, int, int, float, float, int]) -> tuple[bool, bool, bool]:
+    """Simulate one evaluation of many candidates.
+
+    Texts have random lengths. Seconds of a text are its tokens times the seconds per token of the policy, which vary between
+    prompts with a standard deviation of 10%. All candidates are as fast as the best fixed length, the first one `gain` times.
+
+    Args:
+        job: structure, prompts, candidates, correlation, gain, seed.
+
+    Returns:
+        Whether a candidate is deployed (with a gain: the first one), all intervals cover the truth, and there is a verdict.
     """
+    structure, prompts, candidates, correlation, gain, seed = job
+    chance = np.random.default_rng([STRUCTURES.index(structure), prompts, candidates, int(10 * correlation), seed])
+    texts, columns = prompts // 4 if structure == "duplicates" else prompts, len(SLOWER) + candidates
+    heavy = structure == "heavy tails"
 
-    share: Array
-    chance: Array
-    accept: Array
-    lengths: Array
-    profile: Profile
+    def noise(rows: int, count: int) -> Array:
+        values: Array = chance.standard_t(3, (rows, count)) / 3**0.5 if heavy else chance.normal(size=(rows, count))
+        return values
 
-
-def draw_world(chance: np.random.Generator) -> World:
-    """Return a random world: cheap or expensive drafts, alike or very different prompts."""
-    levels = 3
-    base = np.sort(chance.uniform(0.1, 0.95, (levels, 3)), 1)
-    draft = float(np.exp(chance.uniform(np.log(0.03), np.log(0.4))))
-    verify = (1.0 + chance.uniform(0.0, 0.08) * np.arange(DEPTH + 1)).tolist()
-    table = CostTable(10.0, (draft, draft * chance.uniform(1.0, 1.2)), 0.0, tuple(verify))
-    decision = {"confidence": float(0.2 * draft * chance.uniform()), "fixed": 0.0}
-    return World(
-        chance.dirichlet(np.full(levels, 2.0)),
-        0.1 + 0.7 * chance.dirichlet(np.full(3, 1.5), levels),
-        base,
-        chance.dirichlet(np.full(3, 1.0), levels),
-        Profile(table, table, 0.01 * draft, 0.02, (1.0, 0.01), decision, 0.0, {"device": "made up"}),
-    )
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """What a round of one difficulty can come to; all [M]: chance, drafted, decisions, accepted."""
-
-    chance: Array
-    drafted: Array
-    decisions: Array
-    accepted: Array
-
-
-def outcomes(world: World, level: int, policy: StopPolicy) -> Outcomes:
-    """Return the distribution of a round's outcome."""
-    chance, accept = world.chance[level], world.accept[level]
-    rows: list[tuple[float, int, int, int]] = []
-    if isinstance(policy, FixedLength):
-        each, k = float(chance @ accept), policy.max_depth
-        rows = [(each**m * (1 - each if m < k else 1.0), k, 0, m) for m in range(k + 1)]
-    else:
-        assert isinstance(policy, Confidence)
-        high = policy.threshold <= SHOWN
-        going, stopping = float(chance[high].sum()), float(chance[~high].sum())
-        goes_well = float(chance[high] @ accept[high]) / going if going else 0.0
-        ends_well = float(chance[~high] @ accept[~high]) / stopping if stopping else 0.0
-        for k in range(1, DEPTH + 1):
-            last = k == DEPTH
-            here = going ** (k - 1) * (1.0 if last else stopping)
-            end = float(chance @ accept) if last else ends_well
-            reached = goes_well ** (k - 1)
-            asked = min(k, DEPTH - 1)
-            rows += [(here * goes_well**m * (1 - goes_well), k, asked, m) for m in range(k - 1)]
-            rows += [(here * reached * (1 - end), k, asked, k - 1), (here * reached * end, k, asked, k)]
-    probability, *counts = zip(*rows, strict=True)
-    drafted, decisions, accepted = (np.array(c, dtype=np.int64) for c in counts)
-    return Outcomes(np.array(probability), drafted, decisions, accepted)
+    pace, shared = noise(texts, columns), noise(texts, 1)
+    own = slice(len(SLOWER), None)
+    pace[:, own] = correlation**0.5 * shared + (1.0 - correlation) ** 0.5 * pace[:, own]
+    groups = np.zeros(texts, dtype=int)
+    if structure.startswith("groups"):  # half of the variance is between groups
+        number = int(structure.split()[1])
+        groups = np.arange(texts) * number // texts
+        pace = (pace + noise(number, columns)[groups]) / 2**0.5
+    tokens = 40.0 * np.exp(chance.normal(size=texts)) if heavy else chance.choice([24.0, 40.0, 64.0], texts)
+    if structure == "giant":
+        tokens[0] = tokens[1:].sum()
+    mean = np.concatenate([SLOWER, [1.0 / gain], np.ones(candidates - 1)])
+    at = np.repeat(np.arange(texts), {"samples": 8, "duplicates": 4}.get(structure, 1))
+    seconds = (tokens[:, None] * np.maximum(mean * (1.0 + 0.1 * pace), 0.05))[at]
+    if structure == "samples":  # samples of a prompt differ less than prompts
+        seconds = seconds * (1.0 + 0.03 * chance.normal(size=seconds.shape))
+    has_groups = structure.startswith("groups")
+    names = [f"g{group}" if has_groups else "" for group in groups[at]]
+    clusters = form_clusters([f"p{n:04d}" for n in at], names, tokens[at].tolist(), "group" if has_groups else "prompt")
+    boot = Resamples(clusters.of, seed, 1000)
+    fixed = range(len(SLOWER))
+    (ratios,) = boot.simultaneous([boot.log_ratios(tokens[at], seconds, range(len(SLOWER), columns), fixed)])
+    truths = [gain, *[1.0] * (candidates - 1)]
+    covered = all(ratio.low <= truth <= ratio.high for ratio, truth in zip(ratios, truths, strict=True))
+    verdicts = [verdict(ratio, clusters.count, None, clusters.largest) for ratio in ratios]
+    return (verdicts[0] == DEPLOY if gain != 1.0 else DEPLOY in verdicts), covered, TOO_FEW not in verdicts
 
 
-def round_costs(world: World, found: Outcomes, policy: StopPolicy, backlog: int) -> Array:
-    """Return [M] seconds of rounds with these outcomes."""
-    drafted, one = found.drafted, np.ones_like(found.drafted)
-    return world.profile.round_seconds(
-        one, drafted, drafted, backlog * one, found.decisions, world.profile.decision(policy.cost_name)
-    )
+def families(run: Run) -> None:
+    """Count false deployments, simultaneous coverage and power over families of policies."""
+    count = run.choose(500, 3)
+    slack = 2 * (FALSE_DEPLOY * (1 - FALSE_DEPLOY) / count) ** 0.5
+    for structure in run.choose(STRUCTURES, STRUCTURES[:2]):
+        cells = []
+        for prompts in run.choose(CLUSTERS, CLUSTERS[:1]):
+            for candidates, correlation in run.choose(CANDIDATES, CANDIDATES[:2]):
+                jobs = [(structure, prompts, candidates, correlation, 1.0, seed) for seed in range(count)]
+                deployed, covered, judged = np.mean(_map(family, jobs, run), 0)
+                cells.append((float(deployed), float(covered), float(judged)))
+                name = f"{structure}, {prompts} prompts, {candidates} policies, correlation {correlation:g}: deployed"
+                run.row(name, float(deployed), f"covered {covered:.3f}, verdict in {judged:.2f}")
+        run.bar(f"{structure}: false deploy", max(cell[0] for cell in cells), at_most=FALSE_DEPLOY + slack)
+        covered_cells = [cell[1] for cell in cells if cell[2] > 0.5]  # else the verdict is "too few prompts"
+        if covered_cells:
+            run.bar(f"{structure}: least simultaneous coverage", min(covered_cells), at_least=LEAST)
+            run.bar(f"{structure}: largest simultaneous coverage", max(covered_cells), at_most=MOST)
+    jobs = [("prompts", 200, 5, 0.0, GAIN, seed) for seed in range(count)]
+    power = float(np.mean(_map(family, jobs, run), 0)[0])
+    run.bar("power for a gain of 5%, 200 prompts, 5 policies", power, at_least=POWER)
 
 
-def true_seconds(world: World, policy: StopPolicy) -> float:
-    """Return the expected seconds of a text: over difficulties and lengths, by recursion over the tokens left."""
-    total = 0.0
-    longest = int(LENGTHS.max())
-    for level, share in enumerate(world.share):
-        found = outcomes(world, level, policy)
-        cost = [round_costs(world, found, policy, backlog) for backlog in (1, 2)]
-        after = np.where((found.drafted > 0) & (found.accepted == found.drafted), 1, 0)  # a backlog of 2 follows
-        value = np.zeros((longest + DEPTH + 2, 2))  # [tokens left + DEPTH + 1, backlog 1 or 2]
-        for left in range(1, longest):
-            to = np.maximum(left - found.accepted - 1, 0)
-            for backlog in (0, 1):
-                value[left, backlog] = found.chance @ (cost[backlog] + value[to, after])
-        # The first round reads the prompt: a backlog of more than one.
-        total += float(share) * float(world.lengths[level] @ value[LENGTHS - 1, 1])
-    return total + float(world.profile.prefill_seconds(np.array([PROMPT_TOKENS]))[0])
+def labels(run: Run) -> None:
+    """Fit heads to labels that are independent of everything that was observed."""
+    for head in run.choose(("logistic", "mlp", "xgboost"), ("logistic",)):
+        scores = []
+        for seed in range(run.choose(12, 2)):
+            chance = np.random.default_rng(seed)
+            world = draw_world(chance)
+            ones = np.ones((1, 3))
+            world = World(np.ones(1), ones / 3, 0.6 * ones, ones / 3, world.profile)
+            trace = sample_dense(world, run.choose(120, 60), chance)
+            trained = ss.train(
+                trace, world.profile, head=head, features=["drawn_prob"], rule="survival", threshold=0.5, seed=seed,
+                report_share=0.4,
+            )  # fmt: skip
+            scores.append(float(trained.metrics["accept_auc"]))
+        error = float(np.std(scores, ddof=1)) / len(scores) ** 0.5
+        away = abs(float(np.mean(scores)) - 0.5) / error
+        run.bar(
+            f"AUC of noise, {head}: standard errors from 0.5", away, at_most=2.0, note=f"mean {np.mean(scores):.4f}"
+        )
 
 
-def true_round(world: World, policy: StopPolicy) -> tuple[float, float]:
-    """Return the expected tokens and seconds of a round with a backlog of one."""
-    tokens = seconds = 0.0
-    for level, share in enumerate(world.share):
-        found = outcomes(world, level, policy)
-        tokens += float(share) * float(found.chance @ (found.accepted + 1))
-        seconds += float(share) * float(found.chance @ round_costs(world, found, policy, 1))
-    return tokens, seconds
+def machines(run: Run) -> None:
+    """Check which simulated machines are called noisy, and the intervals and verdicts with their profiles."""
+    budget_s, seeds = run.choose((90.0, 3), (5.0, 1))
+    for label, kinds, expected in (("noisy", NOISY, True), ("quiet", QUIET, False)):
+        chosen = dict(list(kinds.items())[: run.choose(None, 1)])
+        wrong = [
+            kind
+            for kind, disturbance in chosen.items()
+            if any(profiled(disturbance, seed, budget_s)[0].is_noisy is not expected for seed in range(seeds))
+        ]
+        run.bar(f"{label} machines judged wrongly", len(wrong), at_most=0, note=f"of {len(chosen)} {', '.join(wrong)}")
+    results = np.array(_map(noisy_world, run.choose(500, 2), run), dtype=float)
+    run.bar("covered with noisy profiles", float(results[:, 0].mean()), at_least=LEAST, at_most=MOST)
+    run.bar("false deploy with noisy profiles", float(results[:, 1].mean()), at_most=FALSE_DEPLOY + 0.014)
 
 
-def _chains(world: World, level: Array, chance: np.random.Generator) -> tuple[Array, Array]:
-    """Return [N, DEPTH] confidences and whether each token would be accepted, for rows of these difficulties."""
-    which = (chance.random((len(level), DEPTH, 1)) > world.chance[level].cumsum(1)[:, None, :2]).sum(-1)
-    accepted = chance.random(which.shape) < world.accept[level[:, None], which]
-    return SHOWN[which], np.cumprod(accepted, 1).astype(bool)
-
-
-def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
-    """Return a trace in memory; what no policy here reads is zero."""
-    longest = int(columns["text_tokens"].max()) + DEPTH + 1
-    header = Header(
-        "made up", "made up", {}, 8, (), 0.0, chain(DEPTH), ("drawn_prob",), (), longest, 0, 1, prompts, "", **more
-    )
-    rows, nodes = columns["accepted"].shape
-    zeros: dict[str, Any] = {
-        **dict.fromkeys(("group", "sample", "text_hash"), [""] * rows),
-        "prompt_id": [f"p{s}" for s in columns["sequence"]],
-        "tokens": np.zeros((rows, nodes), dtype=np.int32),
-        "prompt_tokens": np.full(rows, PROMPT_TOKENS),
-        "accepted_length": columns["accepted"].sum(1),
-        "observed": np.ones((rows, nodes), dtype=bool),
-        **dict.fromkeys(("draft_prob", "target_prob", "overlap"), np.zeros((rows, nodes), dtype=np.float32)),
-        **dict.fromkeys(TIMES, np.zeros(rows)),
-    }
-    table = shard_table(header, [{**zeros, **columns}])
-    return Trace(Path("made-up"), header, datasets.Dataset(datasets.table.InMemoryTable(table)))
-
-
-def sample_dense(world: World, prompts: int, chance: np.random.Generator) -> Trace:
-    """Return a dense trace of that many prompts."""
-    level = chance.choice(len(world.share), prompts, p=world.share)
-    length = np.array([chance.choice(LENGTHS, p=world.lengths[at]) for at in level])
-    sequence = np.repeat(np.arange(prompts), length - 1)
-    anchor = np.concatenate([np.arange(1, n) for n in length])
-    shown, accepted = _chains(world, level[sequence], chance)
-    columns = {"sequence": sequence, "anchor": anchor, "text_tokens": length[sequence], "drawn_prob": shown}
-    return _trace(prompts, {**columns, "accepted": accepted, "cut": length[sequence] - anchor <= DEPTH})
-
-
-def sample_live(world: World, prompts: int, logging: Confidence, explore: float, chance: np.random.Generator) -> Trace:
-    """Return a live trace under `logging`, a share of its rounds drafted to full depth."""
-    level = np.repeat(chance.choice(len(world.share), prompts, p=world.share), ROUNDS)
-    sequence = np.repeat(np.arange(prompts), ROUNDS)
-    shown, accepted = _chains(world, level, chance)
-    own = np.minimum((shown >= logging.threshold).cumprod(1).sum(1) + 1, DEPTH)
-    explored = chance.random(len(level)) < explore
-    drawn = np.arange(DEPTH) < np.where(explored, DEPTH, own)[:, None]
-    accepted = accepted & drawn
-    committed = accepted.sum(1) + 1
-    anchor = committed.reshape(prompts, ROUNDS).cumsum(1).ravel() - committed + 1
-    ends = np.repeat(anchor.reshape(prompts, ROUNDS)[:, -1] + DEPTH + 2, ROUNDS)
-    columns = {
-        "sequence": sequence, "anchor": anchor, "text_tokens": ends, "cut": np.zeros(len(level), dtype=bool),
-        "drawn_prob": np.where(drawn, shown, 0).astype(np.float32), "accepted": accepted, "drawn": drawn, "sent": drawn,
-        "explored": explored, "committed": committed, "decisions": np.minimum(own, DEPTH - 1),
-        "backlog": np.ones_like(own),
-    }  # fmt: skip
-    return _trace(prompts, columns, collector="live", policy=logging.name, explore=explore)
-
-
-def dense_world(seed: int) -> list[Found]:
-    """Return, of one world, whether the intervals of `evaluate` cover the truth."""
+def noisy_world(seed: int) -> tuple[bool, bool]:
+    """Return whether an interval covers the truth with the profile of a noisy machine, and whether "deploy" is false."""
     chance = np.random.default_rng([seed, 0])
     world, prompts = draw_world(chance), SIZES[seed % len(SIZES)]
-    rules: dict[str, Confidence] = {"Hugging Face default": DEEPER, LOGGING.name: LOGGING}
-    report = evaluate(sample_dense(world, prompts, chance), world.profile, [LOGGING], seed=seed)
-    fixed = [true_seconds(world, FixedLength(k)) for k in range(DEPTH + 1)]
-    found = []
-    for name, rule in rules.items():
-        line, spent = report[name], true_seconds(world, rule)
-        for what, ratio, truth in (
-            ("to plain", line.to_plain, fixed[0] / spent),
-            ("to best fixed", line.to_best_fixed, min(fixed) / spent),
-        ):
-            found.append(Found("evaluate", f"{rule.name} {what}", prompts, *compared(ratio, truth)))
-    return found
+    profile = timed_profile(world, list(NOISY.values())[seed % len(NOISY)], seed, 15.0)
+    line = evaluate(sample_dense(world, prompts, chance), profile, [LOGGING], seed=seed)[LOGGING.name]
+    truth = min(true_seconds(world, FixedLength(k)) for k in range(DEPTH + 1)) / true_seconds(world, LOGGING)
+    return compared(line.to_best_fixed, truth)[0], line.verdict == DEPLOY and truth <= 1.0
 
 
-def live_world(seed: int) -> list[Found]:
-    """Return, of one world, whether the intervals of the estimates cover the truth, and their errors, at both sizes."""
-    found = []
-    for prompts in LIVE_SIZES:
-        chance = np.random.default_rng([seed, prompts])
-        world = draw_world(np.random.default_rng([seed, 1]))
-        trace = sample_live(world, prompts, LOGGING, EXPLORE, chance)
-        estimate = importance_estimate(trace, DEEPER, world.profile, seed=seed)
-        tokens, seconds = true_round(world, DEEPER)
-        rate = tokens / seconds
-        own = true_round(world, LOGGING)
-        for what, ratio, truth in (
-            ("tokens", estimate.tokens, tokens),
-            ("seconds", estimate.seconds, seconds),
-            ("rate", estimate.tokens_per_s, rate),
-            ("to recorded", estimate.to_recorded, rate * own[1] / own[0]),
-        ):
-            found.append(Found("importance", what, prompts, *compared(ratio, truth)))
-    return found
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this script."""
+    parser.add_argument("--worlds", type=int, default=500, help="number of the part `worlds` (default: 500)")
 
 
-def compared(ratio: Ratio, truth: float) -> tuple[bool, float]:
-    """Return whether an interval covers the truth, and the relative error of the value."""
-    slack = EXACT * abs(truth)
-    return ratio.low - slack <= truth <= ratio.high + slack, ratio.value / truth - 1.0
-
-
-def run(worlds: int, seed: int, workers: int) -> list[Found]:
-    """Return what all worlds say."""
-    seeds = range(seed, seed + worlds)
-    if workers <= 1:
-        return [one for each in seeds for one in (*dense_world(each), *live_world(each))]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _quiet) as pool:
-        both = [pool.map(work, seeds, chunksize=10) for work in (dense_world, live_world)]
-        return [one for answers in both for found in answers for one in found]
-
-
-def _quiet() -> None:
-    torch.set_num_threads(1)
-
-
-def judge(found: Sequence[Found], worlds: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each figure, and the bars that fall short."""
-    rows, faults = [], []
-    keys = list(dict.fromkeys((f.method, f.what, f.prompts if f.method != "evaluate" else 0) for f in found))
-    for method, what, prompts in keys:
-        mine = [f for f in found if (f.method, f.what) == (method, what) and prompts in (0, f.prompts)]
-        error = np.array([f.error for f in mine])
-        spread = error.std(ddof=1) / len(error) ** 0.5
-        row = {
-            "method": method, "what": what, "prompts": prompts or list(SIZES), "worlds": len(mine),
-            "covered": float(np.mean([f.covered for f in mine])), "bias": float(error.mean()),
-            "z": float(error.mean() / spread) if spread else 0.0, "rmse": float((error**2).mean() ** 0.5),
-        }  # fmt: skip
-        rows.append(row)
-        name = f"{method}, {what}, {prompts or 'all'} prompts"
-        if not LEAST <= row["covered"] <= MOST:
-            faults.append(f"{name}: covered {row['covered']:.3f}, bar {LEAST} to {MOST}")
-    for what in ("tokens", "seconds"):
-        small, large = (
-            next(r for r in rows if (r["method"], r["what"], r["prompts"]) == ("importance", what, size))
-            for size in LIVE_SIZES
-        )
-        theory = (LIVE_SIZES[1] / LIVE_SIZES[0]) ** 0.5
-        shrinks = small["rmse"] / large["rmse"]
-        if not 1 - SHRINK_SLACK <= shrinks / theory <= 1 + SHRINK_SLACK:
-            faults.append(
-                f"importance, {what}: error falls {shrinks:.2f} times with 4 times the prompts, theory {theory:.2f}"
-            )
-    return rows, faults
-
-
-def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
-    """Add the bars of the synthetic worlds and return what was compared."""
-    worlds = 12 if options.quick else options.worlds
-    _quiet()
-    rows, faults = judge(run(worlds, options.seed, options.workers), worlds)
-    print(f"{'method':<12}{'what':<32}{'prompts':<14}{'covered':>8}{'bias':>9}{'z':>7}{'rmse':>8}")
-    for row in rows:
-        print(
-            f"{row['method']:<12}{row['what']:<32}{row['prompts']!s:<14}{row['covered']:>8.3f}{row['bias']:>9.4f}"
-            f"{row['z']:>7.2f}{row['rmse']:>8.4f}"
-        )
-    bars.figures |= {"worlds": worlds, "rows": rows}
-    covered = [row["covered"] for row in rows]
-    said = f"{min(covered):.3f} to {max(covered):.3f}, bar {LEAST} to {MOST}; {'; '.join(faults) or 'no fault'}"
-    bars.add("coverage and bias, synthetic worlds", [min(covered), max(covered)], not faults, said)
-    return f"{worlds} synthetic worlds"
-
-
-def main() -> int:
-    """Run the command line and return its exit code."""
-    parser = arguments(__doc__, NO_PAIR)
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this one; repeatable")
-    parser.add_argument("--worlds", type=int, default=500, help="of the part worlds; a check needs 500")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="processes")
-    options = parser.parse_args()
-    chosen, bars, compared = options.part or PARTS, Bars(), []
-    checks = {name: importlib.import_module(f"noise.{name}").check for name in PARTS[1:] if name in chosen}
-    checks |= {"worlds": check} if "worlds" in chosen else {}
-    with tempfile.TemporaryDirectory(prefix="specstop-intervals-") as folder:
-        for name in chosen:
-            compared.append(checks[name](bars, options, Path(folder)))
-    whole = set(chosen) == set(PARTS) and options.worlds >= 500
-    return bars.finish(options, "; ".join(compared), whole=whole)
-
+PARTS = {"worlds": worlds, "families": families, "labels": labels, "machines": machines}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    raise SystemExit(Run(__doc__, PARTS, add_options).execute())

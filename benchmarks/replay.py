@@ -1,189 +1,160 @@
-"""Replay beside the live loop, for policies of every shipped kind: the same rounds, and the speeds that it predicts.
+"""Replay compared with the live loop: the same rounds, predicted speeds, and the speed of replay itself.
 
     python benchmarks/replay.py --check
-    python benchmarks/replay.py --pair pairs/a --out replay.json
-    python benchmarks/replay.py --ablation
+    python benchmarks/replay.py --part rounds --pair DIR --temperatures 0 --shapes chain
 
-Without `--pair` the shipped pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
-falls short.
+- `rounds`: policies of every kind decode test prompts live, in alternation with measurements of the costs. Replay of
+  a dense trace has the same rounds, except for ties (at most 1 round in 2,000), and predicts the speed relative to
+  plain decoding within 5%.
+- `rate`: rounds per second, a sweep of 1,000 thresholds, and peak memory of a million rows, on simulated traces.
 """
 
 from __future__ import annotations
 
+import argparse
+import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from ablation import ablation
-from bars import Bars, arguments
-from pairs import pair_folder
-from specstop.collect.prompts import Prompt, encode, read_prompts
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
+from harness import MAX_TIES, Run, alternate, compare_rounds, spread
+from specstop.decode import Tally
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import CalibrationRun, loop_decisions
-from specstop.policies import FixedLength, StopPolicy
+from specstop.decode.prompts import encode_prompts
 from specstop.policies.features import TOKEN_FEATURES
-from specstop.policies.profile import Profile
-from specstop.policies.registry import load_policy
-from specstop.train.fit.run import train
-from specstop.train.replay.bounds.static_tree import best_static_tree
-from specstop.train.replay.log import play
-from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.run import replay_many
 
-TREE, DEPTH = "3,2,1,1", 8
-TIE, NOISY = 1e-4, 20
-EXACT = (*TOKEN_FEATURES, "depth", "branch_rank", "temperature")
+import specstop as ss
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from simulated_worlds import DEPTH as WORLD_DEPTH, draw_world, sample_dense
+
+DEPTH, TREE = 8, "3,2,1,1"
 SPECS = (
-    "confidence:0.2", "confidence:0.5", "heuristic:3", "heuristic-transient:3", "roc:0.3", "entropy:1.5", "adaedl:0.3",
-    "maxprob:0.4", "product:0.2", "online:0.4", "bandit?arms=fixed:2,fixed:4,confidence:0.4",
+    "fixed:0", "fixed:2", "fixed:8", "confidence:0.2", "confidence:0.5", "heuristic:3", "heuristic-transient:3", "roc:0.3",
+    "entropy:1.5", "adaedl:0.3", "maxprob:0.4", "product:0.2", "online:0.4", "bandit?arms=fixed:2,fixed:4,confidence:0.4",
     "bandit?kind=thompson&arms=fixed:1,fixed:3,product:0.2",
 )  # fmt: skip
-SPECS_TREES = ("ddd:-1.3?begin=1&every=1", "eagle:8", "opt:0.2?nodes=8", "c2t:3", "gain")
+TREE_SPECS = ("ddd:-1.3?begin=1&every=1", "eagle:8", "opt:0.2?nodes=8", "c2t:3", "gain")
+HEADS = ("logistic", "mlp", "xgboost", "resnet", "tokens")
+ERROR, ROUNDS_PER_S, SWEEP_S, GIB = 0.05, 100_000, 60.0, 1.0
 
 
-def main() -> int:
-    """Run the command line and return its exit code."""
-    parser = arguments(__doc__)
-    parser.add_argument("--temperature", type=float, nargs="+", help="temperatures to run at; a check needs two")
-    parser.add_argument("--shape", nargs="+", default=["chain", TREE], help="chain, or trees; a check needs both")
-    parser.add_argument("--ablation", action="store_true", help="price the rounds without each refinement of the costs")
-    options = parser.parse_args()
-    temperatures = options.temperature or ([0.7] if options.quick else [0.0, 0.7])
-    bars = Bars()
-    with tempfile.TemporaryDirectory() as out:
-        folder = pair_folder(options)
-        pair = load_pair(folder / "target", folder / "draft")
-        count, tokens = (4, 32) if options.quick else (40, 128)
-        prompts = read_prompts(folder / "prompts-test.jsonl", count)
-        other = read_prompts(folder / "prompts-train.jsonl", 12 if options.quick else 64)
-        for temperature in temperatures:
-            for shape in options.shape:
-                tree = None if shape == "chain" else shape
-                live(pair, prompts, other, tokens, temperature, tree, Path(out), bars, options.ablation)
-    whole = len(temperatures) > 1 and len(options.shape) > 1 and len(prompts) >= 40
-    return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens", whole)
+def rounds(run: Run) -> None:
+    """Compare rounds and speeds, by temperature and shape."""
+    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
+        for shape in run.options.shapes or run.choose(("chain", TREE), ("chain",)):
+            _live(run, temperature, None if shape == "chain" else shape)
 
 
-def live(
-    pair: Pair, prompts: Sequence[Prompt], other: Sequence[Prompt], tokens: int, temperature: float, tree: str | None,
-    out: Path, bars: Bars, ablate: bool = False,
-) -> None:  # fmt: skip
-    """Compare replay with the live loop: rounds, and tokens/s as ratios to plain decoding.
-
-    Costs are measured on other prompts: decisions before the comparison, the rest by a calibration run in between its texts.
-    """
-    at = f"{tree or 'chain'}, T={temperature:g}"
-    options = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
-    options["verification"] = "match"
-    settings = Settings(temperature, tokens, tree=tree, verification="match")
-    held, seen = (
-        collect(pair, side, out / f"{at}-{len(side)}".replace(",", "-"), **options) for side in (prompts, other)
+def _live(run: Run, temperature: float, tree: str | None) -> None:
+    where, new = f"{tree or 'chain'}, T={temperature:g}", run.choose(128, 16)
+    test, train = run.prompts("test", run.choose(40, 2)), run.prompts("train", run.choose(64, 5))
+    options = {"temperature": temperature, "max_new_tokens": new, "depth": DEPTH, "tree": tree, "verification": "match"}
+    name = where.replace(",", "-")
+    held_out, traces = (
+        ss.collect(run.pair, side, run.folder(f"{name}-{label}"), **options)
+        for label, side in (("test", test), ("train", train))
     )
-    arrays = trace_arrays(held)
-    ids, known = (encode(side, pair.tokenizer, pair.readable - tokens) for side in (prompts, other))
+    train_ids = [ids for _, ids in encode_prompts(run.pair, train)]
     calibration = CalibrationRun(
-        pair, known, depth=DEPTH, temperature=temperature, new_tokens=96, tree=tree, verification="match"
-    )
+        run.pair, train_ids, depth=DEPTH, temperature=temperature, new_tokens=run.choose(96, 16), tree=tree,
+        verification="match",
+    )  # fmt: skip
     for number in range(4):
         calibration.play(number)
-    before = calibration.profile()
-    policies = shipped(arrays, seen, before, tree)
-    decisions = loop_decisions(pair, policies, known, settings, before)
-    before = before.with_measured_decisions(decisions)
-    runs = [Speculator(pair, policy, settings, before) for policy in policies]
-    found = run_alternating(
-        runs, list(zip([p.id for p in prompts], ids, strict=True)), calibration=calibration, calibrate_every=1
-    )
+    costs = calibration.profile()
+    policies = _policies(run, traces, costs, tree)
+    settings = ss.Settings(temperature, new, tree=tree, verification="match")
+    decisions = loop_decisions(run.pair, policies, train_ids, settings, costs, run.effort)
+    costs = costs.with_measured_decisions(decisions)
+    methods = [ss.Speculator(run.pair, policy, settings, costs) for policy in policies]
+    texts = run_alternating(methods, encode_prompts(run.pair, test), calibration=calibration)
     profile = calibration.profile().with_measured_decisions(decisions)
-    rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]
-    played = [play(arrays, policy, profile) for policy in policies]
-    predicted = [one.result.rate for one in played]
-    worst, total, ties, wrong = 0.0, 0, 0, 0
-    for policy, rate, texts, guess in zip(policies, rates, found, predicted, strict=True):
-        miss = (rate / rates[0]) / (guess / predicted[0]) - 1
-        worst = max(worst, abs(miss))
-        sums = equality(arrays, policy, before, texts)  # with the costs that the policy was told of
-        total, ties, wrong = total + sums[0], ties + sums[1], wrong + sums[2]
-        strange = f", {sums[1]} ties, {sums[2]} wrong" if sums[1] or sums[2] else ""
-        print(
-            f"      {policy.name:<44} {rate / rates[0]:.3f} of plain, predicted {guess / predicted[0]:.3f}, {miss:+.1%}"
-            f"{strange}"
-        )
-    bars.add(
-        f"predicted over measured, worst, {at}",
-        worst,
-        worst <= 0.05,
-        f"{worst:.1%} of {len(policies)} policies; within 5%",
-    )
-    if ablate:
-        rounds = [one.rounds for one in played]
-        bars.figures[f"ablation, {at}"] = ablation(profile, rounds, arrays.prompt_tokens, rates)
-    bars.add(
-        f"rounds replayed as live, {at}",
-        total,
-        wrong == 0 and total > 0 and ties <= max(1, total / 2000),
-        f"{total} rounds, {ties} ties, {wrong} wrong",
+    measured = [Tally(row).tokens_per_s for row in texts]
+    predicted = [ss.replay(held_out, policy, profile).rate for policy in policies]
+    total = different = 0
+    errors = []
+    for policy, row, rate, guess in zip(policies, texts, measured, predicted, strict=True):
+        compared, wrong = compare_rounds(held_out, policy, costs, row)
+        total, different = total + compared, different + wrong
+        errors.append((guess / predicted[0]) / (rate / measured[0]) - 1)
+        run.row(
+            f"{where}, {policy.name}: of plain decoding", rate / measured[0],
+            f"predicted {guess / predicted[0]:.3f}, {errors[-1]:+.1%}, {wrong} of {compared} rounds differ",
+        )  # fmt: skip
+    run.bar(f"{where}: largest error of a prediction", max(map(abs, errors)), at_most=ERROR)
+    run.bar(
+        f"{where}: rounds that differ", different, at_most=max(1, total * MAX_TIES), always=True, note=f"of {total}"
     )
 
 
-def shipped(arrays: TraceArrays, seen: Trace, profile: Profile, tree: str | None) -> list[StopPolicy]:
-    """Return plain decoding and policies of every shipped kind; learned ones are fitted on the trace `seen`."""
-    deepest = arrays.depth
-    made: list[StopPolicy] = [FixedLength(k) for k in (0, 2, deepest)]
-    made += [load_policy(spec).limited(deepest) for spec in SPECS + (SPECS_TREES if tree else ())]
+def _policies(run: Run, traces: ss.Trace, profile: ss.Profile, tree: str | None) -> list[ss.StopPolicy]:
+    """Return plain decoding and policies of every kind; learned ones are trained on the traces."""
+    specs = (*SPECS, *(TREE_SPECS if tree else ()))
+    policies = [ss.load_policy(spec).limited(DEPTH if tree is None else 4) for spec in run.choose(specs, specs[:4])]
     if tree:
-        made += [
-            best_static_tree(arrays, profile)[0],
-            train(seen, profile, rule="gain", name="gain, learned").policy,
-        ]
-    else:
-        made += [train(seen, profile, head=head).policy for head in ("logistic", "mlp", "xgboost", "resnet")]
-        made.append(train(seen, profile, head="tokens", features=("top1", "depth", *TOKEN_FEATURES)).policy)
-    return made
+        return [*policies, ss.train(traces, profile, rule="gain", name="gain, learned").policy]
+    for head in run.choose(HEADS, HEADS[:1]):
+        features = ("top1", "depth", *TOKEN_FEATURES) if head == "tokens" else None
+        policies.append(ss.train(traces, profile, head=head, features=features).policy)
+    return policies
 
 
-def equality(
-    arrays: TraceArrays, policy: StopPolicy, profile: Profile, texts: Sequence[Generation]
-) -> tuple[int, int, int]:
-    """Return rounds compared, ties and wrong ones; comparison goes on from anchors that both visit.
+def rate(run: Run) -> None:
+    """Time replay on traces of a simulated world."""
+    chance = np.random.default_rng(0)
+    world = draw_world(chance)
+    trace = sample_dense(world, run.choose(2000, 30), chance)
+    policies = {"confidence": ss.load_policy("confidence:0.4").limited(WORLD_DEPTH)}
+    for head in run.choose(("logistic", "xgboost"), ("logistic",)):
+        policies[head] = ss.train(trace, world.profile, head=head, features=["drawn_prob"]).policy
+    for name, policy in policies.items():
+        count = len(ss.replay(trace, policy, world.profile).log)
+        seconds = alternate({"replay": lambda policy=policy: ss.replay(trace, policy, world.profile)}, run.choose(7, 2))
+        speed = spread([count / s for s in seconds["replay"]])
+        run.bar(f"replay, {name}: rounds per second", speed, at_least=ROUNDS_PER_S)
+    policy = policies["logistic"]
+    thresholds = np.linspace(0.01, 0.99, run.choose(1000, 20))
+    sweep = [ss.load_policy(f"confidence:{level:g}").limited(WORLD_DEPTH) for level in thresholds]
+    arrays = _arrays(trace)
+    seconds = alternate({"sweep": lambda: replay_many(arrays, sweep, world.profile)}, 1, warm_up=0)
+    run.bar(f"sweep of {len(sweep)} thresholds, seconds", seconds["sweep"][0], at_most=SWEEP_S)
+    command = [sys.executable, "-c", CHILD, str(run.choose(25_000, 200)), sys.path[-1]]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    count, gib = done.stdout.split()[-2:]
+    run.bar("peak memory of replay, GiB", float(gib), at_most=GIB, note=f"{count} rows")
 
-    A tie is a round in which the draft's best scores are as near as float noise, or which replay plays as the live loop did
-    once such noise is put upon the features.
-    """
-    log = replay(arrays, policy, profile).log
-    mine = {(int(line[0]), int(line[1])): line[2:].tolist() for line in log}
-    met = [(s, r.anchor, [r.drafted, r.verified, r.accepted]) for s, text in enumerate(texts) for r in text.rounds]
-    met = [(s, anchor, played) for s, anchor, played in met if (s, anchor) in mine]
-    other = [(s, anchor, played) for s, anchor, played in met if mine[s, anchor] != played]
-    others = set()
-    for seed in range(NOISY if other else 0):
-        others |= {tuple(line) for line in replay(noisy(arrays, seed), policy, profile).log.tolist()}
-    ties = 0
-    for s, anchor, played in other:
-        row = int(arrays.find(np.array([s]), np.array([anchor]))[0])
-        near = float(arrays.column("noisy_margin")[row].abs().min()) < TIE
-        ties += near or (s, anchor, *played) in others
-    return len(met), ties, len(other) - ties
+
+def _arrays(trace: ss.Trace) -> object:
+    from specstop.train.replay.traces.arrays import trace_arrays
+
+    return trace_arrays(trace)
 
 
-def noisy(arrays: TraceArrays, seed: int) -> TraceArrays:
-    """Return the trace with features that differ by float noise."""
-    generator = torch.Generator().manual_seed(seed)
-    columns = {
-        name: values
-        if name in EXACT
-        else values + TIE * (2 * torch.rand(values.shape, generator=generator) - 1) * values.abs().clamp_min(1.0)
-        for name, values in arrays.columns.items()
-    }
-    return replace(arrays, columns=columns)
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import numpy as np, specstop as ss
+from pathlib import Path
+from simulated_worlds import draw_world, sample_dense
+chance = np.random.default_rng(0)
+world = draw_world(chance)
+trace = sample_dense(world, int(sys.argv[1]), chance)
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size
+ss.replay(trace, "confidence:0.4?max_depth=5", world.profile)
+peak = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
+print(trace.row_count, int(peak) / 2**20)
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this script."""
+    parser.add_argument("--temperatures", nargs="+", type=float, help="of the part `rounds` (default: 0 and 0.7)")
+    parser.add_argument("--shapes", nargs="+", help=f"`chain` or trees (default: chain and {TREE})")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(Run(__doc__, {"rounds": rounds, "rate": rate}, add_options).execute())

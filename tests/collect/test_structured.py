@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmark_scripts import part
+import same_rounds
 from byte_pair import PERSON, byte_pair
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
@@ -15,7 +15,6 @@ from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import TraceError
 
 pytest.importorskip("llguidance")
-same_rounds = part("same_rounds", of="filtered")
 PROMPTS = [Prompt(str(at), text) for at, text in enumerate(("the name", '{"age": 4', "a tag", "ok?"))]
 NEW = 90
 

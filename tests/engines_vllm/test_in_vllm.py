@@ -61,10 +61,11 @@ print("ANSWER" + json.dumps({"texts": [texts[f"r{at}"] for at in range(len(texts
 SAMPLE = """
 import importlib.util, json, sys
 task = json.loads(sys.argv[1])
-spec = importlib.util.spec_from_file_location("vllm_engine", task["helper"])
+sys.path.insert(0, task["benchmarks"])  # which `benchmarks/vllm.py` removes again
+spec = importlib.util.spec_from_file_location("benchmark_vllm", task["benchmarks"] + "/vllm.py")
 helper = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(helper)
-helper.mend()
+helper.expand_temperatures()
 from vllm import LLM, SamplingParams
 llm = LLM(model=task["folder"] + "/target", dtype="float32", max_model_len=128, enforce_eager=True, max_num_seqs=16,
           **task["options"])
@@ -143,8 +144,7 @@ def test_texts_are_those_of_plain_vllm(folder: Path, tmp_path: Path) -> None:
 
 def test_sampled_tokens_are_of_plain_vllms_law_once_temperatures_reach_the_verification(folder: Path) -> None:
     """The whole count runs in `benchmarks/vllm.py --part sampling`; requests are seeded, so that the outcome is one."""
-    helper = str(Path(__file__).parents[2] / "benchmarks" / "vllm_engine.py")
-    told = {"folder": str(folder), "helper": helper, "count": 1600}
+    told = {"folder": str(folder), "benchmarks": str(Path(__file__).parents[2] / "benchmarks"), "count": 1600}
     plain = answer_of(SAMPLE, {**told, "seed": 0, "options": {}})["texts"]
     found = answer_of(SAMPLE, {**told, "seed": 5000, "options": ours(folder, "fixed:4")})
     assert found["drafted"] > 2000

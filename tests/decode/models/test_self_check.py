@@ -17,7 +17,7 @@ from specstop.policies.fixed import FixedLength
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-classes = table.causal_lms
+classes = table
 PROMPTS = [list(prompt) for prompt in classes.PROMPTS]
 APART = ("gptj", "falcon", "gpt_neo", "xglm", "bloom")
 """Classes whose attention is outside of transformers' interface."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from benchmark_scripts import part
+import simulated_machines as machines
 from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Case, Effort, Seconds, measure
 from specstop.policies.measurements import Key
 
@@ -89,7 +89,7 @@ def test_repetitions_that_were_asked_for_are_made_however_noisy_and_long() -> No
     ],
 )
 def test_a_clock_that_strays_is_warned_of(kind: str, reason: str) -> None:
-    noise, _ = part("clocks").profiled(part("machines").NOISY[kind], SEED, BUDGET_S)
+    noise, _ = machines.profiled(machines.NOISY[kind], SEED, BUDGET_S)
     assert noise.is_noisy and reason in noise.text
     assert noise.text.startswith("this machine was busy: ")
     assert noise.text.endswith("; close other programs and measure again, or raise --budget")
@@ -97,14 +97,13 @@ def test_a_clock_that_strays_is_warned_of(kind: str, reason: str) -> None:
 
 @pytest.mark.parametrize("kind", ["steady", "much jitter", "fast machine", "jitter, hiccups and wandering"])
 def test_a_quiet_clock_is_not(kind: str) -> None:
-    noise, seconds = part("clocks").profiled(part("machines").QUIET[kind], SEED, BUDGET_S)
+    noise, seconds = machines.profiled(machines.QUIET[kind], SEED, BUDGET_S)
     assert not noise.is_noisy and noise.repetitions == MIN_QUIET and seconds < 10.0
     assert noise.text.startswith("this machine was quiet: ")
 
 
 def test_a_noisy_phase_that_passes_leaves_the_right_costs_behind() -> None:
     """One second three times as slow: measuring goes on, it weighs little, and the costs are nearly those without it."""
-    machines = part("machines")
     tables = []
     for kind in (machines.NOISY["one slow second"], machines.Disturbance()):
         machine = machines.Machine(kind, SEED)

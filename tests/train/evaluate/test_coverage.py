@@ -7,7 +7,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from benchmark_scripts import script
+import simulated_worlds
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.train.evaluate.importance import COLUMNS, observed_rounds
 from specstop.train.replay.run import replay
@@ -18,7 +18,7 @@ STANDARD_ERRORS = 5.0  # of a simulated mean around its truth: a false alarm in 
 
 @pytest.fixture(scope="module")
 def coverage() -> ModuleType:
-    return script("intervals")
+    return simulated_worlds
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -1,1 +1,0 @@
-"""Rounds drawn given the text beside those of the live loop."""

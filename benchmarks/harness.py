@@ -1,0 +1,269 @@
+"""Shared by the benchmark scripts: options, one table, bars, timing in alternation, intervals, and the JSON line.
+
+A script defines its parts, functions that take a `Run`, and ends with `raise SystemExit(Run(__doc__,
+PARTS).execute())`. A part adds rows to the table and bars with `Run.row` and `Run.bar`. All scripts have these
+options:
+
+- `--pair DIR`: a pair with `target/`, `draft/`, `prompts-train.jsonl` and `prompts-test.jsonl` (default: the shipped
+  one).
+- `--part NAME`: only these parts.
+- `--smoke`: small sizes, to see that the script runs. Its figures mean nothing, and only bars on correctness are
+  decided.
+- `--check`: exit with 1 if a bar is missed.
+- `--out FILE`: write table and bars as JSON. The last line of the output is the same JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from specstop.decode import Generation
+from specstop.decode.benchmark import Ratio
+from specstop.decode.profile.measuring import Effort
+
+import specstop as ss
+
+REPLICATES = 2000
+
+
+class Run:
+    """One run of a script: its options, its pair, and what it has measured so far.
+
+    Attributes:
+        options: parsed options of the command line.
+        figures: rows of the table by name.
+        bars: by name, the value, the requirement, and whether it is met (None if a smoke run does not decide it).
+    """
+
+    def __init__(
+        self,
+        doc: str | None,
+        parts: Mapping[str, Callable[[Run], None]],
+        add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+        argv: Sequence[str] | None = None,
+    ) -> None:
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--pair", type=Path, help="folder of a pair (default: the shipped pair)")
+        parser.add_argument("--part", nargs="+", choices=parts, default=list(parts), help="parts to run (default: all)")
+        parser.add_argument("--smoke", action="store_true", help="small sizes: shows that the script runs")
+        parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+        parser.add_argument("--out", type=Path, help="JSON file for table and bars")
+        if add_options is not None:
+            add_options(parser)
+        self.options = parser.parse_args(argv)
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.bars: dict[str, dict[str, Any]] = {}
+        self._parts, self._folder = parts, tempfile.TemporaryDirectory(prefix="specstop-benchmark-")
+
+    @property
+    def smoke(self) -> bool:
+        """Whether this is a smoke run."""
+        return bool(self.options.smoke)
+
+    def choose(self, full: Any, smoke: Any) -> Any:
+        """Return the first value, or the second one in a smoke run."""
+        return smoke if self.smoke else full
+
+    @cached_property
+    def pair_folder(self) -> Path:
+        """Folder of the pair."""
+        return self.options.pair or ss.shipped_pair()
+
+    @cached_property
+    def pair(self) -> ss.Pair:
+        """The pair, loaded."""
+        return ss.load_pair(self.pair_folder / "target", self.pair_folder / "draft")
+
+    def prompts(self, side: str, count: int) -> list[ss.Prompt]:
+        """Return the first prompts of a side, `train` or `test`."""
+        return ss.read_prompts(self.pair_folder / f"prompts-{side}.jsonl", count)
+
+    @property
+    def effort(self) -> Effort:
+        """How long a profile is measured."""
+        return Effort(repetitions=2) if self.smoke else Effort()
+
+    def folder(self, name: str) -> Path:
+        """Return a path in a temporary folder that exists as long as the run."""
+        return Path(self._folder.name) / name
+
+    def row(self, name: str, value: Any, note: str = "") -> None:
+        """Add and print a row: a number, or a `Ratio` with its interval."""
+        if not self.figures:
+            print(f"{'measurement':<58}{'value':>12}  {'interval or quartiles':<24}note")
+        interval = ""
+        if isinstance(value, Ratio):
+            interval = "" if value.low is None else f"[{value.low:.4g}, {value.high:.4g}]"
+            self.figures[name] = {"value": value.value, "low": value.low, "high": value.high, "note": note}
+            value = value.value
+        else:
+            self.figures[name] = {"value": value, "note": note}
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        print(f"{name:<58}{shown:>12}  {interval:<24}{note}", flush=True)
+
+    def bar(
+        self,
+        name: str,
+        value: float | Ratio,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        above: float | None = None,
+        always: bool = False,
+        note: str = "",
+    ) -> None:
+        """Add a row with a requirement.
+
+        Args:
+            name: of the row.
+            value: a number, or a `Ratio`.
+            at_least, at_most: requirements on the value.
+            above: the whole interval of a `Ratio` has to be above this.
+            always: a smoke run decides the bar too, because it is about correctness.
+            note: printed in the row.
+        """
+        number = value.value if isinstance(value, Ratio) else float(value)
+        low = value.low if isinstance(value, Ratio) and value.low is not None else number
+        limits = {"at least": at_least, "at most": at_most, "interval above": above}
+        required = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+        met = (
+            (at_least is None or number >= at_least)
+            and (at_most is None or number <= at_most)
+            and (above is None or low > above)
+        )
+        self.bars[name] = {"value": number, "required": required, "met": met if always or not self.smoke else None}
+        self.row(name, value, f"{note}{'; ' if note else ''}{required}")
+
+    def execute(self) -> int:
+        """Run the parts, print bars and the JSON line, and return the exit code."""
+        started = time.perf_counter()
+        if self.smoke:
+            print("smoke run: the numbers below are of a few prompts and mean nothing")
+        with self._folder:
+            for name in self.options.part:
+                self._parts[name](self)
+        missed = [name for name, bar in self.bars.items() if bar["met"] is False]
+        for name, bar in self.bars.items():
+            word = {True: "met", False: "MISSED", None: "not decided"}[bar["met"]]
+            print(f"{word:<12}{name}: {bar['value']:.4g} ({bar['required']})")
+        line = {
+            "script": Path(sys.argv[0]).stem,
+            "smoke": self.smoke,
+            "missed": missed,
+            "seconds": round(time.perf_counter() - started, 1),
+            "version": ss.__version__,
+            "machine": f"{platform.machine()}, {platform.processor() or platform.system()}",
+            "figures": self.figures,
+            "bars": self.bars,
+        }
+        if self.options.out:
+            self.options.out.write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(line))
+        return int(self.options.check and bool(missed))
+
+
+def alternate(
+    methods: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warm_up: int = 1,
+    synchronize: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Time methods in alternation.
+
+    Args:
+        methods: by name.
+        repeats: timed calls of each method.
+        warm_up: calls of each method that are not timed.
+        synchronize: waits for a device, before and after each call.
+
+    Returns:
+        Seconds of each call, by name. The i-th values of all methods were measured one after the other.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    names = list(methods)
+    for number in range(warm_up + repeats):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            if synchronize:
+                synchronize()
+            begin = time.perf_counter()
+            methods[name]()
+            if synchronize:
+                synchronize()
+            if number >= warm_up:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def spread(values: Sequence[float]) -> Ratio:
+    """Return the median of values with their quartiles."""
+    if len(values) < 2:
+        return Ratio(float(values[0]))
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Ratio(middle, low, high)
+
+
+def quotients(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Return the median and quartiles of the quotients of values that were measured one after the other."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def ratio_of_sums(
+    numerators: Sequence[float], denominators: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Ratio:
+    """Return sum(numerators) / sum(denominators) with a paired 95% bootstrap interval over clusters.
+
+    Args:
+        numerators, denominators: [n], of the same prompts.
+        clusters: [n] labels; equal ones are resampled together. Default: each value is a cluster.
+    """
+    labels = list(range(len(numerators))) if clusters is None else list(clusters)
+    index = {label: at for at, label in enumerate(dict.fromkeys(labels))}
+    sums = np.zeros((2, len(index)))
+    for label, a, b in zip(labels, numerators, denominators, strict=True):
+        sums[:, index[label]] += float(a), float(b)
+    value = float(sums[0].sum() / sums[1].sum())
+    if len(index) < 2:
+        return Ratio(value)
+    drawn = np.random.default_rng(0).integers(0, len(index), (REPLICATES, len(index)))
+    low, high = np.quantile(sums[0][drawn].sum(1) / sums[1][drawn].sum(1), (0.025, 0.975))
+    return Ratio(value, float(low), float(high))
+
+
+def compare_rounds(
+    trace: ss.Trace, policy: ss.StopPolicy, profile: ss.Profile, texts: Sequence[Generation]
+) -> tuple[int, int]:
+    """Compare live rounds with those that replay predicts, at the anchors that both visit.
+
+    Args:
+        trace: dense trace of the prompts.
+        policy: the policy of the live run.
+        profile: of the live run.
+        texts: live texts, in the order of the prompts.
+
+    Returns:
+        Number of rounds compared, and of those with other counts of drafted, verified or accepted tokens.
+    """
+    rounds = ss.replay(trace, policy, profile)
+    replayed = {(text, anchor): counts for text, anchor, *counts in rounds.log.tolist()}
+    pairs = [
+        ([r.drafted, r.verified, r.accepted], replayed[number, r.anchor])
+        for number, text in enumerate(texts)
+        for r in text.rounds
+        if (number, r.anchor) in replayed
+    ]
+    return len(pairs), sum(live != counts for live, counts in pairs)
+
+
+MAX_TIES = 1 / 2000
+"""Share of rounds that may differ: rows of one forward and of a batch differ by 1e-5, which decides ties."""

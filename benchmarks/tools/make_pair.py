@@ -1,0 +1,640 @@
+"""Train a target and a draft on Python source text, and write the pair as the package ships it.
+
+    python benchmarks/tools/make_pair.py --size large --out pairs/large
+    python benchmarks/tools/make_pair.py --size large --draft plain --target pairs/large/target --out pairs/large-plain
+    python benchmarks/tools/make_pair.py --size large --out pairs/large --ship train/demo/data
+
+The target learns the next token of the text. The draft is trained on the target's distribution (`--draft distilled`)
+or, like the target, on the text alone (`--draft plain`). All weights are rounded to int8 with one scale per row
+before they are measured. Prompts come from files that neither model has seen. The table has the acceptance by depth
+on the test prompts. The last line is one JSON object; with `--check` the exit code is 1 unless P(A >= 1) is between
+0.6 and 0.85, and P(A = 0) and P(A >= 6) are above 0.15. `--smoke` trains for two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import platform
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import transformers
+from safetensors.torch import save_file
+from specstop.policies.errors import InputError, SpecstopError
+from specstop.policies.files import prepare_output_dir, read_json, staged_folder, write_manifest
+from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+MAX_DEPTH = 8
+"""Depths whose acceptance is measured."""
+
+# Folders of the standard library without library text: tests, installed packages, generated tables.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
+SKIPPED_PREFIXES = ("config-", "python")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths of one Llama model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+
+    def build(self, vocabulary: int, positions: int) -> LlamaForCausalLM:
+        """Return a freshly initialised model with tied embeddings."""
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            max_position_embeddings=positions,
+            tie_word_embeddings=True,
+            # The library's default of 0.02 suits wide models.
+            initializer_range=self.hidden**-0.5,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        return LlamaForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings that decide the weights.
+
+    Attributes:
+        target: Shape of the target.
+        draft: Shape of the draft.
+        shallow_layers: Layers of the network that is trained first and then stacked to the target's depth.
+        shallow_steps: Steps of that network, on windows of `shallow_length` tokens.
+        steps: Steps of the whole target, on windows of `length` tokens.
+        draft_steps: Steps of the draft.
+        generated_rows: Texts that the target generates for the draft to learn from.
+        vocabulary: Entries of the tokenizer.
+        positions: `max_position_embeddings` of both models.
+        tokens_per_step: Tokens of one training step.
+        rate: Peak learning rate of matrices (Muon).
+        other_rate: Peak learning rate of embeddings and norms (AdamW).
+        held_out: Share of the files held out for prompts.
+        text_bytes: Most bytes of text to learn from, 0 = all of it.
+        prompts: Training and test prompts.
+        prompt_tokens: Least and most tokens of a prompt.
+        seed: Decides split, weights, batches and prompts.
+    """
+
+    target: ModelShape
+    draft: ModelShape
+    shallow_layers: int
+    shallow_steps: int
+    steps: int
+    draft_steps: int
+    generated_rows: int
+    vocabulary: int = 2048
+    positions: int = 2048
+    shallow_length: int = 256
+    length: int = 512
+    tokens_per_step: int = 4096
+    rate: float = 0.02
+    other_rate: float = 3e-3
+    held_out: float = 0.12
+    text_bytes: int = 0
+    prompts: tuple[int, int] = (800, 800)
+    prompt_tokens: tuple[int, int] = (64, 160)
+    seed: int = 0
+
+
+LARGE = Recipe(
+    target=ModelShape(hidden=256, layers=12, heads=4, intermediate=704),
+    draft=ModelShape(hidden=128, layers=2, heads=2, intermediate=352),
+    shallow_layers=4,
+    shallow_steps=1600,
+    steps=1700,
+    draft_steps=2200,
+    generated_rows=3072,
+)
+
+RECIPES = {
+    "large": LARGE,
+    # For timing only: its acceptance means nothing.
+    "100m": Recipe(
+        target=ModelShape(hidden=768, layers=14, heads=12, intermediate=2048),
+        draft=ModelShape(hidden=256, layers=2, heads=4, intermediate=688),
+        shallow_layers=2,
+        shallow_steps=60,
+        steps=10,
+        draft_steps=60,
+        generated_rows=16,
+        vocabulary=4096,
+        text_bytes=500_000,
+    ),
+}
+
+
+# Text
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file; `group` is the first part of its path."""
+
+    name: str
+    text: str
+    group: str
+
+
+def stdlib_documents() -> list[Document]:
+    """Return the source files of the running Python's standard library, tests excluded, in a fixed order."""
+    root, documents = Path(sysconfig.get_paths()["stdlib"]), []
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        skipped = any(part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in parts[:-1])
+        if skipped or path.suffix != ".py" or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            documents.append(Document("/".join(parts), text, Path(parts[0]).stem))
+    return documents
+
+
+def split_documents(
+    documents: Sequence[Document], recipe: Recipe
+) -> tuple[list[Document], list[Document], list[Document]]:
+    """Return the documents to learn from, those of training prompts and those of test prompts; the sets are disjoint."""
+    order = list(documents)
+    random.Random(recipe.seed).shuffle(order)
+    held_out = max(2, round(recipe.held_out * len(order)))
+    train_prompts = max(1, round(0.6 * held_out))
+    learn, size = [], 0
+    for document in order[held_out:]:
+        if recipe.text_bytes and size >= recipe.text_bytes:
+            break
+        learn.append(document)
+        size += len(document.text.encode())
+    return learn, order[:train_prompts], order[train_prompts:held_out]
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE with `vocabulary` entries, the end-of-text token included."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, bos_token=END_OF_TEXT
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> torch.Tensor:
+    """Return all documents as one stream of token ids, each followed by the end-of-text token."""  # [tokens]
+    stream: list[int] = []
+    for encoding in tokenizer.backend_tokenizer.encode_batch([document.text for document in documents]):
+        stream.extend(encoding.ids)
+        stream.append(tokenizer.eos_token_id)
+    return torch.tensor(stream)
+
+
+def cut_prompts(
+    tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document], count: int, recipe: Recipe
+) -> list[dict[str, str]]:
+    """Return up to `count` prompts, from all documents in turn; pieces of one document do not overlap."""
+    rng = random.Random(recipe.seed)
+    pieces = [_pieces(tokenizer, document, recipe.prompt_tokens, rng) for document in documents]
+    prompts: list[dict[str, str]] = []
+    for turn in range(max(map(len, pieces))):
+        for document, texts in zip(documents, pieces, strict=True):
+            if turn < len(texts) and len(prompts) < count:
+                prompts.append({"id": f"{document.name}#{turn}", "prompt": texts[turn], "group": document.group})
+    return prompts
+
+
+def _pieces(
+    tokenizer: PreTrainedTokenizerFast, document: Document, tokens: tuple[int, int], rng: random.Random
+) -> list[str]:
+    """Cut one document into pieces that start at a line, in a seeded order."""
+    text, pieces, begin = document.text, [], 0
+    while begin < len(text):
+        length = rng.randint(*tokens)
+        # Tokens rarely exceed 16 characters.
+        encoding = tokenizer.backend_tokenizer.encode(text[begin : begin + 16 * length])
+        if len(encoding.ids) < length:
+            break
+        end = begin + encoding.offsets[length - 1][1]
+        pieces.append(text[begin:end])
+        begin = text.find("\n", end) + 1 or len(text)
+    rng.shuffle(pieces)
+    return pieces
+
+
+# Training
+
+
+class LanguageModelTraining(lightning.LightningModule):
+    """Train `student` on the next token, or on the distribution of `teacher` if there is one."""
+
+    def __init__(
+        self, student: LlamaForCausalLM, recipe: Recipe, steps: int, teacher: LlamaForCausalLM | None = None
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # two optimizers
+        self.student, self.recipe, self.steps = student, recipe, steps
+        self._teacher = [teacher]  # in a list: its weights are not part of this module
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+        """Return Muon for the matrices of the layers, AdamW for the rest, and their schedules."""
+        matrices = [w for name, w in self.student.named_parameters() if w.ndim == 2 and "embed" not in name]
+        others = [w for name, w in self.student.named_parameters() if w.ndim != 2 or "embed" in name]
+        optimizers = [
+            torch.optim.Muon(matrices, lr=self.recipe.rate, momentum=0.95, weight_decay=0.01),
+            torch.optim.AdamW(others, lr=self.recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
+        warmup_steps = max(1, self.steps // 20)
+
+        def share(step: int) -> float:
+            return max(0.0, min((step + 1) / warmup_steps, (self.steps - step) / (self.steps - warmup_steps)))
+
+        return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, share) for optimizer in optimizers]
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> None:
+        """Take one step on windows of tokens [batch, length + 1]."""
+        (tokens,) = batch
+        inputs, (teacher,) = tokens[:, :-1], self._teacher
+        logits = self.student(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+        if teacher is None:
+            loss = functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        else:
+            with torch.no_grad():
+                teacher_logits = teacher(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+            loss = functional.kl_div(
+                logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="batchmean", log_target=True
+            )
+        optimizers: Any = self.optimizers()
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, self.lr_schedulers(), strict=True):  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        self.losses.append(float(loss.detach()))
+        if len(self.losses) % 50 == 0:
+            print(f"step {len(self.losses)} of {self.steps}: loss {tail_mean(self.losses):.3f}", flush=True)
+
+
+def fit(module: LanguageModelTraining, windows: torch.Tensor) -> float:
+    """Run the steps of `module` on shuffled windows [n, length + 1] and return the last mean loss."""
+    batch = max(1, module.recipe.tokens_per_step // (windows.shape[1] - 1))
+    module.student.train()
+    module.student.compile()
+    loader = DataLoader(TensorDataset(windows), batch_size=min(batch, len(windows)), shuffle=True, drop_last=True)
+    lightning.Trainer(
+        accelerator="cpu",
+        precision="bf16-mixed",
+        max_steps=2 * module.steps,  # Lightning counts each optimizer's steps
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, loader)
+    module.student.train(False)
+    return tail_mean(module.losses)
+
+
+def tail_mean(losses: Sequence[float]) -> float:
+    """Return the mean of the last twentieth."""
+    last = losses[-max(1, len(losses) // 20) :]
+    return sum(last) / len(last)
+
+
+def windows_of(stream: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the stream as windows that share one token with the next."""  # [n, length + 1]
+    return stream.unfold(0, length + 1, length)
+
+
+def train_target(stream: torch.Tensor, recipe: Recipe) -> tuple[LlamaForCausalLM, float]:
+    """Train a shallow network, stack copies of it to the target's depth, and train the whole; return it and its loss."""
+    shallow = dataclasses.replace(recipe.target, layers=recipe.shallow_layers).build(
+        recipe.vocabulary, recipe.positions
+    )
+    fit(LanguageModelTraining(shallow, recipe, recipe.shallow_steps), windows_of(stream, recipe.shallow_length))
+    target = recipe.target.build(recipe.vocabulary, recipe.positions)
+    target.model.embed_tokens.load_state_dict(shallow.model.embed_tokens.state_dict())
+    target.model.norm.load_state_dict(shallow.model.norm.state_dict())
+    # Repeating the trained blocks is a better start for a deep network than new layers (Du et al. 2024, G_stack).
+    for index, layer in enumerate(target.model.layers):
+        layer.load_state_dict(shallow.model.layers[index % recipe.shallow_layers].state_dict())
+    return target, fit(LanguageModelTraining(target, recipe, recipe.steps), windows_of(stream, recipe.length))
+
+
+def train_draft(
+    target: LlamaForCausalLM, stream: torch.Tensor, recipe: Recipe, distilled: bool
+) -> tuple[LlamaForCausalLM, float]:
+    """Train the draft and return it with its last mean loss.
+
+    Args:
+        target: The teacher.
+        stream: Tokens that the target was trained on.
+        recipe: Shapes and steps.
+        distilled: Whether the draft learns the target's distribution, on the text and on continuations of it by the target;
+            otherwise it learns the text alone.
+    """
+    draft = recipe.draft.build(recipe.vocabulary, recipe.positions)
+    windows = windows_of(stream, recipe.shallow_length)
+    if not distilled:
+        return draft, fit(LanguageModelTraining(draft, recipe, recipe.draft_steps), windows)
+    generated = generate_text(target, windows, recipe.generated_rows)
+    target.compile()  # now that all text is generated: `generate` would compile it for every length
+    # Twice as much text of the target as of the standard library: what is drafted later is text of the target.
+    repeated = generated.repeat(max(1, 2 * len(windows) // len(generated)), 1)
+    module = LanguageModelTraining(draft, recipe, recipe.draft_steps, teacher=target)
+    return draft, fit(module, torch.cat([windows, repeated]))
+
+
+def generate_text(target: LlamaForCausalLM, windows: torch.Tensor, rows: int, batch: int = 128) -> torch.Tensor:
+    """Let the target continue the first half of `rows` windows, greedily and sampled in turn."""  # [rows, length + 1]
+    half = windows.shape[1] // 2
+    chosen = windows[torch.randperm(len(windows))[:rows]]
+    texts = []
+    for turn, part in enumerate(chosen.split(batch)):
+        temperature = (0.0, 0.5, 0.0, 1.0)[turn % 4]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        prompt = part[:, :half]
+        with torch.autocast("cpu", torch.bfloat16):
+            text = target.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                min_length=windows.shape[1],
+                max_length=windows.shape[1],
+                **sampling,
+            )
+        texts.append(text)
+        print(f"text of the target: {sum(map(len, texts))} of {len(chosen)}", flush=True)
+    return torch.cat(texts)
+
+
+def round_weights(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return the model with the weights that its shipped form expands to."""
+    rounded = type(model)(model.config)
+    rounded.load_state_dict(expand_weights(quantize_weights(model.state_dict())))
+    return rounded.train(False)
+
+
+def make_pair(
+    documents: Sequence[Document], recipe: Recipe, out: Path, *, distilled: bool = True, target: Path | None = None
+) -> None:
+    """Train tokenizer, target and draft and write the pair's folder, whole or not at all.
+
+    Args:
+        documents: The text; a seeded share of it is held out for prompts.
+        recipe: Settings that decide the weights.
+        out: The folder to write: `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl` and `pair.json`.
+        distilled: Whether the draft learns from the target; otherwise from the text alone.
+        target: Folder of a target of the same recipe to use. Default: train one, and keep it in the folder `OUT-target`.
+    """
+    started = time.perf_counter()
+    learn, train_documents, test_documents = split_documents(documents, recipe)
+    lightning.seed_everything(recipe.seed, verbose=False)
+    kept = target or out.with_name(f"{out.name}-target")
+    if target is not None:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        stream = encode(tokenizer, learn)
+        network: Any = AutoModelForCausalLM.from_pretrained(target)
+        trained = json.loads((target / "training.json").read_text())
+    else:
+        tokenizer = train_tokenizer((document.text for document in learn), recipe.vocabulary)
+        stream = encode(tokenizer, learn)
+        network, loss = train_target(stream, recipe)
+        network = round_weights(network)
+        network.save_pretrained(kept)
+        tokenizer.save_pretrained(kept)
+        trained = {"target_cross_entropy": loss, "seconds": time.perf_counter() - started}
+        (kept / "training.json").write_text(json.dumps(trained), encoding="utf-8")
+    started = time.perf_counter()
+    lightning.seed_everything(
+        recipe.seed, verbose=False
+    )  # the same draft whether or not the target was trained just now
+    draft, draft_loss = train_draft(network, stream, recipe, distilled)
+    with staged_folder(out) as stage:
+        for name, model in (("target", network), ("draft", round_weights(draft))):
+            model.save_pretrained(stage / name)
+            tokenizer.save_pretrained(stage / name)
+        for name, sources, count in zip(
+            ("train", "test"), (train_documents, test_documents), recipe.prompts, strict=True
+        ):
+            prompts = cut_prompts(tokenizer, sources, count, recipe)
+            lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+            (stage / f"prompts-{name}.jsonl").write_text(lines, encoding="utf-8")
+        described = {
+            "recipe": dataclasses.asdict(recipe),
+            "draft": "distilled" if distilled else "plain",
+            "parameters": {"target": network.num_parameters(), "draft": draft.num_parameters()},
+            "text_tokens": len(stream),
+            "losses": {
+                "target_cross_entropy": trained["target_cross_entropy"],
+                "draft_divergence" if distilled else "draft_cross_entropy": draft_loss,
+            },
+            "seconds": round(trained["seconds"] + time.perf_counter() - started),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "transformers": transformers.__version__,
+                "lightning": lightning.__version__,
+            },
+        }
+        (stage / "pair.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+
+
+# Measuring
+
+
+def acceptance(pair: Path, prompts: int, tokens: int) -> dict[str, Any]:
+    """Measure greedy acceptance on the test prompts, with a round from every position of the target's text.
+
+    While all drafted tokens are accepted the draft continues the target's own text. One pass of the draft over that text
+    is therefore exact.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    target: Any = AutoModelForCausalLM.from_pretrained(pair / "target")
+    draft: Any = AutoModelForCausalLM.from_pretrained(pair / "draft")
+    lengths: list[int] = []
+    for line in (pair / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:prompts]:
+        ids = tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids  # [1, prompt]
+        with torch.inference_mode():
+            text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+            guess = draft(text[:, :-1]).logits[0, ids.shape[1] - 1 :].argmax(-1)
+        same = (guess == text[0, ids.shape[1] :]).tolist()
+        for start in range(len(same) - MAX_DEPTH + 1):
+            window = same[start : start + MAX_DEPTH]
+            lengths.append(window.index(False) if False in window else MAX_DEPTH)
+    reached = [sum(length >= depth for length in lengths) / len(lengths) for depth in range(MAX_DEPTH + 1)]
+    conditional = [after / max(before, 1e-9) for before, after in itertools.pairwise(reached)]
+    return {
+        "rounds": len(lengths),
+        "reached": [round(value, 4) for value in reached[1:]],
+        "given": [round(value, 4) for value in conditional],
+    }
+
+
+# Shipping
+
+
+def ship(pair: Path, out: Path, command: str, rates: dict[str, Any]) -> None:
+    """Write a pair as package data: int8 weights, one tokenizer, prompts and a model card."""
+    with staged_folder(out) as stage:
+        for name in ("target", "draft"):
+            (stage / name).mkdir()
+            weights = AutoModelForCausalLM.from_pretrained(pair / name).state_dict()
+            save_file(quantize_weights(weights), stage / name / WEIGHTS)
+            for file in ("config.json", "generation_config.json"):
+                (stage / name / file).write_bytes((pair / name / file).read_bytes())
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (stage / file).write_bytes((pair / "target" / file).read_bytes())
+        for file in ("prompts-train.jsonl", "prompts-test.jsonl", "pair.json"):
+            (stage / file).write_bytes((pair / file).read_bytes())
+        (stage / "README.md").write_text(card(json.loads((pair / "pair.json").read_text()), command, rates))
+
+
+CARD = """---
+license: apache-2.0
+library_name: transformers
+tags: [speculative-decoding]
+---
+
+# The pair that ships with specstop
+
+Two Llama models with one byte-level BPE tokenizer of {vocabulary} entries, for demonstrations, tests and benchmarks of
+speculative decoding. They continue Python source text and have no other use.
+
+- Target: {target}.
+- Draft: {draft}.
+- Weights: int8 with one bfloat16 scale per row. `specstop.train.demo.pair.shipped_pair()` expands them to float32 in two
+  folders that `from_pretrained` loads.
+
+## Training data
+
+The source files of the standard library of Python {python} without its tests: {tokens} tokens, PSF License Version 2,
+copyright Python Software Foundation. The prompts are pieces of files of that library that neither model was trained on.
+Training and test prompts come from different files.
+
+## Recipe
+
+    {command}
+
+Seed {seed}; {versions}; {seconds} s on two CPU cores. Final losses (nats per token): {losses}.
+
+## Greedy acceptance on the test prompts
+
+{rounds} rounds, one from every position of the target's own text.
+
+| depth j | P(A >= j) | P(A >= j given A >= j - 1) |
+|---|---|---|
+{rows}"""
+
+
+def card(described: dict[str, Any], command: str, rates: dict[str, Any]) -> str:
+    """Return the model card of a pair."""
+    recipe, versions = described["recipe"], ", ".join(f"{k} {v}" for k, v in described["versions"].items())
+    rows = "".join(
+        f"| {depth} | {reached:.3f} | {given:.3f} |\n"
+        for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1)
+    )
+    shapes = {
+        name: f"{recipe[name]['layers']} layer(s) of width {recipe[name]['hidden']}, {count / 1e6:.2f}M parameters"
+        for name, count in described["parameters"].items()
+    }
+    losses = ", ".join(f"{name} {loss:.3f}" for name, loss in described["losses"].items())
+    return CARD.format(
+        vocabulary=recipe["vocabulary"],
+        target=shapes["target"],
+        draft=f"{shapes['draft']}, {described['draft']}",
+        python=described["versions"]["python"],
+        tokens=f"{described['text_tokens']:,}",
+        command=command,
+        seed=recipe["seed"],
+        versions=versions,
+        seconds=described["seconds"],
+        losses=losses,
+        rounds=f"{rates['rounds']:,}",
+        rows=rows,
+    )
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the pair; an existing pair is measured")
+    parser.add_argument("--size", choices=sorted(RECIPES), default="large", help="recipe")
+    parser.add_argument("--draft", choices=("distilled", "plain"), default="distilled", help="what the draft learns")
+    parser.add_argument("--target", type=Path, help="target of the same recipe to use instead of training one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
+    parser.add_argument("--ship", type=Path, help="folder to write the package data to")
+    parser.add_argument("--overwrite", action="store_true", help="replace the pair in --out")
+    parser.add_argument("--smoke", action="store_true", help="train for two steps, to see that the script runs")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the acceptance is not in its range")
+    options = parser.parse_args()
+    recipe = dataclasses.replace(RECIPES[options.size], seed=options.seed)
+    if options.smoke:
+        few = {"shallow_steps": 2, "steps": 2, "draft_steps": 2, "generated_rows": 8, "text_bytes": 100_000}
+        recipe = dataclasses.replace(recipe, **few)
+    transformers.logging.disable_progress_bar()
+    try:
+        if (options.out / "pair.json").is_file() and not options.overwrite:
+            existing = read_json(options.out / "pair.json", "the pair")
+            if (existing["draft"], existing["recipe"]) != (
+                options.draft,
+                json.loads(json.dumps(dataclasses.asdict(recipe))),
+            ):
+                raise InputError(f"--out: {options.out} holds a pair of another recipe; pass --overwrite to replace it")
+        else:
+            prepare_output_dir(options.out, overwrite=options.overwrite, inputs=[])
+            make_pair(
+                stdlib_documents(), recipe, options.out, distilled=options.draft == "distilled", target=options.target
+            )
+    except SpecstopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rates = acceptance(options.out, prompts=4 if options.smoke else 100, tokens=32 if options.smoke else 160)
+    print(f"{'depth':>5} {'P(A >= depth)':>14} {'given the depth before':>23}")
+    for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1):
+        print(f"{depth:>5} {reached:>14.3f} {given:>23.3f}")
+    files = [path.relative_to(options.out).as_posix() for path in options.out.rglob("*") if path.is_file()]
+    write_manifest(options.out, files)
+    if options.ship is not None:
+        words = f"--size {options.size} --draft {options.draft} --seed {recipe.seed} --out pair"
+        ship(options.out, options.ship, f"python benchmarks/tools/make_pair.py {words}", rates)
+    first, sixth = rates["reached"][0], rates["reached"][5]
+    met = 0.6 <= first <= 0.85 and 1 - first > 0.15 and sixth > 0.15
+    print(json.dumps({"out": str(options.out), "size": options.size, "draft": options.draft, "met": met, **rates}))
+    return int(options.check and not met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The arithmetic of the harness and of the tools of `benchmarks/`; `smoke.py` runs the scripts."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmark_scripts import BENCHMARKS, script
+from hypothesis import given, settings, strategies as st
+
+SCRIPTS = script("tools/bars").SCRIPTS
+positive = st.floats(0.1, 10.0)
+
+
+def test_every_script_of_the_folder_is_run() -> None:
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*SCRIPTS, "harness"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "smoke", "always", "met"),
+    [
+        ({"at_least": 1.0}, False, False, True),
+        ({"at_least": 1.3}, False, False, False),
+        ({"at_most": 1.1}, False, False, False),
+        ({"above": 1.0}, False, False, False),
+        ({"above": 0.9}, False, False, True),
+        ({"at_least": 1.3}, True, False, None),
+        ({"at_least": 1.3}, True, True, False),
+    ],
+)
+def test_a_bar_decides_on_value_or_interval_and_in_a_smoke_run_only_on_correctness(
+    limits: dict[str, float], smoke: bool, always: bool, met: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness = script("harness")
+
+    def part(run: object) -> None:
+        run.bar("ratio", harness.Ratio(1.2, 0.95, 1.4), always=always, **limits)
+
+    run = harness.Run("", {"part": part}, argv=["--check", *(["--smoke"] if smoke else [])])
+    assert run.execute() == (met is False)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bars"]["ratio"]["met"] is met
+
+
+def test_methods_alternate_after_a_warm_up() -> None:
+    calls: list[str] = []
+    seconds = script("harness").alternate({name: lambda name=name: calls.append(name) for name in "ab"}, 3)
+    assert "".join(calls) == "abbaabba"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(positive, min_size=3, max_size=20), positive)
+def test_a_constant_ratio_of_sums_has_an_interval_without_width(values: list[float], factor: float) -> None:
+    ratio = script("harness").ratio_of_sums([factor * value for value in values], values)
+    assert np.allclose([ratio.value, ratio.low, ratio.high], factor)
+
+
+def test_values_of_one_cluster_are_resampled_together() -> None:
+    generator = np.random.default_rng(0)
+    values = np.repeat(generator.uniform(1.0, 3.0, 20), 10)
+    harness, ones = script("harness"), np.ones(200)
+    alone, clustered = (harness.ratio_of_sums(values, ones, labels) for labels in (None, np.arange(200) // 10))
+    assert alone.value == clustered.value
+    assert 2.5 < (clustered.high - clustered.low) / (alone.high - alone.low) < 4.0  # the root of 10
+
+
+def test_a_geometric_ratio_has_students_interval() -> None:
+    ab = script("tools/ab")
+    ratio = ab.geometric_ratio([2.0, 3.0, 2.0], [1.0, 1.0, 2.0])
+    logs = np.log([2.0, 3.0, 1.0])
+    half = 4.30265 * logs.std(ddof=1) / 3**0.5
+    assert np.allclose(
+        [ratio.value, ratio.low, ratio.high], np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
+    )
+    assert ab.geometric_ratio([0.0, 1.0], [1.0, 1.0]) is None
+    assert dict(ab.numbers({"a": [1, True, math.nan], "b": {"c": "3", "d": 2.5}})) == {"a.0": 1.0, "b.d": 2.5}
+
+
+@pytest.mark.parametrize(("drift", "noise", "met"), [(1.02, [1.0], True), (1.0, [1.0, 1.5, 0.8], False)])
+def test_before_and_after_are_compared_on_a_machine_that_drifts_but_not_on_a_noisy_one(
+    drift: float, noise: list[float], met: bool
+) -> None:
+    ab, calls = script("tools/ab"), [0]
+
+    def run(state: int) -> dict[str, float]:
+        calls[0] += 1
+        return {"us": (10.0, 5.0, 10.0)[state] * drift ** calls[0] * noise[calls[0] * calls[0] % 7 % len(noise)]}
+
+    rows = ab.compare("fake", ab.alternate(run, 6), None)
+    assert list(ab.judge(rows, ["fake.us<=0.6"], 0.05).values()) == [met]
+
+
+def test_mutants_are_valid_python_and_differ_from_the_source(tmp_path: Path) -> None:
+    mutants = script("tools/mutants")
+    source = (
+        "def f(x, y):\n    if not x < 1 and y > 2:\n        raise ValueError\n    x += 1\n    return max(x, y) - 2\n"
+    )
+    (tmp_path / "f.py").write_text(source)
+    texts = [source[: m.start] + m.after + source[m.end :] for m in mutants.draw(tmp_path, ["f.py"], 1000, 0)]
+    trees = [ast.dump(ast.parse(text)) for text in texts]
+    assert len(trees) > 12 and ast.dump(ast.parse(source)) not in trees
+    assert mutants.draw(tmp_path, ["f.py"], 5, 1) == mutants.draw(tmp_path, ["f.py"], 5, 1)
+
+
+def test_prompts_of_a_pair_come_from_files_that_are_not_trained_on() -> None:
+    make_pair = script("tools/make_pair")
+    texts = ["".join(f"doc{n}_{line} = value({line})\n" for line in range(60)) for n in range(10)]
+    documents = [make_pair.Document(f"file{n}.py", text, "group") for n, text in enumerate(texts)]
+    recipe = make_pair.dataclasses.replace(make_pair.LARGE, vocabulary=320, held_out=0.4, prompt_tokens=(8, 16))
+    learn, *held_out = make_pair.split_documents(documents, recipe)
+    assert len({document.name for part in (learn, *held_out) for document in part}) == 10
+    tokenizer = make_pair.train_tokenizer((document.text for document in learn), recipe.vocabulary)
+    for side in held_out:
+        prompts = make_pair.cut_prompts(tokenizer, side, 12, recipe)
+        assert prompts and all(any(p["prompt"] in document.text for document in side) for p in prompts)
+    windows = make_pair.windows_of(torch.arange(21), 5)
+    assert windows.tolist() == [list(range(start, start + 6)) for start in (0, 5, 10, 15)]

@@ -1,0 +1,376 @@
+"""Small random models of many kinds, for tests and for `benchmarks/architectures.py`.
+
+Configurations of eleven kinds of model (`CONFIGS`), all causal language model classes of the installed transformers
+(`names`), and the comparison of decoded texts with those of `generate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from specstop.decode import Pair, Settings, Speculator, Tally, join
+from specstop.decode.loop import Request
+from specstop.policies import Confidence, FixedLength, InputError, StopPolicy
+from specstop.policies.errors import PairError
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TIE = 1e-4
+VOCABULARY = 64
+WINDOW = 6  # shorter than every text and than some trees
+IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+NARROW = {**IDS, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
+WIDE = {
+    **NARROW,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.4,
+}
+GROUPED = {**WIDE, "num_key_value_heads": 1, "head_dim": 16}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {**GROUPED, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in GROUPED.items() if k != "head_dim"}),
+    "qwen2-window": lambda: Qwen2Config(
+        **{k: v for k, v in GROUPED.items() if k != "head_dim"},
+        use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1,
+    ),
+    "qwen3": lambda: Qwen3Config(**GROUPED),
+    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**GEMMA),
+    "gemma3": lambda: Gemma3TextConfig(**GEMMA),
+    "gpt2": lambda: GPT2Config(
+        **IDS, n_embd=32, n_layer=3, n_head=2, n_positions=160, initializer_range=0.4, tie_word_embeddings=False
+    ),
+    "gpt-neox": lambda: GPTNeoXConfig(**WIDE),
+    "opt": lambda: OPTConfig(
+        **NARROW, ffn_dim=48, num_hidden_layers=3, max_position_embeddings=160, init_std=0.4, word_embed_proj_dim=32
+    ),
+}  # fmt: skip
+"""Small configurations by name; those with a window have layers that see `WINDOW` tokens."""
+
+EAGER_ONLY = ("gemma2",)  # transformers has no other attention for its soft-capped scores
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES = (None, "3,2,1", "fork:4x4", "parents:-1,-1,0,0,1,2,5")
+POLICIES: tuple[StopPolicy, ...] = (FixedLength(4), Confidence(0.2))
+
+
+def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
+    """Return a random model of one kind, whose text does not repeat itself at once."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention)
+    model.generation_config.eos_token_id = None
+    return model.to(dtype).eval()
+
+
+def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
+    """Return a copy with noise on its matrices, `share` of their own spread: accepted now and then."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.dim() > 1:
+                noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+                weight.add_((share * weight.double().std() * noise).to(weight.dtype))
+    return draft
+
+
+def prompts(count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    """Return random prompts of 1 to 20 tokens, and one that is longer than a slice of the causal mask."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [70 if i == 1 else 1 + 7 * i % 20 for i in range(count)]
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def plain(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
+    """Return the new tokens of the model's `generate`."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    out: Any = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+@torch.inference_mode()
+def margin(model: PreTrainedModel, prefix: Sequence[int]) -> float:
+    """Return the difference of the two best logits after a prefix."""
+    best = model(torch.tensor([list(prefix)], device=model.device)).logits[0, -1].double().topk(2).values
+    return float(best[0] - best[1])
+
+
+@dataclass
+class Compared:
+    """Texts of one model, tree and policy, compared with the plain ones.
+
+    Attributes:
+        margins: of the target's two best logits, where a text first differs.
+        accepted: accepted tokens / verified tokens.
+    """
+
+    texts: int = 0
+    equal: int = 0
+    margins: list[float] = field(default_factory=list)
+    accepted: float = 0.0
+
+    @property
+    def ties(self) -> int:
+        """Texts that differ after a tie."""
+        return sum(m < TIE for m in self.margins)
+
+    @property
+    def wrong(self) -> int:
+        """Texts that differ without a tie."""
+        return len(self.margins) - self.ties
+
+
+def compare(
+    target: PreTrainedModel,
+    pair: Pair,
+    policy: StopPolicy,
+    tree: str | None,
+    texts: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    new: int,
+) -> Compared:
+    """Decode `texts` with one policy and tree and compare them with `expected`, the plain texts of `target`."""
+    speculator = Speculator(pair, policy, Settings(0.0, new, tree=tree))
+    made = [speculator.generate(prompt) for prompt in texts]
+    out = Compared(len(made))
+    for prompt, generation, right in zip(texts, made, expected, strict=True):
+        got = list(generation.tokens)
+        if got == right:
+            out.equal += 1
+            continue
+        first = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
+        out.margins.append(margin(target, [*prompt, *right[:first]]))
+    facts = Tally(made).summary()
+    out.accepted = facts["accepted"] / max(1, facts["verified"])
+    return out
+
+
+CLASS_VOCABULARY = 96
+LARGEST = 30_000_000
+"""Maximum number of weights of a small model."""
+
+SECONDS = 60
+"""Time limit for building a model, and for each decoding method."""
+
+PROMPTS = ([5, 9, 17, 33, 3, 8, 60], [50, 51, 52], [7, 41, 9, 33, 12])
+NEW = 12
+
+SMALL: dict[str, Any] = {
+    "vocab_size": CLASS_VOCABULARY, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size": 32,
+    "emb_dim": 32, "word_embed_proj_dim": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48, "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48, "n_inner": 48, "dff": 48, "d_inner": 48, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2,
+    "num_layers": 2, "decoder_layers": 2, "encoder_layers": 1, "num_decoder_layers": 2, "num_encoder_layers": 1,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "max_position_embeddings": 256, "n_positions": 256,
+    "n_ctx": 256, "max_seq_len": 256, "initializer_range": 0.3, "init_std": 0.3, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8,
+    "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False, "first_k_dense_replace": 1,
+    "vocab_size_per_layer_input": CLASS_VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+    "global_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8,
+}  # fmt: skip
+"""Values of configuration fields; fields that a class does not have are skipped."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "llama4": {"attention_chunk_size": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "reformer": {"is_decoder": True},
+    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 48},
+    "falcon": {"multi_query": True},
+    "mpt": {"expansion_ratio": 2},
+    "roberta": {"is_decoder": True},
+    "phi3": {"original_max_position_embeddings": 256},
+}
+"""Additional values by model type."""
+
+ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_hidden_layers": 4},
+    {"head_dim": 4, "num_key_value_heads": 4},
+    {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 4},
+    {"num_key_value_heads": 4, "head_dim": 12},
+    {"num_hidden_layers": 8},
+    {"layer_types": ["linear_attention", "full_attention"]},
+    {"layer_types": ["sliding_attention", "full_attention"]},
+    {"vision_config": None, "audio_config": None},
+)
+"""Additional values for classes that cannot be built with `SMALL`, tried in order."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon alibi": ("falcon", {"alibi": True}),
+    "roberta encoder": ("roberta", {"is_decoder": False}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+}
+"""Additional configurations of a model type: the type and its fields by name of the variant."""
+
+
+@dataclass
+class Row:
+    """Results of one class.
+
+    Attributes:
+        name: model type or variant.
+        cls: name of the class.
+        cells: result by method: "equal", "wrong", "refused" or the name of an exception.
+        note: reason if the class was refused or not built.
+    """
+
+    name: str
+    cls: str
+    cells: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def faults(self) -> int:
+        """Number of methods with a wrong text or an unexpected exception."""
+        return sum(cell not in ("equal", "refused") for cell in self.cells.values())
+
+
+def names() -> list[str]:
+    """Return all model types and variants."""
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+
+
+def build_class(name: str, attempt: dict[str, Any]) -> PreTrainedModel:
+    """Return a small random model in float64 and evaluation mode, without the generation defaults of its class.
+
+    Args:
+        name: an entry of `names()`.
+        attempt: an entry of `ATTEMPTS`.
+
+    Raises:
+        ValueError: the model has more than `LARGEST` weights.
+    """
+    kind, fields = VARIANTS.get(name, (name, {}))
+    config_class = CONFIG_MAPPING[kind]
+    values = {**attempt, **OVERRIDES.get(kind, {}), **fields}
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(shrunk(config_class, values)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size} weights")
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(shrunk(config_class, values))
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.double().eval()
+
+
+def shrunk(config_class: Any, more: dict[str, Any]) -> Any:
+    """Return a configuration with the values of `SMALL` and `more`, also in its sub-configurations."""
+    default = config_class()
+    properties = {key for key in SMALL if isinstance(getattr(config_class, key, None), property)}
+    fields = {*default.to_dict(), *default.attribute_map}
+    values = {key: value for key, value in {**SMALL, **more}.items() if key not in properties and key in fields}
+    for name, sub_config in vars(default).items():
+        if hasattr(sub_config, "to_dict") and name not in values:
+            values[name] = shrunk(type(sub_config), more).to_dict()
+    return config_class(**values)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` if the block takes longer than `seconds`."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} seconds")
+
+    previous_handler = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous_handler)
+
+
+@torch.inference_mode()
+def expected_texts(model: PreTrainedModel) -> list[list[int]]:
+    """Return the new tokens of the model's `generate` method for each prompt."""
+    library: Any = model
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = library.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+METHODS = {"alone": (0, None, 1), "side by side": (0, None, 3), "chain": (3, None, 3), "tree": (2, "2,2", 1)}
+"""Draft length, tree and batch size of each decoding method."""
+
+
+def sweep_class(name: str) -> Row:
+    """Decode with one class, an entry of `names()`, and each method, and compare the texts with those of `generate`."""
+    kind = VARIANTS.get(name, (name,))[0]
+    row = Row(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, expected = None, []
+        for attempt in ATTEMPTS:
+            try:
+                with time_limit(SECONDS):
+                    model = build_class(name, attempt)
+                    try:
+                        expected = expected_texts(model)
+                    except (RuntimeError, TypeError, ValueError):  # some classes always compute in float32
+                        model = model.float()
+                        expected = expected_texts(model)
+                break
+            except Exception as error:  # a class may raise any exception
+                row.note, model = row.note or f"not built: {type(error).__name__}: {first_line(error)}", None
+        if model is None:
+            return row
+        row.cls, row.note = type(model).__name__, ""
+        for method, (depth, tree, batch) in METHODS.items():
+            try:
+                with time_limit(SECONDS):
+                    pair = join(model, noisy(model))
+                    speculator = Speculator(pair, FixedLength(depth), Settings(0.0, NEW, tree=tree), batch=batch)
+                    results = speculator.run([Request(prompt) for prompt in PROMPTS])
+                texts = [list(result.tokens) for result in results]
+                row.cells[method] = "equal" if texts == expected else "wrong"
+            except (PairError, InputError) as error:
+                row.cells[method], row.note = "refused", first_line(error)
+            except Exception as error:
+                row.cells[method], row.note = type(error).__name__, first_line(error)
+    return row
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error message, at most 200 characters."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]

@@ -1,0 +1,338 @@
+"""Simulated worlds with true costs in closed form, for tests of coverage and for `benchmarks/intervals.py`.
+
+A world draws prompts of random difficulty and length. A token shows the policy one of three confidences and is
+accepted with a probability that depends on both. Tokens are independent given the difficulty, so that the yield of a
+fixed length or of a confidence threshold is a sum over few outcomes, and the seconds of a text are a recursion over
+the remaining tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from simulated_machines import Disturbance, Machine
+from specstop.collect.schema import TIMES, Header, chain
+from specstop.collect.store import Trace, shard_table
+from specstop.decode.benchmark import Ratio
+from specstop.decode.profile.measuring import Case, Effort, Seconds, measure
+from specstop.policies import Confidence, FixedLength, StopPolicy
+from specstop.policies.costs import CostTable
+from specstop.policies.measurements import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY, Key
+from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.importance import importance_estimate
+
+LEAST, MOST = 0.92, 0.98
+SHOWN = np.array([0.25, 0.55, 0.85], dtype=np.float32)
+"""Confidences that a token may show; the thresholds of the policies lie between them."""
+
+DEPTH = 5
+LENGTHS = np.array([24, 40, 64])
+PROMPT_TOKENS = 12
+ROUNDS = 16
+"""Rounds of each text of a live run."""
+
+SIZES = (20, 40, 80)
+"""Number of prompts of a sample; worlds take turns."""
+
+LIVE_SIZES = (40, 160)
+"""Number of prompts of a live run; each world is drawn at both."""
+
+LOGGING = Confidence(0.7, DEPTH)
+DEEPER = Confidence(0.4, DEPTH)
+EXPLORE = 0.2
+EXACT = 1e-9
+SHRINK_SLACK = 0.25
+"""Relative tolerance of the factor by which errors fall: errors of 500 worlds scatter by a few per cent."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One figure of one world: method, quantity, prompts, whether its interval covers the truth, and its relative error."""
+
+    method: str
+    what: str
+    prompts: int
+    covered: bool
+    error: float
+
+
+@dataclass(frozen=True)
+class World:
+    """Prompts of L difficulties.
+
+    Attributes:
+        share: [L] of the prompts.
+        chance: [L, 3], of each confidence.
+        accept: [L, 3], P(accepted | difficulty, confidence).
+        lengths: [L, 3], of each text length.
+        profile: what rounds cost, whatever the context.
+    """
+
+    share: Array
+    chance: Array
+    accept: Array
+    lengths: Array
+    profile: Profile
+
+
+def draw_world(chance: np.random.Generator) -> World:
+    """Return a random world, with cheap or expensive drafts and similar or different prompts."""
+    levels = 3
+    base = np.sort(chance.uniform(0.1, 0.95, (levels, 3)), 1)
+    draft = float(np.exp(chance.uniform(np.log(0.03), np.log(0.4))))
+    verify = (1.0 + chance.uniform(0.0, 0.08) * np.arange(DEPTH + 1)).tolist()
+    table = CostTable(10.0, (draft, draft * chance.uniform(1.0, 1.2)), 0.0, tuple(verify))
+    decision = {"confidence": float(0.2 * draft * chance.uniform()), "fixed": 0.0}
+    return World(
+        chance.dirichlet(np.full(levels, 2.0)),
+        0.1 + 0.7 * chance.dirichlet(np.full(3, 1.5), levels),
+        base,
+        chance.dirichlet(np.full(3, 1.0), levels),
+        Profile(table, table, 0.01 * draft, 0.02, (1.0, 0.01), decision, 0.0, {"device": "made up"}),
+    )
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Possible outcomes of a round of one difficulty, all [M]."""
+
+    chance: Array
+    drafted: Array
+    decisions: Array
+    accepted: Array
+
+
+def outcomes(world: World, level: int, policy: StopPolicy) -> Outcomes:
+    """Return the distribution of a round's outcome."""
+    chance, accept = world.chance[level], world.accept[level]
+    rows: list[tuple[float, int, int, int]] = []
+    if isinstance(policy, FixedLength):
+        each, k = float(chance @ accept), policy.max_depth
+        rows = [(each**m * (1 - each if m < k else 1.0), k, 0, m) for m in range(k + 1)]
+    else:
+        assert isinstance(policy, Confidence)
+        high = policy.threshold <= SHOWN
+        going, stopping = float(chance[high].sum()), float(chance[~high].sum())
+        goes_well = float(chance[high] @ accept[high]) / going if going else 0.0
+        ends_well = float(chance[~high] @ accept[~high]) / stopping if stopping else 0.0
+        for k in range(1, DEPTH + 1):
+            last = k == DEPTH
+            here = going ** (k - 1) * (1.0 if last else stopping)
+            end = float(chance @ accept) if last else ends_well
+            reached = goes_well ** (k - 1)
+            asked = min(k, DEPTH - 1)
+            rows += [(here * goes_well**m * (1 - goes_well), k, asked, m) for m in range(k - 1)]
+            rows += [(here * reached * (1 - end), k, asked, k - 1), (here * reached * end, k, asked, k)]
+    probability, *counts = zip(*rows, strict=True)
+    drafted, decisions, accepted = (np.array(c, dtype=np.int64) for c in counts)
+    return Outcomes(np.array(probability), drafted, decisions, accepted)
+
+
+def round_costs(world: World, found: Outcomes, policy: StopPolicy, backlog: int) -> Array:
+    """Return [M] seconds of rounds with these outcomes."""
+    drafted, one = found.drafted, np.ones_like(found.drafted)
+    return world.profile.round_seconds(
+        one, drafted, drafted, backlog * one, found.decisions, world.profile.decision(policy.cost_name)
+    )
+
+
+def true_seconds(world: World, policy: StopPolicy) -> float:
+    """Return the expected seconds of a text: over difficulties and lengths, by recursion over the tokens left."""
+    total = 0.0
+    longest = int(LENGTHS.max())
+    for level, share in enumerate(world.share):
+        found = outcomes(world, level, policy)
+        cost = [round_costs(world, found, policy, backlog) for backlog in (1, 2)]
+        after = np.where((found.drafted > 0) & (found.accepted == found.drafted), 1, 0)  # a backlog of 2 follows
+        value = np.zeros((longest + DEPTH + 2, 2))  # [tokens left + DEPTH + 1, backlog 1 or 2]
+        for left in range(1, longest):
+            to = np.maximum(left - found.accepted - 1, 0)
+            for backlog in (0, 1):
+                value[left, backlog] = found.chance @ (cost[backlog] + value[to, after])
+        # The first round reads the prompt: a backlog of more than one.
+        total += float(share) * float(world.lengths[level] @ value[LENGTHS - 1, 1])
+    return total + float(world.profile.prefill_seconds(np.array([PROMPT_TOKENS]))[0])
+
+
+def true_round(world: World, policy: StopPolicy) -> tuple[float, float]:
+    """Return the expected tokens and seconds of a round with a backlog of one."""
+    tokens = seconds = 0.0
+    for level, share in enumerate(world.share):
+        found = outcomes(world, level, policy)
+        tokens += float(share) * float(found.chance @ (found.accepted + 1))
+        seconds += float(share) * float(found.chance @ round_costs(world, found, policy, 1))
+    return tokens, seconds
+
+
+def _chains(world: World, level: Array, chance: np.random.Generator) -> tuple[Array, Array]:
+    """Return [N, DEPTH] confidences and whether each token would be accepted, for rows of these difficulties."""
+    which = (chance.random((len(level), DEPTH, 1)) > world.chance[level].cumsum(1)[:, None, :2]).sum(-1)
+    accepted = chance.random(which.shape) < world.accept[level[:, None], which]
+    return SHOWN[which], np.cumprod(accepted, 1).astype(bool)
+
+
+def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
+    """Return a trace in memory. Columns that the policies do not read are zero."""
+    longest = int(columns["text_tokens"].max()) + DEPTH + 1
+    header = Header(
+        "made up", "made up", {}, 8, (), 0.0, chain(DEPTH), ("drawn_prob",), (), longest, 0, 1, prompts, "", **more
+    )
+    rows, nodes = columns["accepted"].shape
+    zeros: dict[str, Any] = {
+        **dict.fromkeys(("group", "sample", "text_hash"), [""] * rows),
+        "prompt_id": [f"p{s}" for s in columns["sequence"]],
+        "tokens": np.zeros((rows, nodes), dtype=np.int32),
+        "prompt_tokens": np.full(rows, PROMPT_TOKENS),
+        "accepted_length": columns["accepted"].sum(1),
+        "observed": np.ones((rows, nodes), dtype=bool),
+        **dict.fromkeys(("draft_prob", "target_prob", "overlap"), np.zeros((rows, nodes), dtype=np.float32)),
+        **dict.fromkeys(TIMES, np.zeros(rows)),
+    }
+    table = shard_table(header, [{**zeros, **columns}])
+    return Trace(Path("made-up"), header, datasets.Dataset(datasets.table.InMemoryTable(table)))
+
+
+def sample_dense(world: World, prompts: int, chance: np.random.Generator) -> Trace:
+    """Return a dense trace with this number of prompts."""
+    level = chance.choice(len(world.share), prompts, p=world.share)
+    length = np.array([chance.choice(LENGTHS, p=world.lengths[at]) for at in level])
+    sequence = np.repeat(np.arange(prompts), length - 1)
+    anchor = np.concatenate([np.arange(1, n) for n in length])
+    shown, accepted = _chains(world, level[sequence], chance)
+    columns = {"sequence": sequence, "anchor": anchor, "text_tokens": length[sequence], "drawn_prob": shown}
+    return _trace(prompts, {**columns, "accepted": accepted, "cut": length[sequence] - anchor <= DEPTH})
+
+
+def sample_live(world: World, prompts: int, logging: Confidence, explore: float, chance: np.random.Generator) -> Trace:
+    """Return a live trace under `logging`, a share of its rounds drafted to full depth."""
+    level = np.repeat(chance.choice(len(world.share), prompts, p=world.share), ROUNDS)
+    sequence = np.repeat(np.arange(prompts), ROUNDS)
+    shown, accepted = _chains(world, level, chance)
+    own = np.minimum((shown >= logging.threshold).cumprod(1).sum(1) + 1, DEPTH)
+    explored = chance.random(len(level)) < explore
+    drawn = np.arange(DEPTH) < np.where(explored, DEPTH, own)[:, None]
+    accepted = accepted & drawn
+    committed = accepted.sum(1) + 1
+    anchor = committed.reshape(prompts, ROUNDS).cumsum(1).ravel() - committed + 1
+    ends = np.repeat(anchor.reshape(prompts, ROUNDS)[:, -1] + DEPTH + 2, ROUNDS)
+    columns = {
+        "sequence": sequence, "anchor": anchor, "text_tokens": ends, "cut": np.zeros(len(level), dtype=bool),
+        "drawn_prob": np.where(drawn, shown, 0).astype(np.float32), "accepted": accepted, "drawn": drawn, "sent": drawn,
+        "explored": explored, "committed": committed, "decisions": np.minimum(own, DEPTH - 1),
+        "backlog": np.ones_like(own),
+    }  # fmt: skip
+    return _trace(prompts, columns, collector="live", policy=logging.name, explore=explore)
+
+
+def dense_world(seed: int) -> list[Found]:
+    """Return, of one world, whether the intervals of `evaluate` cover the truth."""
+    chance = np.random.default_rng([seed, 0])
+    world, prompts = draw_world(chance), SIZES[seed % len(SIZES)]
+    rules: dict[str, Confidence] = {"Hugging Face default": DEEPER, LOGGING.name: LOGGING}
+    report = evaluate(sample_dense(world, prompts, chance), world.profile, [LOGGING], seed=seed)
+    fixed = [true_seconds(world, FixedLength(k)) for k in range(DEPTH + 1)]
+    found = []
+    for name, rule in rules.items():
+        line, spent = report[name], true_seconds(world, rule)
+        for what, ratio, truth in (
+            ("to plain", line.to_plain, fixed[0] / spent),
+            ("to best fixed", line.to_best_fixed, min(fixed) / spent),
+        ):
+            found.append(Found("evaluate", f"{rule.name} {what}", prompts, *compared(ratio, truth)))
+    return found
+
+
+def live_world(seed: int) -> list[Found]:
+    """Return, of one world, whether the intervals of the estimates cover the truth, and their errors, at both sizes."""
+    found = []
+    for prompts in LIVE_SIZES:
+        chance = np.random.default_rng([seed, prompts])
+        world = draw_world(np.random.default_rng([seed, 1]))
+        trace = sample_live(world, prompts, LOGGING, EXPLORE, chance)
+        estimate = importance_estimate(trace, DEEPER, world.profile, seed=seed)
+        tokens, seconds = true_round(world, DEEPER)
+        rate = tokens / seconds
+        own = true_round(world, LOGGING)
+        for what, ratio, truth in (
+            ("tokens", estimate.tokens, tokens),
+            ("seconds", estimate.seconds, seconds),
+            ("rate", estimate.tokens_per_s, rate),
+            ("to recorded", estimate.to_recorded, rate * own[1] / own[0]),
+        ):
+            found.append(Found("importance", what, prompts, *compared(ratio, truth)))
+    return found
+
+
+def compared(ratio: Ratio, truth: float) -> tuple[bool, float]:
+    """Return whether an interval covers the truth, and the relative error of the value."""
+    slack = EXACT * abs(truth)
+    return ratio.low - slack <= truth <= ratio.high + slack, ratio.value / truth - 1.0
+
+
+def judge(found: Sequence[Found], worlds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a row for each figure, and the requirements that are not met."""
+    rows, faults = [], []
+    keys = list(dict.fromkeys((f.method, f.what, f.prompts if f.method != "evaluate" else 0) for f in found))
+    for method, what, prompts in keys:
+        mine = [f for f in found if (f.method, f.what) == (method, what) and prompts in (0, f.prompts)]
+        error = np.array([f.error for f in mine])
+        spread = error.std(ddof=1) / len(error) ** 0.5
+        row = {
+            "method": method, "what": what, "prompts": prompts or list(SIZES), "worlds": len(mine),
+            "covered": float(np.mean([f.covered for f in mine])), "bias": float(error.mean()),
+            "z": float(error.mean() / spread) if spread else 0.0, "rmse": float((error**2).mean() ** 0.5),
+        }  # fmt: skip
+        rows.append(row)
+        name = f"{method}, {what}, {prompts or 'all'} prompts"
+        if not LEAST <= row["covered"] <= MOST:
+            faults.append(f"{name}: covered {row['covered']:.3f}, bar {LEAST} to {MOST}")
+    for what in ("tokens", "seconds"):
+        small, large = (
+            next(r for r in rows if (r["method"], r["what"], r["prompts"]) == ("importance", what, size))
+            for size in LIVE_SIZES
+        )
+        theory = (LIVE_SIZES[1] / LIVE_SIZES[0]) ** 0.5
+        shrinks = small["rmse"] / large["rmse"]
+        if not 1 - SHRINK_SLACK <= shrinks / theory <= 1 + SHRINK_SLACK:
+            faults.append(
+                f"importance, {what}: error falls {shrinks:.2f} times with 4 times the prompts, theory {theory:.2f}"
+            )
+    return rows, faults
+
+
+def timed_profile(world: World, disturbance: Disturbance, seed: int, budget_s: float) -> Profile:
+    """Return the profile of a world that a disturbed machine measures; a budget in seconds of its simulated clock."""
+    machine, chance = Machine(disturbance, seed), np.random.default_rng(seed)
+    costs, table, price = world.profile, world.profile.low, world.profile.decision("confidence")
+    contexts = (12, 48)
+
+    def work(units: float) -> float:
+        return machine.work(units * 4e-3)  # seconds of a verification of one token, the unit of a world
+
+    def repetition(number: int) -> Seconds:
+        timed: dict[Key, list[float]] = defaultdict(list)
+        for side, tokens in zip(CONTEXTS, contexts, strict=True):
+            timed[Key(PREFILL, side, (tokens,))].append(work(costs.prefill_s[0] + costs.prefill_s[1] * tokens))
+            for drafted in chance.permutation(2 * list(range(DEPTH + 1))).tolist():
+                backlog, asked = 1 + int(chance.integers(2)), min(drafted, DEPTH - 1)
+                if drafted:
+                    timed[Key(FIRST, side, (backlog,))].append(work(table.draft_s[backlog - 1]))
+                    timed[Key(DECISIONS, "confidence", (asked,))].append(work(price * asked))
+                if drafted > 1:
+                    timed[Key(LATER, side, (drafted,))].append(sum(work(table.later_s) for _ in range(drafted - 1)))
+                timed[Key(VERIFY, side, (drafted,))].append(work(table.verify_s[drafted]))
+                timed[Key(OUTSIDE, side, (drafted,))].append(work(costs.round_s + costs.step_s * drafted))
+            timed[Key(PLAIN, side)].extend(work(table.verify_s[0]) for _ in range(4))
+        return timed
+
+    case: Case = repetition
+    return Profile.measured(measure({"chains": case}, Effort(budget_s), clock=machine.clock), (12.0, 60.0), DEPTH)
