@@ -142,7 +142,7 @@ def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
     pages = [cli("--help").out, *map(help_of, COMMANDS)]
     assert all("--config" in help_of(name) for name in set(COMMANDS) - {"info", "policies"})
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(pages)))
-    known |= set(re.findall(r"--[a-z][a-z-]+", " ".join(p.read_text() for p in (ROOT / "benchmarks").glob("*.py"))))
+    known |= set(re.findall(r"--[a-z][a-z-]+", " ".join(p.read_text() for p in (ROOT / "benchmarks").rglob("*.py"))))
     for page in documents():
         for option in [] if page.name == "deploy.md" else re.findall(r"`(--[a-z][a-z-]+)[^`]*`", page.read_text()):
             assert option in known, f"{page.name}: {option}"

@@ -366,7 +366,7 @@ def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature:
     """Return the name of a mode; `auto` becomes the fastest lossless one for this policy and tree.
 
     That is the mode a learned policy was trained for. For other policies it is `block` on a chain, and `match` on a tree, at
-    temperature 0 and if `block` does not support the policy (measured by `benchmarks/verification.py`).
+    temperature 0 and if `block` does not support the policy (measured by `benchmarks/speed.py --part modes`).
     """
     if name != "auto":
         return name

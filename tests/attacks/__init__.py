@@ -1,1 +1,1 @@
-"""Families of attacks for `fuzz.py`: each module has `COUNT`, `QUICK` and `attack(count, seed, room)`."""
+"""Families of damaged and hostile input: each module has `COUNT`, `QUICK` and `attack(count, seed, room)`."""

@@ -1,4 +1,4 @@
-"""A seeded sample of the command lines and the signals of `benchmarks/fuzz.py`."""
+"""A seeded sample of the command lines and the signals of `tests/attacks`."""
 
 from __future__ import annotations
 

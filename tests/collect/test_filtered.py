@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import same_rounds
+import torch
 from conftest import NEW, make_prompts
 from specstop.collect.dense import DenseCollector
 from specstop.collect.prompts import Prompt

@@ -30,7 +30,7 @@ STOPS: dict[str, Callable[[int], StopPolicy]] = {
 
 @pytest.mark.parametrize(
     ("mode", "stop"),
-    [  # all of them, rejection's and block's, are in `benchmarks/given_text.py`
+    [
         *(("rejection", stop) for stop in ("by-tokens", "by-tokens-from-the-anchor")),
         *(("block", stop) for stop in ("by-tokens", "trims-by-rows")),
         *(("point", stop) for stop in STOPS),

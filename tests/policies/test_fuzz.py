@@ -1,4 +1,4 @@
-"""A seeded sample of the damages of `benchmarks/fuzz.py`."""
+"""A seeded sample of the damages of `tests/attacks`."""
 
 from __future__ import annotations
 

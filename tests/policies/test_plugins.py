@@ -292,7 +292,7 @@ def test_prints_exits_and_ctrl_c_of_a_plugin_on_the_command_line(
 
 
 def test_misbehaving_plugins_are_refused_or_replaced(tmp_path: Path) -> None:
-    """A sample of the misbehaviours of `benchmarks/fuzz.py`, in three modes."""
+    """A sample of the misbehaviours of `tests/attacks`, in three modes."""
     plugins = family("plugins")
     seen, faults = plugins.attack(6, 7, tmp_path)
     assert faults == []

@@ -166,7 +166,7 @@ def test_a_drafter_that_does_not_reach_the_depth_is_warned_of(plain_pair: Pair, 
 
 
 def test_damaged_folders_are_refused_or_draft_as_before(tmp_path: Path) -> None:
-    """A seeded sample of `benchmarks/fuzz.py`."""
+    """A seeded sample of `tests/attacks`."""
     seen, faults = family("drafter_folders").attack(60, 7, tmp_path)
     assert faults == []
     assert sum(seen.values()) == 60 and sum(n for name, n in seen.items() if name.endswith("refused")) > 30

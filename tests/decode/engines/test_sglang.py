@@ -1,6 +1,6 @@
 """The rule for SGLang: the steps with the most tokens a second, and SGLang's own where nothing else is asked for.
 
-`benchmarks/engines.py` holds it against the classes of SGLang's wheel.
+The interface is that of the classes of SGLang's wheel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A seeded sample of the worlds of `benchmarks/intervals.py`, and its truths beside simulations."""
+"""A seeded sample of the worlds of `simulated_worlds`, and its truths beside simulations."""
 
 from __future__ import annotations
 

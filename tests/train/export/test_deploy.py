@@ -1,6 +1,6 @@
 """`deploy`: what is chosen, files as the engines read them, figures of the files that are written, and the page.
 
-Formats are transcribed here as facts; `benchmarks/engines.py` runs the engines' own parsers.
+Formats are transcribed here as facts.
 """
 
 from __future__ import annotations
