@@ -51,7 +51,7 @@ class Setting:
 
 def compare(run: Run) -> None:
     """Train and compare the drafters."""
-    names = run.options.drafters or run.choose(DRAFTERS, ("model", "medusa", BOTH))
+    names = run.options.drafters or run.choose(DRAFTERS, ("model", "medusa"))
     specs = _trained(run, [name for name in names if name in TRAINED])
     for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
         where, per_call, speeds = f"T={temperature:g}", {}, {}
@@ -84,7 +84,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
             if not work.exists() and earlier is not None:
                 shutil.copytree(earlier, work / earlier.name)
             ss.train_drafter(
-                stock, run.prompts("train", run.choose(800, 12)), folder / kind, kind, depth=DEPTH,
+                stock, run.prompts("train", run.choose(800, 6)), folder / kind, kind, depth=DEPTH,
                 max_new_tokens=run.choose(128, 16), epochs=run.choose(None, 1), work=work, resume=work.exists(),
             )  # fmt: skip
             minutes = (time.process_time() - started) / 60
@@ -102,8 +102,9 @@ class Comparison:
 
     def __init__(self, run: Run, pair: ss.Pair, name: str, temperature: float) -> None:
         self.run, self.pair, self.name, self.temperature = run, pair, name, temperature
-        self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 12)
-        self.test, self.train = run.prompts("test", run.choose(40, 3)), run.prompts("train", run.choose(160, 8))
+        self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 8)
+        self.tree = run.choose(TREE, "2,1")
+        self.test, self.train = run.prompts("test", run.choose(40, 2)), run.prompts("train", run.choose(160, 5))
         self.prompts = encode_prompts(pair, self.test)
 
     def settings(self, tree: str | None, verification: str = "match") -> ss.Settings:
@@ -113,7 +114,7 @@ class Comparison:
     def tokens_per_call(self) -> float:
         """Add rows of tokens per target call in chains and in the whole tree, and return the latter."""
         policy, efficiency = ss.load_policy(f"fixed:{DEPTH}"), 0.0
-        for tree in (None, TREE):
+        for tree in (None, self.tree):
             texts = ss.decode(self.pair, self.test, policy, settings=self.settings(tree))
             efficiency = Tally(texts).block_efficiency
             self.run.row(f"{self.where}, {tree or 'chain'}: tokens per target call", efficiency)
@@ -132,8 +133,8 @@ class Comparison:
         run = self.run
         chains = {side: self.traces(side, None, "chain") for side in ("train", "test")}
         profile = ss.measure_profile(
-            self.pair, self.train[:16], depth=DEPTH, tree=TREE, temperature=self.temperature, effort=run.effort,
-            new_tokens=run.choose(48, 12), verification="match",
+            self.pair, self.train[:16], depth=DEPTH, tree=self.tree, temperature=self.temperature, effort=run.effort,
+            new_tokens=run.choose(48, 8), verification="match",
         )  # fmt: skip
         fixed = [ss.load_policy(f"fixed:{k}") for k in range(1, DEPTH + 1)]
         best = max(fixed, key=lambda policy: ss.replay(chains["train"], policy, profile).rate)
@@ -143,10 +144,10 @@ class Comparison:
             "learned length": Setting(length, None, chains["test"]),
         }
         if not run.smoke:
-            trees = {side: self.traces(side, TREE, "tree") for side in ("train", "test")}
+            trees = {side: self.traces(side, self.tree, "tree") for side in ("train", "test")}
             result = ss.train(trees["train"], profile, rule="gain", name="nodes", nodes=SIZES)
             shape = str(result.metrics["tree"])
-            settings["whole tree"] = Setting(ss.load_policy(f"fixed:{DEPTH}"), TREE, trees["test"])
+            settings["whole tree"] = Setting(ss.load_policy(f"fixed:{DEPTH}"), self.tree, trees["test"])
             settings["learned nodes"] = Setting(result.policy, shape, self.traces("test", shape, "nodes"))
         ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[:8])]
         for setting in settings.values():
@@ -171,16 +172,16 @@ class Comparison:
         settings = {"plain": plain, **settings}
         ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[:16])]
         calibration = CalibrationRun(
-            self.pair, ids, depth=DEPTH, temperature=self.temperature, tree=TREE, verification="match",
-            new_tokens=run.choose(48, 12),
+            self.pair, ids, depth=DEPTH, temperature=self.temperature, tree=self.tree, verification="match",
+            new_tokens=run.choose(48, 8),
         )  # fmt: skip
-        for number in range(4):
+        for number in range(self.run.choose(4, 2)):
             calibration.play(number)
         methods: dict[str, Any] = {
             name: ss.Speculator(self.pair, one.policy, self.settings(one.tree), costs) for name, one in settings.items()
         }
         if self.temperature > 0 and self.name == "medusa":
-            lossy = self.settings(TREE, "typical")
+            lossy = self.settings(self.tree, "typical")
             methods["typical (LOSSY)"] = ss.Speculator(self.pair, ss.load_policy(f"fixed:{DEPTH}"), lossy, costs)
         rows = run_alternating(list(methods.values()), self.prompts, calibration=calibration)
         texts = dict(zip(methods, rows, strict=True))

@@ -65,7 +65,7 @@ class TokensEstimator(HeadEstimator):
 
     @classmethod
     def default_features(cls, usual: Sequence[str]) -> tuple[str, ...]:
-        """Return tokens and scores, and the usual features that are worth their time beside them (`benchmarks/policies.py`)."""
+        """Return tokens and scores, and the usual features that are worth their time (`benchmarks/policies.py`)."""
         omitted = ("mean_full", "last_accepted", "top1", "depth")
         names = dict.fromkeys((*(name for name in usual if name not in omitted), "noisy_score", *TOKEN_FEATURES))
         # In the order in which they become known, which spares the loop a reordering at each decision.
