@@ -3,7 +3,7 @@
     python benchmarks/vllm.py --check
     python benchmarks/vllm.py --part texts sampling --work work
 
-Run it where vLLM is installed beside specstop (docs/vllm.md). Each engine is a process. Where speeds are compared,
+Run it where vLLM is installed beside specstop (docs/engines.md). Each engine is a process. Where speeds are compared,
 all engines stay up and take turns. Traces, the profile of the engine and policies are kept in `--work`, so that an
 interrupted run continues.
 
@@ -484,7 +484,7 @@ def main() -> int:
     if run.options.worker:
         return work(json.loads(run.options.worker))
     if importlib.util.find_spec("vllm") is None:
-        print("skipped: vLLM is not installed here (docs/vllm.md says how to install it)")
+        print("skipped: vLLM is not installed here (docs/engines.md says how to install it)")
         return 0
     if run.smoke:
         print("skipped: every part takes minutes; run a part without --smoke")
