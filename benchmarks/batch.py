@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +74,8 @@ def gpu_profile(sizes: Sequence[int]) -> ss.Profile:
 class Setup:
     """Traces, costs and the policy of rule `batch`."""
 
-    def __init__(self, run: Run, sizes: Sequence[int]) -> None:
+    def __init__(self, run: Run) -> None:
+        self.sizes = tuple(run.options.sizes or run.choose(SIZES, (1, 2)))
         self.options = {
             "temperature": 0.7, "max_new_tokens": run.choose(128, 12), "depth": DEPTH, "verification": "match",
         }  # fmt: skip
@@ -82,12 +84,12 @@ class Setup:
             "test": run.prompts("test", run.choose(40, 4)),
         }
         self.traces = {
-            side: ss.collect(run.pair, prompts, run.folder(f"traces-{side}-{len(sizes)}"), **self.options)
+            side: ss.collect(run.pair, prompts, run.folder(f"traces-{side}"), **self.options)
             for side, prompts in self.prompts.items()
         }
         effort = Effort(repetitions=2) if run.smoke else Effort(budget_s=240.0)
         self.profile = ss.measure_profile(
-            run.pair, self.prompts["train"], depth=DEPTH, temperature=0.7, batch=sizes, new_tokens=run.choose(48, 8),
+            run.pair, self.prompts["train"], depth=DEPTH, temperature=0.7, batch=self.sizes, new_tokens=run.choose(48, 8),
             effort=effort, verification="match",
         )  # fmt: skip
 
@@ -100,15 +102,21 @@ class Setup:
         return ss.Settings(0.7, self.options["max_new_tokens"], DEPTH, verification="match")
 
 
+@functools.cache
+def prepare(run: Run) -> Setup:
+    """Return the setup of a run, which its parts share."""
+    return Setup(run)
+
+
 def rounds(run: Run) -> None:
     """Compare live batches with their replay."""
-    setup = Setup(run, run.choose((1, 4, 8), (1, 2)))
+    setup = prepare(run)
     arrays = trace_arrays(setup.traces["test"])
     encoded = encode_prompts(run.pair, setup.prompts["test"])
     requests = [Request(ids, stream_key(0, name)) for name, ids in encoded]
     joint = [ss.load_policy(spec).with_costs(setup.profile) for spec in run.choose(JOINT, JOINT[:1])]
     for policy in (*joint, setup.policy(setup.profile)):
-        for size in run.choose((4, 8), (2,)):
+        for size in {4, 8} & set(setup.sizes) or {setup.sizes[-1]}:
             texts = ss.Speculator(run.pair, policy, setup.settings(), setup.profile, batch=size).run(requests)
             replayed = replay_batch(arrays, policy, setup.profile, size, at_once(len(requests)))
             names = ("request", "anchor", "drafted", "verified", "accepted")
@@ -124,14 +132,13 @@ def rounds(run: Run) -> None:
 
 def sizes(run: Run) -> None:
     """Replay policies at each batch size."""
-    chosen = run.options.sizes or run.choose(SIZES, (1, 2))
-    setup = Setup(run, chosen)
-    for machine, profile in {"this machine": setup.profile, "like a GPU": gpu_profile(chosen)}.items():
+    setup = prepare(run)
+    for machine, profile in {"this machine": setup.profile, "like a GPU": gpu_profile(setup.sizes)}.items():
         own = setup.policy(profile)
         single = ss.train(setup.traces["train"], profile, head="logistic", name="one-stream").policy
         policies = [own, single, *(ss.load_policy(spec).with_costs(profile) for spec in JOINT)]
         report = ss.evaluate(
-            setup.traces["test"], profile, policies, batch=chosen, achievable=not run.smoke, detailed=True
+            setup.traces["test"], profile, policies, batch=setup.sizes, achievable=not run.smoke, detailed=True
         )
         found = report.details["batch"]
         for line in found["lines"]:
@@ -147,10 +154,9 @@ def sizes(run: Run) -> None:
 
 def live(run: Run) -> None:
     """Decode batches in alternation."""
-    chosen = run.options.sizes or run.choose(SIZES, (1, 2))
-    setup = Setup(run, chosen)
+    setup = prepare(run)
     own, rates = setup.policy(setup.profile), {}
-    for size in chosen:
+    for size in setup.sizes:
         prompts = encode_prompts(run.pair, setup.prompts["test"])
         turn = texts_per_turn(size)
         prompts = prompts * -(-turn * run.choose(8, 1) // len(prompts))

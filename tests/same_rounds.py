@@ -1,4 +1,4 @@
-"""Replay beside the live loop under filters, in float64: every round the same, every feature finite."""
+"""Comparison of replay with the live loop under filters, in float64: rounds and features."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ SHAPES = {"chain": None, "tree": TREE}
 
 
 class ByNoise(StopPolicy):
-    """Reads what the filters change: margins, the chance of the drawn token, its path; and trims by it."""
+    """Reads what the filters change: margins, probability of the drawn token and of its path; trims by it."""
 
     name, trims, max_depth = "by-noise", True, DEPTH
     features = ("noisy_margin", "noisy_lead", "drawn_prob", "path_logprob", "mean_accepted")
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep likely tokens that are well ahead."""
+        """Keep likely tokens with a large margin."""
         margin, lead, chance, path, mean = np.moveaxis(step.features, -1, 0)
         return step.alive & (margin > 0.2) & (lead > -1.5) & (chance > 0.05) & (path > -5.0 - mean), state
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Rounds that were compared, those that differ, and features of the trace that are not finite."""
+    """Number of rounds compared, of those that differ, and of features that are not finite."""
 
     rounds: int
     wrong: int
@@ -52,7 +52,7 @@ class Compared:
 
 
 def policies() -> list[StopPolicy]:
-    """Return plain decoding, fixed lengths, rules that read the draft's distribution or its noise, one with a memory."""
+    """Return plain decoding, fixed lengths, rules that read the distribution or the noise, and one with state."""
     specs = ("confidence:0.2", "product:0.1", "heuristic:2", "online:0.4")
     return [
         FixedLength(0),
@@ -64,7 +64,7 @@ def policies() -> list[StopPolicy]:
 
 
 def no_costs() -> Profile:
-    """Return a profile of made-up seconds: rounds do not hang on them but where a policy hears them."""
+    """Return a profile with arbitrary seconds: only policies that observe seconds depend on them."""
     table = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, tuple(4e-3 + 1e-4 * n for n in range(DEPTH + 1)))
     return Profile(table, table, 3e-5, 2e-4, (5e-3, 1e-4), {}, 0.7)
 

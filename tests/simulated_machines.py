@@ -1,4 +1,4 @@
-"""Simulated machines: a clock that stalls, slows down in phases or drifts, and rounds of a pair that are timed by it."""
+"""Simulated machines: a clock that stalls, slows down in phases or drifts, and rounds of a pair with its timings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from specstop.policies.measurements import (
 from specstop.policies.profile import Profile
 
 DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7
-"""Of the simulated pair: the longest chain, the tokens of a text, the chance that a drafted token is accepted."""
+"""Of the simulated pair: longest chain, tokens of a text, probability that a drafted token is accepted."""
 
 VERIFY_S, ROW_S, DRAFT_S, OUTSIDE_S, STEP_S, PREFILL_S = 3.8e-3, 1.5e-4, 6e-4, 1.2e-4, 2e-5, 6e-3
-"""Seconds of its parts on an idle machine: what the shipped pair takes on two cores."""
+"""Seconds of its parts on an idle machine, those of the shipped pair on two cores."""
 
 CONTEXTS_AT = {"short": 60.0, "long": 240.0}
 """Tokens of its two contexts."""
@@ -37,15 +37,16 @@ WANDER_S = 1.0
 
 @dataclass(frozen=True)
 class Disturbance:
-    """How a simulated machine strays from its pace.
+    """Deviations of a simulated machine from its mean speed.
 
     Attributes:
         jitter: standard deviation of the logarithm of each timing.
-        wander: the same of a pace that changes slowly.
-        slow, share, period_s, begin_s: phases, `slow` times as long for that `share` of each period, from `begin_s` on.
-        stalls, stall_s: their mean number a second, and the mean seconds of each, of an exponential law.
-        drift: by how much slower it is ten seconds later, relative; negative: faster.
-        scale: of all timings, all the time.
+        wander: the same of a factor that changes slowly.
+        slow, share, period_s, begin_s: phases: timings are `slow` times as long during this share of each period, from
+            `begin_s` on.
+        stalls, stall_s: mean number per second, and mean seconds of each (exponential distribution).
+        drift: relative slowdown after ten seconds; negative: faster.
+        scale: factor of all timings.
     """
 
     jitter: float = 0.03
@@ -108,11 +109,11 @@ NOISY = {
 
 
 class Machine:
-    """A clock that only its own work moves, and the texts of a pair that it decodes.
+    """A clock that advances with its work, and the texts of a pair that it decodes.
 
     Args:
-        disturbance: how it strays from its pace.
-        seed: of its chance.
+        disturbance: see `Disturbance`.
+        seed: of its random numbers.
     """
 
     def __init__(self, disturbance: Disturbance, seed: int) -> None:
@@ -124,7 +125,7 @@ class Machine:
         return self._now
 
     def work(self, seconds: float) -> float:
-        """Return what takes so many seconds on an idle machine takes here, and let the time pass."""
+        """Return the seconds of work that takes `seconds` on an idle machine, and advance the clock."""
         kind, rng = self._kind, self._rng
         taken = seconds * kind.scale * self._pace() * float(np.exp(kind.jitter * rng.standard_normal()))
         taken += sum(rng.exponential(kind.stall_s, rng.poisson(kind.stalls * taken))) if kind.stalls else 0.0
@@ -143,7 +144,7 @@ class Machine:
         )
 
     def texts(self, number: int) -> Seconds:
-        """Return the timings of a repetition, as calibration runs have them: a scripted and a plain text at each context."""
+        """Return the timings of a repetition, like a calibration run: a scripted and a plain text at each context."""
         timed: dict[Key, list[float]] = defaultdict(list)
         for side, grown in zip(CONTEXTS, (1.0, 1.1), strict=True):
             timed[Key(PREFILL, side, (int(CONTEXTS_AT[side]),))].append(self.work(PREFILL_S * grown))
@@ -166,7 +167,7 @@ class Machine:
 
 
 def profile(measurements: Measurements) -> Profile:
-    """Return the profile that timings of `Machine.texts` tell."""
+    """Return the profile of timings of `Machine.texts`."""
     return Profile.measured(measurements, (CONTEXTS_AT["short"], CONTEXTS_AT["long"]), DEPTH)
 
 

@@ -10,15 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmark_scripts import BENCHMARKS, script
+from benchmark_scripts import script
 from hypothesis import given, settings, strategies as st
 
-SCRIPTS = script("tools/bars").SCRIPTS
 positive = st.floats(0.1, 10.0)
-
-
-def test_every_script_of_the_folder_is_run() -> None:
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*SCRIPTS, "harness"}
 
 
 @pytest.mark.parametrize(
