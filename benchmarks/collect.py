@@ -145,7 +145,7 @@ def completions(run: Run) -> None:
     ratio = ratio_of_sums([lengths[0][name] for name in both], [lengths[1][name] for name in both])
     covers = ratio.low is None or ratio.low <= 1.0 <= (ratio.high or 1.0)
     run.row("mean accepted length, completions over own texts", ratio)
-    run.bar("its interval contains 1", float(covers), at_least=1.0)
+    run.bar("interval of completions over own texts contains 1", float(covers), at_least=1.0)
     try:
         ss.collect(run.pair, prompts, run.folder("refused"), completions=sampled[1.0], **options)
         refused = 0
