@@ -120,7 +120,6 @@ def fit_module(
     trainer: Mapping[str, Any] | None = None,
     progress: Progress = silent,
     folder: Path | None = None,
-    resume: bool = False,
 ) -> None:
     """Train a module until its held-out loss has not fallen for `PATIENCE` epochs, and load the weights of the best epoch.
 
@@ -131,8 +130,7 @@ def fit_module(
         epochs: maximum.
         trainer: see `make_trainer`.
         progress: see `Progress`.
-        folder: keeps checkpoints; None = a temporary one.
-        resume: continue from the last checkpoint in `folder`, if there is one.
+        folder: keeps checkpoints, from the last of which training continues; None = a temporary one.
 
     Raises:
         InputError: as `make_trainer`; the checkpoint is of another network; or training diverged.
@@ -145,7 +143,7 @@ def fit_module(
         callbacks = [best, EarlyStopping(MONITOR, patience=PATIENCE), ReportProgress(task, progress)]
         stack.enter_context(_quiet())
         runner = make_trainer(folder, epochs, trainer or {}, callbacks)
-        last = folder / LAST if resume and (folder / LAST).exists() else None
+        last = folder / LAST if (folder / LAST).exists() else None
         is_interrupted = False
         try:
             runner.fit(module, training, validation, ckpt_path=last, weights_only=True)
@@ -155,7 +153,9 @@ def fit_module(
             if last is None:
                 raise
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"--resume: {last} is not a checkpoint of this network ({reason}); remove it") from None
+            raise InputError(
+                f"--checkpoints: {last} is not a checkpoint of this network ({reason}); remove it"
+            ) from None
         if runner.received_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)  # lightning has kept it from the process
         if is_interrupted:
