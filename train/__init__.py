@@ -11,7 +11,6 @@ from ..policies import attach
 
 if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
-    from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.fit import train_drafter as train_drafter
     from .evaluate.places import Place as Place, PlaceTable as PlaceTable, evaluate_places as evaluate_places
     from .evaluate.records import Line as Line, Report as Report
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __getattr__, __all__ = attach(
     __name__,
     {
-        "drafters.choice": "SureChoice choose_sure",
         "drafters.fit": "train_drafter",
         "export.deploy": "deploy",
         "fit.run": "Trained train",

@@ -25,7 +25,8 @@ from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
 from ..heads import make_head
-from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
+from ..heads.calibration import calibrate
+from ..heads.crossfit import fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.run import Replayed, replay
 from ..replay.traces.arrays import TraceArrays

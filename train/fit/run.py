@@ -28,15 +28,13 @@ from ...policies.profile import Profile, as_profile
 from ...policies.storage import save_policy
 from ..heads import NO_PARAMS, head_class, make_head
 from ..heads.base import HeadEstimator, engine_features
-from ..heads.calibration import Scored, auc, log_loss, survival, survival_scores
+from ..heads.calibration import auc, calibrate, log_loss, survival, survival_scores
 from ..heads.crossfit import (
     FOLDS,
     FoldHeads,
     Folds,
-    calibrate,
     fit_folds,
     held_out_outputs,
-    labelled_rows,
     own_visits,
     prompt_folds,
 )
@@ -399,16 +397,14 @@ def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profi
     if not len(outputs.length):
         return metrics
     metrics["held_out_rounds"] = len(outputs.length)
-    for rows, calibrator in zip(labelled_rows(outputs), (policy.accept, policy.next), strict=True):
-        if len(rows.labels):
-            constant = np.full(len(rows.labels), rows.labels.mean())
+    for output, (name, calibrator) in enumerate((("accept", policy.accept), ("next", policy.next))):
+        logits, labels, _ = outputs.labelled(output)
+        if len(labels):
+            constant = np.full(len(labels), labels.mean(dtype=np.float64))
             metrics |= {
-                f"{rows.name}_auc": auc(rows.logits, rows.labels),
-                f"{rows.name}_log_loss": log_loss(calibrator(rows.logits), rows.labels),
-                f"{rows.name}_log_loss_constant": log_loss(constant, rows.labels),
+                f"{name}_auc": auc(logits, labels),
+                f"{name}_log_loss": log_loss(calibrator(logits), labels),
+                f"{name}_log_loss_constant": log_loss(constant, labels),
             }
-    accept = policy.accept(outputs.logits[:, 1:, 0])
-    accept[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.heads.decide`
-    predicted = survival(accept, policy.survival)
-    scored = Scored(predicted, outputs.length, outputs.temperature, outputs.drawn)
-    return {**metrics, "reliability": survival_scores(scored, seed=seed)}
+    predicted = survival(outputs.accept(policy.accept), policy.survival)
+    return {**metrics, "reliability": survival_scores(predicted, outputs, seed=seed)}

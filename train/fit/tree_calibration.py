@@ -83,7 +83,7 @@ def accepted_children(tree: Topology, accepted: Tensor) -> tuple[Tensor, Tensor]
 def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> FitRows:
     """Return the training rows of the visited rounds: the anchor, and the children of every accepted node.
 
-    The label `followed` is whether the best child was accepted.
+    The label of `next` is whether the best child was accepted.
 
     Raises:
         TraceError: no round was visited.
@@ -98,15 +98,17 @@ def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> 
     use = accepted[:, parents] & reachable_nodes(arrays, visited.row)
     children, width = accepted_children(tree, accepted)
     depth = torch.tensor(tree.depth).expand(len(seen), -1)
-    return FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
+    labels = torch.stack([accepted, children[..., 0]], -1).float()
+    known = torch.stack([depth > 0, accepted & (width > 0)], -1)
+    return FitRows(seen[use], depth[use], labels[use], known[use])
 
 
 def rank_acceptance(rows: FitRows) -> tuple[float, ...]:
     """Return a_1..a_K, the probability by depth that the best child of an accepted node is accepted."""
     out: list[float] = []
     for depth in range(int(rows.depth.max())):
-        use = rows.followed_known & (rows.depth == depth)
-        out.append(float(rows.followed[use].double().mean()) if bool(use.any()) else (out[-1] if out else 0.0))
+        use = rows.known[:, 1] & (rows.depth == depth)
+        out.append(float(rows.labels[use, 1].double().mean()) if bool(use.any()) else (out[-1] if out else 0.0))
     return tuple(out)
 
 
