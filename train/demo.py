@@ -33,9 +33,9 @@ from ..policies.profile import Profile
 from ..policies.storage import load_policy_folder, save_policy
 from .evaluate.evaluate import evaluate
 from .evaluate.records import DEPLOY, NOISY, Report
-from .fit.retune import retune
+from .fit.settle import is_priced, retune, unfitted_prompts
 from .fit.rules import best_of, fixed_grid
-from .fit.train import train
+from .fit.run import train
 from .replay.run import replay
 from .replay.traces.arrays import TraceArrays, trace_arrays
 from .shipped_pair import check_pair, shipped_pair
@@ -275,8 +275,9 @@ class _Stages:
         self.costs = self.costs.with_measured_decisions(timings)
         for done, (policy, path) in enumerate(zip(policies, paths.values(), strict=True)):
             self.progress("tune policies", done, len(paths))
-            # The first decision was chosen on more prompts than are left here, so it stays.
-            tuned = retune(policy, self.arrays["train"], self.costs, [policy.rule.first])
+            unfitted = unfitted_prompts(policy, self.arrays["train"]) if is_priced(policy) else None
+            # The first decision was chosen on more prompts than these, so it stays.
+            tuned = policy if unfitted is None else retune(policy, unfitted, self.costs, [policy.rule.first])
             save_policy(tuned, path, {file.name: file.read_bytes() for file in path.glob("*.ubj")})
             self.learned.append(tuned)
         self.progress("tune policies", len(paths), len(paths))

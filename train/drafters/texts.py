@@ -146,9 +146,7 @@ def record_texts(
 
 
 @torch.inference_mode()
-def _record(
-    pair: Pair, part: Sequence[Item], max_new_tokens: int, temperature: float, seed: int
-) -> dict[str, Tensor]:
+def _record(pair: Pair, part: Sequence[Item], max_new_tokens: int, temperature: float, seed: int) -> dict[str, Tensor]:
     """Return the tensors of a file: `tokens` [T] and `states` [T, H] of all texts, one after the other, and their `sizes`."""
     ids = [ids for _, ids in part]
     keys = [stream_key(seed, prompt.stream_name) for prompt, _ in part]

@@ -30,7 +30,7 @@ from ..heads.crossfit import fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.run import Replayed, replay
 from ..replay.traces.arrays import TraceArrays
-from .batch_rules import settle_batch, solve_batch_rates
+from .batch_rules import solve_batch_rates
 from .rules import Part, best_of, fixed_grid, solve_derived
 
 NAME = "achievable estimate"
@@ -61,23 +61,17 @@ def achievable_estimate(
     return best_of(played[1:])
 
 
-def achievable_in_batches(
-    arrays: TraceArrays, profile: Profile, seed: int = 0, price: float | None = None
-) -> tuple[TraceArrays, BatchStop]:
+def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) -> tuple[TraceArrays, BatchStop]:
     """Return a trace with cross-fitted acceptance probabilities, and the policy of batches that decides by them.
 
     Args:
         arrays: the dense trace of chains that is reported on.
         profile: what rounds cost, with batches.
         seed: of folds and trees.
-        price: seconds of a decision. Sizes without decisions are then chosen on the reported texts too, so that it decides
-            only where that pays. None = decisions are free.
     """
     every = torch.zeros(len(arrays.accepted), len(HISTORY_FEATURES))
     scored, policy = _cross_fitted(arrays, profile, recorded_scalars(arrays), every, seed)
     stop = for_batches(policy)
-    if price is not None:
-        return scored, settle_batch(stop, [Part(scored)], profile.with_decisions({stop.cost_name: price}))
     rates = [(size, times) for size, (_, times) in solve_batch_rates(stop, [Part(scored)], profile).items()]
     return scored, for_batches(stop, rule=BatchRule(stop.rule.send, rates))
 

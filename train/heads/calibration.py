@@ -101,7 +101,11 @@ def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
         return Calibrated(Calibrator(), Calibrator(), None, kinds)
     accept, next_ = (fit_calibrator(*outputs.labelled(output)) for output in (0, 1))
     maps, kinds_by_depth = fit_survival(outputs.accept(accept), outputs)
-    kinds = {"accept_calibration": accept.kind, "next_calibration": next_.kind, "survival_maps": ", ".join(kinds_by_depth)}
+    kinds = {
+        "accept_calibration": accept.kind,
+        "next_calibration": next_.kind,
+        "survival_maps": ", ".join(kinds_by_depth),
+    }
     is_identity = np.array_equal(maps.tables[:, :, 0], maps.tables[:, :, 1])
     return Calibrated(accept, next_, None if is_identity else maps, kinds)
 
