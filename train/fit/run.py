@@ -28,7 +28,7 @@ from ...policies.profile import Profile, as_profile
 from ...policies.storage import save_policy
 from ..heads import NO_PARAMS, head_class, make_head
 from ..heads.base import HeadEstimator, engine_features
-from ..heads.calibration import auc, calibrate, log_loss, survival, survival_scores
+from ..heads.calibration import auc, calibrate, log_loss
 from ..heads.crossfit import (
     FOLDS,
     FoldHeads,
@@ -74,8 +74,8 @@ class Trained:
     Attributes:
         policy: ready to use.
         path: its folder, or None.
-        metrics: rows, log loss and AUC of both outputs, kinds of calibration, replayed rate and best fixed rate,
-            `reliability`, a row for each depth and temperature (`survival_scores`), and `trials` of a search.
+        metrics: rows, log loss and AUC of both outputs, kinds of calibration, replayed rate and best fixed rate, and
+            `trials` of a search.
     """
 
     policy: LearnedPolicy
@@ -328,15 +328,15 @@ def _fit_chain(
     if plan.is_tuned:
         check_whole(arrays, "give --rule survival, step or any with a --threshold")
 
-    def drafted(fitted: FoldHeads, visited: Visits) -> tuple[list[LearnedPolicy], dict[str, str]]:
-        """Return a calibrated policy for each head, under a rule to be replaced, and the kinds of calibration."""
+    def drafted(fitted: FoldHeads, visited: Visits) -> list[LearnedPolicy]:
+        """Return a calibrated policy for each head, under a rule to be replaced."""
         outputs = held_out_outputs(fitted, arrays, plan.features, visited)
         calibrated = calibrate(outputs, not plan.head.calibrated)
         maps, rule = (calibrated.accept, calibrated.next), make_rule(plan.rule, 0.5)
         return [
             LearnedPolicy(plan.name, plan.features, head, *maps, rule, arrays.depth, survival=calibrated.survival)
             for head in fitted.heads
-        ], calibrated.kinds
+        ]
 
     grid = [] if arrays.only_positions else fixed_grid(arrays, profile)
     if grid:
@@ -353,13 +353,13 @@ def _fit_chain(
         )  # fmt: skip
         if arrays.only_positions:
             break
-        drafts, _ = drafted(fitted, visited)
+        drafts = drafted(fitted, visited)
         profile = add_decisions(profile, drafts[:1], arrays.header.vocabulary, arrays.header.hidden)
         acceptance = conditional_acceptance(arrays, visited)
         rule = provisional_rule(plan, drafts[0], arrays, profile, acceptance, best_of(grid).rate)
         own = own_visits(arrays, folds, [draft.with_rule(rule) for draft in drafts], profile)
         visited = own if len(own.row) >= MIN_ROUNDS else own.with_more(reference)
-    drafts, kinds = drafted(fitted, visited)
+    drafts = drafted(fitted, visited)
     acceptance = conditional_acceptance(arrays, visited)
     # Every prompt is played by a head that was fitted without it. The head of the first fold is saved.
     parts = left_out_parts(arrays, folds, fitted.heads)
@@ -367,18 +367,19 @@ def _fit_chain(
     policy, rate = choose_rule(plan, drafts[0], arrays, profile, acceptance, parts)
     progress("choose the rule", 1, 1)
     profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
-    metrics = {"rows": fitted.rows, **kinds}
+    kinds = {"accept_calibration": policy.accept.kind, "next_calibration": policy.next.kind}
+    metrics: dict[str, Any] = {"rows": fitted.rows, **kinds}
     if report is not None:
-        metrics |= _held_out_metrics(policy, report, profile, plan.seed)
+        metrics |= _held_out_metrics(policy, report, profile)
     policy.metadata = TrainingMetadata(rho=rate, acceptance=acceptance, profile=profile.record(policy.cost_name))
     return policy, fitted.files, metrics
 
 
-def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profile, seed: int) -> dict[str, Any]:
+def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profile) -> dict[str, Any]:
     """Return the figures of a policy on report prompts.
 
-    They are the replayed rate and that of the best fixed length there, AUC and log loss of both outputs on the rounds that
-    the policy plays, and the calibration of survival by depth.
+    They are the replayed rate and that of the best fixed length there, and AUC and log loss of both outputs on the rounds
+    that the policy plays.
     """
     metrics: dict[str, Any] = {}
     if report.only_positions:
@@ -406,5 +407,4 @@ def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profi
                 f"{name}_log_loss": log_loss(calibrator(logits), labels),
                 f"{name}_log_loss_constant": log_loss(constant, labels),
             }
-    predicted = survival(outputs.accept(policy.accept), policy.survival)
-    return {**metrics, "reliability": survival_scores(predicted, outputs, seed=seed)}
+    return metrics
