@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ..decode.drafters.folder import TrainedDrafter, save_drafter
-from ..decode.drafters.networks import MedusaHeads, Shape
+from ..decode.drafters.networks import MAX_DEPTH as MAX_HEADS, MedusaHeads, Shape
 from ..decode.models.pair import Pair
 from ..decode.models.view import hidden_width
 from ..policies.arguments import check_limits
@@ -68,7 +68,6 @@ MAX_MEDUSA_BYTES = 64 << 30
 PREFIX = "medusa_head."
 
 _SPECDEC = re.compile(r"model\.(\d{1,3})\.(linear\.)?(weight|bias)")
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Trying to (?:load|call) (?:unsupported )?(?:GLOBAL )?([\w.]+)")
 _FIRST_LOGIT = np.zeros(1, dtype=np.float32)  # the papers say nothing about depth 0: a probability of 1/2
 
 
@@ -239,7 +238,7 @@ def medusa_tensors(state: Mapping[str, Array], pair: Pair) -> dict[str, Tensor]:
     is_shared = not any(key.endswith(".1.weight") for key in state)
     parts = {"0.linear.weight": ("blocks.{}.weight", (hidden, hidden)), "0.linear.bias": ("blocks.{}.bias", (hidden,))}
     parts |= {} if is_shared else {"1.weight": ("outputs.{}.weight", (vocabulary, hidden))}
-    heads = len({key.partition(".")[0] for key in state})
+    heads = min(MAX_HEADS, len({key.partition(".")[0] for key in state}))
     names = {(i, part): f"{i}.{part}" for i in range(heads) for part in parts}
     _check_names(names.values(), state, "Medusa's heads have one block and one output layer each, numbered from 0")
     tensors = {}
@@ -300,11 +299,10 @@ def read_state(raw: bytes, path: Path, max_bytes: int) -> dict[str, Array]:
             with warnings.catch_warnings():  # problems of the file are reported below
                 warnings.simplefilter("ignore")
                 state = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        name = next((a or b for a, b in _GLOBAL.findall(str(error))), "")
+    except pickle.UnpicklingError:
         raise PolicyError(
-            f"{path.name} holds more than tensors{name and f' (it calls {name})'}, and nothing of it was run; expected a "
-            "state dict: torch.save(model.state_dict(), ...)"
+            f"{path.name} holds more than tensors, and nothing of it was run; expected a state dict: "
+            "torch.save(model.state_dict(), ...)"
         ) from None
     except Exception as error:  # torch raises errors of many classes for a damaged file
         reason = " ".join(str(error).split())[:120]
@@ -312,13 +310,10 @@ def read_state(raw: bytes, path: Path, max_bytes: int) -> dict[str, Array]:
     if not isinstance(state, Mapping) or not state or not all(isinstance(key, str) for key in state):
         raise PolicyError(f"{path.name} holds a {type(state).__name__}; expected a state dict, tensors by name")
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
-            raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor")
+        is_plain = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
         # Counted as float32: an expanded view in a small file may stand for any number of elements.
-        if not value.dtype.is_floating_point or value.numel() * 4 > max_bytes:
-            raise PolicyError(
-                f"{path.name}: {key[:80]!r} is {value.dtype} of {list(value.shape)}, which no such head has"
-            )
+        if not (is_plain and value.dtype.is_floating_point and value.numel() * 4 <= max_bytes):
+            raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor of real numbers, of at most {max_bytes} bytes")
     return {key: value.detach().float().contiguous().numpy() for key, value in state.items()}
 
 
@@ -330,7 +325,6 @@ def _check_names(expected: Iterable[str], state: Mapping[str, Array], layout: st
         raise PolicyError(f"weights: missing: {_listed(missing)}; {layout}")
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Return names of tensors for a message, the first few of them."""
-    shown = ", ".join(repr(name[:60]) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(repr(name[:60]) for name in names[:6]) + (", ..." if len(names) > 6 else "")

@@ -214,7 +214,7 @@ def _fit_chain(
     if plan.is_tuned:
         check_whole(arrays, "give --rule survival, step or any with a --threshold")
     fitted, visited, profile = _fit_heads(plan, arrays, folds, profile, progress, mixed)
-    policies, kinds = _calibrated(plan, arrays, fitted, visited)
+    policies = _calibrated(plan, arrays, fitted, visited)
     acceptance = conditional_acceptance(arrays, visited)
     # Every prompt is played by a head that was fitted without it. The head of the first fold is saved.
     parts = left_out_parts(arrays, folds, fitted.heads)
@@ -222,7 +222,8 @@ def _fit_chain(
     policy, rate = choose_rule(plan, policies[0], arrays, profile, acceptance, parts)
     progress("choose the rule", 1, 1)
     profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
-    metrics = {"rows": fitted.rows, **kinds}
+    kinds = {"accept_calibration": policy.accept.kind, "next_calibration": policy.next.kind}
+    metrics: dict[str, Any] = {"rows": fitted.rows, **kinds}
     if report is not None:
         metrics |= _held_out_metrics(policy, report, profile)
     policy.metadata = TrainingMetadata(rho=rate, acceptance=acceptance, profile=profile.record(policy.cost_name))
@@ -254,7 +255,7 @@ def _fit_heads(
     visited = reference = visits(arrays, grid[first : first + REFERENCES])
     for _ in range(plan.options.passes or plan.head.passes):
         fitted = fit(visited)
-        policies, _ = _calibrated(plan, arrays, fitted, visited)
+        policies = _calibrated(plan, arrays, fitted, visited)
         profile = add_decisions(profile, policies[:1], arrays.header.vocabulary, arrays.header.hidden)
         acceptance = conditional_acceptance(arrays, visited)
         rule = _rule_without_search(plan, policies[0], arrays, profile, acceptance, best_of(grid).rate)
@@ -263,16 +264,16 @@ def _fit_heads(
     return fitted, visited, profile
 
 
-def _calibrated(
-    plan: Plan, arrays: TraceArrays, fitted: FoldHeads, visited: Visits
-) -> tuple[list[LearnedPolicy], dict[str, str]]:
-    """Return a calibrated policy for each head, under a rule to be replaced, and the kinds of calibration."""
-    calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head.calibrated)
-    maps, rule = (calibrated.accept, calibrated.next), make_rule(plan.rule, 0.5)
+def _calibrated(plan: Plan, arrays: TraceArrays, fitted: FoldHeads, visited: Visits) -> list[LearnedPolicy]:
+    """Return a calibrated policy for each head, under a rule to be replaced."""
+    maps = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head.calibrated)
+    rule = make_rule(plan.rule, 0.5)
     return [
-        LearnedPolicy(plan.name, plan.features, head, *maps, rule, arrays.depth, survival=calibrated.survival)
+        LearnedPolicy(
+            plan.name, plan.features, head, maps.accept, maps.next, rule, arrays.depth, survival=maps.survival
+        )
         for head in fitted.heads
-    ], calibrated.kinds
+    ]
 
 
 def _rule_without_search(

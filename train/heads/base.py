@@ -244,10 +244,10 @@ def fit_basis(rows: FitRows, names: Sequence[str]) -> Basis:
     return Basis(names, columns.mean(0).astype(np.float32), np.where(scale > 1e-6, scale, 1.0).astype(np.float32))
 
 
-def basis_columns(basis: Basis, rows: FitRows) -> Array:
-    """Return the standardised columns [M, F'] float32 of rows; columns that are unknown at depth 0 are 0 there."""
-    columns: Array = (basis.expand(rows.features.contiguous().numpy()) - basis.mean) / basis.scale
-    columns[~rows.drawn.numpy()] *= basis.first_mask
+def basis_columns(basis: Basis, features: Tensor, depth: Tensor) -> Array:
+    """Return the standardised columns [M, F'] float32 of rows [M, F] at depths [M]; unknown ones are 0 at depth 0."""
+    columns: Array = (basis.expand(features.contiguous().numpy()) - basis.mean) / basis.scale
+    columns[depth.numpy() == 0] *= basis.first_mask
     return columns
 
 

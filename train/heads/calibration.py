@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -33,8 +33,8 @@ KNOTS = 33
 MAX_STARTS = 3
 """Number of first factors that survival tables are fitted for; a product that begins deeper is not mapped."""
 
-BINS, DRAWS, DEEPEST = 10, 200, 8
-"""Of the calibration error: bins, simulations of a perfect predictor, and the deepest depth that is reported."""
+BINS, DRAWS = 10, 200
+"""Of the calibration error: bins, and simulations of a perfect predictor."""
 
 _LOG_RANGE = (math.log(0.1), math.log(10.0))  # of temperatures
 _MAX_KNOTS = 64
@@ -52,7 +52,6 @@ class Outputs:
         labels, known: [R, K + 1, 2], see `rows.round_labels`.
         length: [R] accepted length.
         group: [R], the number of the prompt, for choosing calibrators on prompts left out.
-        temperature: [R].
         drawn: [R, K] whether x_1..x_K were drawn: a drafter may know no token.
         lag: `Head.lag`; `accept` scores nothing at the first `lag` depths.
     """
@@ -62,7 +61,6 @@ class Outputs:
     known: Array
     length: Array
     group: Array
-    temperature: Array
     drawn: Array
     lag: int = 0
 
@@ -79,14 +77,12 @@ class Outputs:
         return accept
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """Calibrators of both outputs, survival tables (None if they change nothing), and the kinds of map chosen."""
+class Calibrated(NamedTuple):
+    """Calibrators of both outputs, and survival tables; None if they change nothing."""
 
     accept: Calibrator
     next: Calibrator
     survival: SurvivalMaps | None
-    kinds: dict[str, str]
 
 
 def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
@@ -97,17 +93,9 @@ def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
         unchanged: keep probabilities and products as the head returns them.
     """
     if unchanged:
-        kinds = {"accept_calibration": "identity", "next_calibration": "identity"}
-        return Calibrated(Calibrator(), Calibrator(), None, kinds)
+        return Calibrated(Calibrator(), Calibrator(), None)
     accept, next_ = (fit_calibrator(*outputs.labelled(output)) for output in (0, 1))
-    maps, kinds_by_depth = fit_survival(outputs.accept(accept), outputs)
-    kinds = {
-        "accept_calibration": accept.kind,
-        "next_calibration": next_.kind,
-        "survival_maps": ", ".join(kinds_by_depth),
-    }
-    is_identity = np.array_equal(maps.tables[:, :, 0], maps.tables[:, :, 1])
-    return Calibrated(accept, next_, None if is_identity else maps, kinds)
+    return Calibrated(accept, next_, fit_survival(outputs.accept(accept), outputs))
 
 
 def fit_calibrator(logits: Array, labels: Array, groups: Array | None = None) -> Calibrator:
@@ -165,8 +153,8 @@ def _quantiles(x: Array, count: int) -> Array:
 # Survival
 
 
-def fit_survival(accept: Array, outputs: Outputs) -> tuple[SurvivalMaps, tuple[str, ...]]:
-    """Return survival tables, and the kind of map at each depth for products that begin at depth 1.
+def fit_survival(accept: Array, outputs: Outputs) -> SurvivalMaps | None:
+    """Return survival tables by first factor and depth; None if all of them are the identity.
 
     A live policy does not know that a branch has failed, so S_j has to be right for rounds whose tokens were rejected before
     depth j as well: all K depths of a round count, where a token was drawn.
@@ -178,7 +166,6 @@ def fit_survival(accept: Array, outputs: Outputs) -> tuple[SurvivalMaps, tuple[s
     depth = accept.shape[1]
     line = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
     tables = np.broadcast_to(line, (min(MAX_STARTS, depth), depth, 2, KNOTS)).copy()
-    kinds = []
     for start in range(1, len(tables) + 1):
         # A product that begins at `start` is conditional on the tokens before it.
         alive = outputs.length >= start - 1
@@ -191,9 +178,7 @@ def fit_survival(accept: Array, outputs: Outputs) -> tuple[SurvivalMaps, tuple[s
             if calibrator.kind != "identity":
                 tables[start - 1, j - 1] = _table(calibrator, odds)
                 product = _apply(tables[start - 1, j - 1], product)  # deeper maps are fitted on the result
-            if start == 1:
-                kinds.append(calibrator.kind)
-    return SurvivalMaps(tables), tuple(kinds)
+    return None if np.array_equal(tables[:, :, 0], tables[:, :, 1]) else SurvivalMaps(tables)
 
 
 def _odds(product: Array) -> Array:
@@ -215,18 +200,6 @@ def _table(calibrator: Calibrator, odds: Array) -> Array:
 def _apply(table: Array, product: Array) -> Array:
     # As `SurvivalMaps` computes it; interpolation in float32 would differ a little.
     return np.clip(Calibrator("isotonic", knots=table)(product), 0.0, 1.0)
-
-
-def survival(accept: Array, maps: SurvivalMaps | None = None) -> Array:
-    """Return [R, K] float64, S_1..S_K of calibrated `accept` [R, K], mapped by the tables of products from depth 1 on."""
-    columns = []
-    product = np.ones(len(accept))
-    for at in range(accept.shape[1]):
-        product = product * accept[:, at]
-        if maps is not None and not np.array_equal(*maps.tables[0, at]):
-            product = _apply(maps.tables[0, at], product)
-        columns.append(product)
-    return np.stack(columns, 1) if columns else accept
 
 
 # Labels and scores
@@ -278,7 +251,7 @@ def calibration_error(predicted: Array, labels: Array, bins: int = BINS) -> floa
     return _gap(p[order], y[order], bins) if len(y) else 0.0
 
 
-def perfect_error(predicted: Array, seed: int = 0, bins: int = BINS) -> tuple[float, float]:
+def perfect_error(predicted: Array, seed: int = 0, bins: int = BINS, draws: int = DRAWS) -> tuple[float, float]:
     """Return (mean, 95th percentile) of the error of a perfectly calibrated predictor with these predictions, by simulation.
 
     The expected calibration error of a sample is never zero, so it is reported beside this one.
@@ -287,7 +260,7 @@ def perfect_error(predicted: Array, seed: int = 0, bins: int = BINS) -> tuple[fl
         return 0.0, 0.0
     generator = np.random.default_rng(seed)
     ordered = np.sort(np.asarray(predicted, dtype=np.float64))
-    errors = [_gap(ordered, generator.random(len(ordered)) < ordered, bins) for _ in range(DRAWS)]
+    errors = [_gap(ordered, generator.random(len(ordered)) < ordered, bins) for _ in range(draws)]
     return float(np.mean(errors)), float(np.quantile(errors, 0.95))
 
 
@@ -297,38 +270,3 @@ def _gap(ordered: Array, labels: Array, bins: int) -> float:
     rows, count = len(ordered), min(bins, len(ordered))
     sums = np.add.reduceat(labels - ordered, np.arange(count) * rows // count)
     return float(np.abs(sums).sum()) / rows
-
-
-def survival_scores(predicted: Array, outputs: Outputs, seed: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each depth and temperature, and for each depth over all temperatures if there are several.
-
-    Each has `temperature` (None = all), `depth`, `rounds`, mean `predicted` and `observed` survival, `ece` and
-    `ece_perfect` (mean of `perfect_error`), `brier`, `auc` and `log_loss`.
-
-    Args:
-        predicted: [R, K] survival.
-        outputs: the rounds; their lengths, temperatures and drawn tokens are used.
-        seed: of `perfect_error`.
-    """
-    rows = []
-    temperatures = np.unique(outputs.temperature).tolist()
-    for temperature in [*([None] if len(temperatures) > 1 else []), *temperatures]:
-        same = np.full(len(predicted), True) if temperature is None else outputs.temperature == temperature
-        for depth in range(1, min(DEEPEST, predicted.shape[1]) + 1):
-            use = same & outputs.drawn[:, depth - 1]
-            if not use.any():
-                continue
-            p, labels = predicted[use, depth - 1], outputs.length[use] >= depth
-            rows.append({
-                "temperature": None if temperature is None else round(temperature, 6),
-                "depth": depth,
-                "rounds": len(labels),
-                "predicted": float(p.mean()),
-                "observed": float(labels.mean()),
-                "ece": calibration_error(p, labels),
-                "ece_perfect": perfect_error(p, seed)[0],
-                "brier": float(np.square(p - labels).mean()),
-                "auc": auc(p, labels),
-                "log_loss": log_loss(p, labels),
-            })  # fmt: skip
-    return rows

@@ -165,7 +165,6 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
         known.numpy(),
         arrays.accepted[visited.row].numpy(),
         prompt[arrays.owner[visited.row]],
-        arrays.column("temperature")[visited.row].numpy(),
         (arrays.tokens[visited.row] != NO_TOKEN).numpy(),
         lag,
     )

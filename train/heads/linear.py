@@ -76,7 +76,7 @@ class LogisticEstimator(HeadEstimator):
 
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
         basis = fit_basis(rows, self.feature_names_)
-        columns = basis_columns(basis, rows)
+        columns = basis_columns(basis, rows.features, rows.depth)
         weight, bias = np.zeros((3, basis.width), dtype=np.float32), np.zeros(3, dtype=np.float32)
         for output, (use, y) in enumerate(regression_rows(rows)):
             if is_constant(y):
@@ -161,7 +161,8 @@ class Design:
             raise InputError(f"--feature: the tokens head needs one of {', '.join(TOKEN_FEATURES)}")
         self.names = tuple(names)
         self.scalars = [at for at in range(len(names)) if at not in self.ids]
-        self.basis = fit_basis(self._scalar_rows(rows), [names[at] for at in self.scalars])
+        scalar_rows = dataclasses.replace(rows, features=rows.features[:, self.scalars])
+        self.basis = fit_basis(scalar_rows, [names[at] for at in self.scalars])
         self.depths = int(rows.depth.max()) + 1
         self.vocabulary = int(rows.features[:, self.ids].max()) + 1
         self.buckets = buckets
@@ -178,13 +179,10 @@ class Design:
         self.edges = np.ascontiguousarray(edges, dtype=np.float32)
         self.hashes = HashedFeatures(names, self.strides, self.edges, buckets)
 
-    def _scalar_rows(self, rows: FitRows) -> FitRows:
-        return dataclasses.replace(rows, features=rows.features[:, self.scalars])
-
     def matrix(self, rows: FitRows) -> sparse.csr_matrix:
         """Return [M, F' + depths + I V + C B] float64."""
         features, depth, drawn = rows.features.numpy(), rows.depth.numpy(), rows.drawn.numpy()
-        x = basis_columns(self.basis, self._scalar_rows(rows))
+        x = basis_columns(self.basis, rows.features[:, self.scalars], rows.depth)
         blocks = [sparse.csr_matrix(x.astype(np.float64)), _one_hot(depth, self.depths, np.ones_like(drawn))]
         for at in self.ids:
             # As `TokenHead` reads them: tokens of the anchor at depth 0 only, drawn ones from depth 1 on.

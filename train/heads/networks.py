@@ -55,9 +55,8 @@ def batch_loader(tensors: Batch, batch_size: int, seed: int | None = None) -> Da
     The sampler yields lists of indices: a loader that collates single rows would spend the epoch in Python.
     """
     data = TensorDataset(*tensors)
-    if seed is None:
-        order: Any = SequentialSampler(data)
-    else:
+    order: Any = SequentialSampler(data)
+    if seed is not None:
         order = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
     return DataLoader(data, sampler=BatchSampler(order, batch_size, drop_last=False), batch_size=None)
 
@@ -163,7 +162,8 @@ def flagged_columns(basis: Basis, rows: FitRows) -> Tensor:
 
     Columns that are unknown at depth 0 are 0 there, which elsewhere is their mean. The flag tells the two apart.
     """
-    return torch.cat([torch.from_numpy(basis_columns(basis, rows)), (~rows.drawn)[:, None].float()], 1)
+    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
+    return torch.cat([columns, (~rows.drawn)[:, None].float()], 1)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -101,7 +101,8 @@ def make_trainer(
     }  # fmt: skip
     settings["callbacks"] = [*callbacks, *settings.get("callbacks", ())]
     try:
-        trainer = lightning.Trainer(**settings)
+        with _quiet():
+            trainer = lightning.Trainer(**settings)
     except (ValueError, RuntimeError, TypeError, ImportError, MisconfigurationException) as error:
         reason = " ".join(str(error).split())[:300].replace("Trainer.__init__() ", "")
         raise InputError(f"--trainer: {reason}") from None
@@ -141,8 +142,8 @@ def fit_module(
         folder = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         best = ModelCheckpoint(folder, monitor=MONITOR, save_last=is_kept, enable_version_counter=False)
         callbacks = [best, EarlyStopping(MONITOR, patience=PATIENCE), ReportProgress(task, progress)]
-        stack.enter_context(_quiet())
         runner = make_trainer(folder, epochs, trainer or {}, callbacks)
+        stack.enter_context(_quiet())
         last = folder / LAST if (folder / LAST).exists() else None
         is_interrupted = False
         try:

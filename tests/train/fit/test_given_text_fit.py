@@ -25,8 +25,7 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.export.deploy import deploy
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train
-from specstop.train.heads.calibration import fit_kind, log_loss
-from specstop.train.heads.linear import as_classes, is_constant
+from specstop.train.heads.calibration import as_classes, fit_kind, is_constant, log_loss
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.checking import tell_other_rounds
@@ -54,8 +53,8 @@ def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[T
     assert label_columns([block[0].header], False) == CHANCE_COLUMNS
     soft, hard = rows_of(block[0], True), rows_of(block[0], False)
     assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
-    assert hard.chances is None and hard.labels.dtype == torch.float32
-    for column, use in ((0, soft.drawn), (1, soft.followed_known)):
+    assert set(hard.labels.unique().tolist()) == {0.0, 1.0} and hard.labels.dtype == torch.float32
+    for column, use in enumerate(soft.known.T):
         chance, bit = soft.labels[use, column], hard.labels[use, column]
         assert abs(float(chance.mean() - bit.mean())) < 4 * float(bit.std()) / len(bit) ** 0.5
         assert float(chance.std()) < float(bit.std())

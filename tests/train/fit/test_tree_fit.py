@@ -174,11 +174,11 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
                 continue
             below = tree.children[node]
             assert rows.depth[at] == tree.depth[node]
-            assert bool(rows.accepted[at]) == accepted[node]
-            assert bool(rows.followed_known[at]) == (accepted[node] and bool(below))
+            assert bool(rows.labels[at, 0]) == accepted[node]
+            assert bool(rows.known[at, 1]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
-                assert bool(rows.followed[at]) == accepted[below[0]]
+                assert bool(rows.labels[at, 1]) == accepted[below[0]]
             if node:
                 assert rows.features[at, 1:].tolist() == [tree.children[parent].index(node), tree.depth[node]]
             at += 1
