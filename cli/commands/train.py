@@ -97,7 +97,7 @@ def train(
     if tune is None and (policy or storage):
         raise InputError("--policy, --storage: are for --tune N; to compare two policies as they are, use `evaluate`")
     from ...train.fit.run import train as run
-    from ...train.replay.traces.checking import load_traces
+    from ...train.replay.checks import load_traces
 
     with progress_bars(quiet or json) as progress, config_saved(out):
         trained = run(

@@ -46,7 +46,7 @@ from ..evaluate.records import Report
 from ..fit.rules import best_of, fixed_grid
 from ..fit.run import train
 from ..fit.settle import settle
-from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.arrays import TraceArrays, trace_arrays
 from .live import LiveLine, compare_live
 from .pair import check_pair, shipped_pair
 from .resume import QUICK, STATE_FILE, Sizes, begin, continued_sizes, only_one

@@ -11,7 +11,7 @@ from ...decode.records import Generation, Tally
 from ...policies.contract import StopPolicy
 from ...policies.profile import Profile
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays
+from ..replay.arrays import TraceArrays
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ...policies.learned import LearnedPolicy
     from ...policies.profile import Profile
     from ..evaluate.records import Line, Report
-    from ..replay.traces.arrays import TraceArrays
+    from ..replay.arrays import TraceArrays
     from .live import LiveLine
 
 SMALL_HEADROOM = 1.05

@@ -20,9 +20,8 @@ from ...decode.drafters.fallback import ROUNDING
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning, TraceError
 from ...policies.profile import Profile
-from ..replay.log import play
-from ..replay.seconds import prompt_seconds
-from ..replay.traces.arrays import TraceArrays
+from ..replay.arrays import TraceArrays
+from ..replay.run import replay
 
 MIN_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
@@ -160,12 +159,11 @@ def _rate(
         calls_first: the first drafter is also called, in vain, in the rounds of the other one: its first draft step.
     """
     depth = min(arrays.depth, *(profile.max_depth for profile in profiles))
-    played = play(dataclasses.replace(arrays, reads=~by_first), policy.limited(depth), profiles[1])
-    rounds = played.rounds
+    rounds = replay(dataclasses.replace(arrays, reads=~by_first), policy.limited(depth), profiles[1])
     by_first = by_first[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
-    seconds = torch.where(by_first, rounds.seconds(profiles[0]), rounds.seconds(profiles[1]))
+    seconds = torch.where(by_first, rounds.price(profiles[0]), rounds.price(profiles[1]))
     if calls_first:
         in_vain = torch.from_numpy(profiles[0].first_draft_s(1, rounds.context.numpy()))
         seconds = seconds + in_vain * (~by_first & (rounds.drafted > 0))  # a round without drafts calls no drafter
-    total = float(seconds.sum() + prompt_seconds(profiles[1], arrays.prompt_tokens).sum())
-    return float(played.result.tokens.sum()) / total
+    total = float(seconds.sum() + profiles[1].prefill_seconds(arrays.prompt_tokens.numpy()).sum())
+    return float(rounds.tokens.sum()) / total

@@ -14,8 +14,7 @@ from ...policies.rules import THRESHOLD_RULES, Derived, Rule, Threshold
 from ..heads.base import HeadEstimator
 from ..heads.crossfit import FOLDS, Folds
 from ..heads.rows import split_prompts
-from ..replay.traces.arrays import TraceArrays
-from ..replay.traces.concatenate import temperatures
+from ..replay.arrays import TraceArrays, temperatures
 
 RULES = ("derived", *THRESHOLD_RULES, "batch", "gain")
 

@@ -41,10 +41,9 @@ from ..heads.crossfit import (
     prompt_folds,
 )
 from ..heads.rows import Visits, conditional_acceptance, label_columns, mixed_arrays, visits
+from ..replay.arrays import TraceArrays, joined_arrays, temperatures, trace_arrays
+from ..replay.checks import check_whole, load_traces, warn_other_rounds
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_whole, load_traces, tell_other_rounds
-from ..replay.traces.concatenate import joined_arrays, temperatures
 from .plan import (
     REPORT_SHARE,
     Plan,
@@ -171,7 +170,7 @@ def train(
         raise InputError("--policy: several heads, rules or policies are compared with --tune N")
     if tune is not None and (threshold is not None or hidden or mixed is not None):
         raise InputError("--tune: leave out --threshold, --hidden and --mixed; a search chooses thresholds itself")
-    tell_other_rounds(profile, opened[0].header)
+    warn_other_rounds(profile, opened[0].header)
     plans = []
     for kind, wanted in ((kind, wanted) for wanted in rules for kind in heads):
         estimator = _estimator(kind, params, trainer, shared=len(heads) > 1) if isinstance(kind, str) else kind

@@ -16,7 +16,7 @@ from ...policies.learned import LearnedPolicy, TrainingMetadata, TreeGain
 from ...policies.profile import Profile
 from ...policies.rules import Derived, Rule
 from ...policies.storage import load_policy_folder, save_policy
-from ..replay.traces.arrays import TraceArrays, trace_arrays, typical_context
+from ..replay.arrays import TraceArrays, trace_arrays, typical_context
 from .batch_rules import settle_batch, settle_lengths
 from .plan import Plan, make_rule
 from .rules import FIRST, THRESHOLDS, Part, Rates, derived_thresholds, replayed_rates, solve_derived

@@ -19,7 +19,7 @@ from ...policies.heads.base import Head
 from ...policies.learned import PathCalibrator, TreeGain
 from ..heads.calibration import calibration_error
 from ..heads.rows import FitRows, Visits
-from ..replay.traces.arrays import TraceArrays, seen_features
+from ..replay.arrays import TraceArrays, seen_features
 
 HOLD = 20.0
 """Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""

@@ -31,8 +31,8 @@ from ...policies.errors import InputError, SpecstopError
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.registry import load_policy
+from ..replay.arrays import TraceArrays
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays
 from .plan import Plan
 from .rules import fixed_grid
 

@@ -22,10 +22,9 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train
-from specstop.train.replay.bounds.static_tree import best_static_tree
-from specstop.train.replay.log import play
+from specstop.train.replay.static_trees import best_static_tree
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 
 TREE, DEPTH, NEW = "4,2,1", 3, 14
 SIDES = ("low", "high")
@@ -115,7 +114,7 @@ def test_the_first_drafts_from_the_chance_on_that_gives_the_most_tokens_a_second
     assert found.rate == max(found.other, *found.rates.values()) and found.rates[found.sure] == found.rate  # type: ignore[index]
     # By hand: every round in the time of its own drafter; what only the first one drafted is still to be read by the other.
     arrays, mine = both(first, other, 0.4)
-    rounds = play(arrays, Confidence(0.0).limited(2), profile).rounds
+    rounds = replay(arrays, Confidence(0.0).limited(2), profile)
     assert choose_sure(first, other, Confidence(0.0).limited(2), (free, profile), (0.4,)).rates[0.4] == pytest.approx(
         _rate(arrays, mine, rounds, free, profile)
     )

@@ -30,11 +30,11 @@ from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import BatchRule, Derived
-from specstop.train.replay.arrivals import at_once, poisson, recorded
+from specstop.train.replay.batch import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch
-from specstop.train.replay.bounds.batch import batch_bound
+from specstop.train.replay.bounds import batch_bound
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 
 EXACT = 1e-9
 

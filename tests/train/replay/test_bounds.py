@@ -12,9 +12,9 @@ from specstop.collect.store import Trace
 from specstop.policies.costs import CostTable
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
-from specstop.train.replay.bounds.oracle import oracle_seconds
+from specstop.train.replay.bounds import oracle_seconds
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 from synthetic import synthetic_trace
 
 

@@ -25,9 +25,9 @@ from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import Trained, train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.checking import check_fit
-from specstop.train.replay.traces.concatenate import join_arrays, joined_arrays, temperatures
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.checks import check_fit
+from specstop.train.replay.arrays import join_arrays, joined_arrays, temperatures
 
 TEMPERATURES = (0.0, 0.7)
 

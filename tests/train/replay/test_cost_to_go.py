@@ -10,7 +10,7 @@ from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 from synthetic import telling_trace
 
 EXACT = 1e-12

@@ -14,7 +14,7 @@ from random_stops import ByTokens
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.tree_rules import Gain
-from specstop.train.replay.bounds.oracle import oracle_seconds
+from specstop.train.replay.bounds import oracle_seconds
 from specstop.train.replay.run import replay
 from text_law import Case
 

@@ -8,9 +8,9 @@ from specstop.collect.store import Trace
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
-from specstop.train.replay.known_lengths import replay_fixed, replay_lengths
+from specstop.train.replay.run import replay_fixed, replay_lengths
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from synthetic import synthetic_trace
 
 EXACT = 1e-12

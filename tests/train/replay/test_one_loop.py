@@ -22,9 +22,9 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.fixed import Confidence
 from specstop.policies.profile import Profile
 from specstop.train.replay.bounds.cost_to_go import CostToGo
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 
 
 def test_replay_loads_no_model_library() -> None:

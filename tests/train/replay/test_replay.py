@@ -24,7 +24,7 @@ from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived
 from specstop.train.replay.run import Replayed, replay
-from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
 
 Live = Callable[[StopPolicy, float], list[Generation]]
 

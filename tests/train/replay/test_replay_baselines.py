@@ -17,7 +17,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 
 SOME = 5  # prompts, in their order
 TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"

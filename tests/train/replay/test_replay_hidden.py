@@ -28,11 +28,11 @@ from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
 from specstop.train.heads.rows import fit_rows, visits
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import Replayed, replay, replay_many
 from specstop.train.replay.stacking import stacked
 from specstop.train.replay.traces import hidden_states as hidden_module
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 
 TREES = {None: None, "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
 CASES = [(tree, t) for tree in TREES for t in (0.0, 0.7)]

@@ -14,7 +14,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.published.bandit import Bandit
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.replay.run import Replayed, replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 
 
 class Good(StopPolicy):

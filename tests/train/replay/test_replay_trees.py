@@ -23,7 +23,7 @@ from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.train.replay import run
 from specstop.train.replay.run import Replayed, replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 
 TREES = {"widths": "3,2,1,1,1", "fork": "fork:2x5", "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
 """The last one is not closed: a branch is wider below than its like is at the root."""

@@ -14,8 +14,8 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.arrays import trace_arrays
 
 SENT = 2
 

@@ -20,8 +20,8 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.published.online import Online
-from specstop.train.replay.bounds.oracle import oracle_seconds
-from specstop.train.replay.bounds.static_tree import (
+from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.static_trees import (
     StaticTree,
     best_static_tree,
     best_subtrees,
@@ -29,10 +29,10 @@ from specstop.train.replay.bounds.static_tree import (
     likeliest_nodes,
     node_acceptance,
 )
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay, replay_many
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.traces.subtrees import on_subtree
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.static_trees import on_subtree
 
 TREE = "3,2,1,1,1"
 
