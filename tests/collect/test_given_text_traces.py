@@ -22,8 +22,8 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.profile import Profile
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 
 FLOAT32 = 2e-6
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2}

@@ -26,8 +26,8 @@ from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 from trace_rows import numpy_rows
 
 DEPTH = 3

@@ -20,8 +20,8 @@ from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.profile import Profile
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 
 DEPTH = 3
 

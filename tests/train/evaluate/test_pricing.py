@@ -19,11 +19,10 @@ from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import Priced, ProfileBootstrap, ResampleSource
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.replay.bounds import oracle_plan
-from specstop.train.replay.bounds import planned_rounds
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import oracle_plan, planned_rounds
 from specstop.train.replay.rounds import Rounds, scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from timed import timed_profile
 
 EXACT = 1e-12  # the same sums, in another order

@@ -17,9 +17,9 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.evaluate.report_comparison import Change, ReportComparison, compare_reports, read_report
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.arrays import trace_arrays
 from timed import timed_profile
 
 

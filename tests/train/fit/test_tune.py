@@ -31,8 +31,8 @@ from specstop.train.fit.rules import (
 from specstop.train.fit.run import train
 from specstop.train.fit.settle import settle, solve_rate
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
+from specstop.train.replay.run import replay
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 

@@ -26,8 +26,8 @@ from specstop.train.heads import head_class
 from specstop.train.heads.calibration import auc
 from specstop.train.heads.crossfit import Outputs, calibrate, labelled_rows
 from specstop.train.heads.rows import OWN, SOFT_COLUMNS, Visits, fit_rows, mixed_arrays, mixed_rows
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.run import replay
 
 NEW = 20
 QUICK = {"epochs": 1}

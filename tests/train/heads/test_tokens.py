@@ -17,8 +17,8 @@ from specstop.train.fit.run import train
 from specstop.train.heads.calibration import auc
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.tokens import TokensEstimator
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 from synthetic import synthetic_trace
 
 
