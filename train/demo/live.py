@@ -10,8 +10,8 @@ import numpy as np
 from ...decode.records import Generation, Tally
 from ...policies.contract import StopPolicy
 from ...policies.profile import Profile
-from ..replay.run import replay
 from ..replay.arrays import TraceArrays
+from ..replay.run import replay
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profi
         round.decisions = np.zeros_like(round.drafted)
         source.verify(round)
         source.commit(round)
-        turns.append((rule * texts + sequence, sequence, anchor, *_columns(round)))
+        turns.append((round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
         source.next_texts()
     return _results(arrays, profile, [None] * len(drafted), turns, is_tree=False)
 
@@ -149,8 +149,7 @@ def _play(
         sequence, anchor = source.sequence, source.anchor
         round = play_round(source, host)
         fed = round.steps.T if is_tree else ()
-        columns = (owner, sequence, anchor, *_columns(round), *fed, history)
-        turns.append(columns if active == len(on) else tuple(column[on] for column in columns))
+        turns.append((on, owner, sequence, anchor, *_columns(round), *fed, history))
         begun = source.next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
@@ -170,8 +169,9 @@ def _results(
         arrays: the trace, of S texts.
         profile: of the costs.
         policies: that were replayed.
-        turns: columns [R'] of the rounds that were played at the same time: owner = policy * S + text, text, anchor,
-            `_columns`, of trees the tokens fed at each draft step, and perhaps the history [R', ...].
+        turns: columns [R'] of the rounds that were played at the same time: whether the stream was active, owner =
+            policy * S + text, text, anchor, `_columns`, of trees the tokens fed at each draft step, and perhaps the history
+            [R', 5].
         is_tree: whether there are tokens fed.
     """
     if not turns:
@@ -180,20 +180,21 @@ def _results(
         return [dataclasses.replace(empty, policy=policy) for policy in policies]
     columns = [np.concatenate(column) for column in zip(*turns, strict=True)]
     history = columns.pop() if columns[-1].ndim > 1 else None
-    owner, *columns = columns
-    order = np.argsort(owner, kind="stable")  # within a text in the order in which they were played
+    active, owner, *columns = columns
+    order = np.flatnonzero(active)
+    order = order[np.argsort(owner[order], kind="stable")]  # within a text in the order in which they were played
     first = np.searchsorted(owner[order], np.arange(len(policies) + 1) * arrays.sequences)
-    table = torch.from_numpy(np.stack(columns, 1)[order])  # [R, 9 + K]
+    table = torch.from_numpy(np.stack([column[order] for column in columns]))  # [9 + K, R]
     values = None if history is None else torch.from_numpy(History(history[order]).values())
     results = []
     for policy, begin, end in zip(policies, first[:-1], first[1:], strict=True):
-        rows = table[begin:end]
-        fed = rows[:, 9:] if is_tree else None
-        drafted = rows[:, 3]
+        rows = table[:, begin:end]
+        fed = rows[9:].T.contiguous() if is_tree else None
+        drafted = rows[3]
         steps = drafted if fed is None else (fed > 0).sum(1)
         results.append(
             Rounds(
-                policy, profile, arrays.prompt_tokens, arrays.first_anchor, *rows[:, :9].unbind(1), steps, fed,
+                policy, profile, arrays.prompt_tokens, arrays.first_anchor, *rows[:9], steps, fed,
                 None if values is None else values[begin:end],
             )
         )  # fmt: skip

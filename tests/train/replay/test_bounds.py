@@ -191,7 +191,7 @@ def test_the_oracle_is_the_best_of_all_lengths_on_every_draw_of_a_given_text(mod
 def test_a_tree_policy_that_leaves_out_drawn_tokens_is_refused_under_rejection() -> None:
     case = Case("rejection", "2,1", partial(ByTokens, 3), "mixed", 1, True, new=4)
     arrays, _ = drawn_traces(case, next(text for text in case.texts() if len(text) > 2))
-    with pytest.raises(PolicyError, match="gain.*rejection"):
+    with pytest.raises(PolicyError, match=r"gain.*rejection"):
         replay(arrays, Gain(max_depth=2), drawn_profile(arrays.tree))
 
 
