@@ -91,7 +91,7 @@ def train(
     costs = Profile.load(profile)  # reports an invalid profile before torch is imported
     sizes = _integers(nodes)
     from ...train.fit.run import train as run
-    from ...train.replay.traces.checking import load_traces
+    from ...train.replay.checks import load_traces
 
     with progress_bars(quiet or json) as progress, config_saved(out):
         trained = run(

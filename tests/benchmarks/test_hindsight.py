@@ -8,8 +8,8 @@ from benchmark_scripts import script
 from specstop.collect.store import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 hindsight = script("hindsight")
 NEVER, cut_where_it_pays = hindsight.NEVER, hindsight.cut_where_it_pays

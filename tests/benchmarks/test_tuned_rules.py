@@ -13,8 +13,8 @@ from specstop.policies.errors import InputError
 from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS
 from specstop.train.fit.rules import fixed_grid
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 rules = script("tuned_rules")
 BUDGET = rules.BUDGET

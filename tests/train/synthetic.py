@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from specstop.collect.schema import Header, chain
 from specstop.train.heads.rows import FitRows
-from specstop.train.replay.traces.arrays import TraceArrays
+from specstop.train.replay.arrays import TraceArrays
 from torch import Tensor
 
 PROMPT_TOKENS = 7

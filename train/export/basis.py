@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -21,16 +22,15 @@ from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ..evaluate.pricing import Priced, ProfileBootstrap, with_prices
 from ..evaluate.statistics import Resamples
+from ..fit.rules import fixed_grid
 from ..fit.settle import settle_for
 from ..heads.rows import split_prompts
-from ..replay.arrivals import at_once, deal
-from ..replay.batch import replay_batch
-from ..replay.bounds.oracle import oracle_plan
-from ..replay.bounds.regret import planned_rounds
-from ..replay.known_lengths import ReplayedRuns, draft_bound, replay_fixed, replay_lengths
-from ..replay.log import Rounds, play
-from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_fit, require_disjoint, require_disjoint_policies, tell_other_rounds
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.batch import at_once, deal, replay_batch
+from ..replay.bounds import oracle_plan, planned_rounds
+from ..replay.checks import check_fit, require_disjoint, require_disjoint_policies, warn_other_rounds
+from ..replay.rounds import Rounds
+from ..replay.run import replay, replay_lengths
 
 HELD_OUT, MIN_PROMPTS = 0.25, 8
 """Share of the prompts that figures are reported on, and the number of prompts below which all are used for both."""
@@ -79,7 +79,7 @@ class Basis:
         progress: Progress = silent,
     ) -> None:
         self.header, self.folder, self.seed, self.progress = traces.header, traces.folder, seed, progress
-        tell_other_rounds(profile, traces.header)
+        warn_other_rounds(profile, traces.header)
         arrays, held = trace_arrays(traces), None if held_out is None else trace_arrays(held_out)
         for option, one in (("--traces", arrays), ("--held-out", held)):
             if one is not None and not (one.tree.is_chain and one.header.has_every_anchor):
@@ -103,8 +103,8 @@ class Basis:
             ProfileBootstrap(profile, seed),
             Resamples(self.held.clusters, seed),
         )
-        self.fit_fixed, self.held_fixed = (replay_fixed(part, self.depth) for part in (self.fit, self.held))
-        self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
+        self.fit_fixed, self.held_fixed = (fixed_grid(part, profile) for part in (self.fit, self.held))
+        self.best = int(text_seconds(self.fit_fixed).sum(1).argmin())
 
     def ratio(self, mine: Rounds, than: Rounds) -> Ratio:
         """Return the speed of a held-out replay over that of another one, with its interval."""
@@ -114,8 +114,8 @@ class Basis:
     def single_request(self, mine: Rounds) -> dict[str, Any]:
         """Return the held-out speed of an export at one request, relative to other methods."""
         held, plan = self.held, oracle_plan(self.held, self.profile)
-        replays = [mine, self.held_fixed.rounds(0), self.held_fixed.rounds(self.best), planned_rounds(held, plan)]
-        spent = [one.of_texts(self.profile, held.prompt_tokens) for one in replays]
+        replays = [mine, self.held_fixed[0], self.held_fixed[self.best], planned_rounds(held, plan)]
+        spent = [one.text_seconds(self.profile) for one in replays]
         # The bound has its own seconds; its rounds only describe how they vary with the timings of the profile.
         known = torch.stack([*spent[:-1], plan.seconds], 1)
         this, plain, best, bound = Priced(self._boot, self._costs, replays, held.prompt_tokens, known).seconds().T
@@ -129,25 +129,25 @@ class Basis:
         }
         if self.policy is not None:
             figures["policy"] = self.policy.name
-            figures["policy_to_this"] = self.ratio(play(held, self.policy, self.profile).rounds, mine)
+            figures["policy_to_this"] = self.ratio(replay(held, self.policy, self.profile), mine)
         return figures
 
     def sizes(self) -> tuple[int, ...]:
         """Return the batch sizes of tables: 1, and those that the profile has measured."""
         return (1, *(size for size in (self.profile.batch.sizes if self.profile.batch else ()) if size > 1))
 
-    def batch_seconds(self, on: TraceArrays, fixed: ReplayedRuns, size: int) -> Tensor:
+    def batch_seconds(self, on: TraceArrays, fixed: Sequence[Rounds], size: int) -> Tensor:
         """Return [K + 1, S] seconds of the fixed lengths 0..K in batches of a size: the share of each text.
 
         Requests and their order are those of `evaluate(batch=...)` with the same seed.
         """
         if size == 1:
-            return fixed.seconds(self.profile)
+            return text_seconds(fixed)
         order = deal(on.sequences, size, self.seed)
         seconds = []
         for length in range(self.depth + 1):
             played = replay_batch(on, FixedLength(length), self.profile, size, at_once(len(order)), order)
-            seconds.append(np.bincount(order, played.seconds, on.sequences) * (on.sequences / len(order)))
+            seconds.append(np.bincount(order, played.seconds.numpy(), on.sequences) * (on.sequences / len(order)))
         return torch.from_numpy(np.stack(seconds))
 
     def length_table(self) -> list[dict[str, Any]]:
@@ -176,9 +176,9 @@ class Basis:
         below p after drawing it.
         """
         rules = [(p, most) for p in THRESHOLDS for most in range(1, self.depth + 1)]
-        seconds = _replay_thresholds(self.fit, rules).seconds(self.profile).sum(1)
+        seconds = text_seconds(_replay_thresholds(self.fit, rules, self.profile)).sum(1)
         p, most = rules[int(seconds.argmin())]
-        return p, most, _replay_thresholds(self.held, [(p, most)]).rounds(0)
+        return p, most, _replay_thresholds(self.held, [(p, most)], self.profile)[0]
 
     def facts(self) -> dict[str, Any]:
         """Return what the export was made from."""
@@ -221,14 +221,19 @@ def largest_share(arrays: TraceArrays) -> Tensor:
     return top1 / torch.stack([arrays.column(name) for name in TOP]).sum(0).clamp_min(1e-30)
 
 
-def _replay_thresholds(arrays: TraceArrays, rules: list[tuple[float, int]]) -> ReplayedRuns:
+def text_seconds(rounds: Sequence[Rounds]) -> Tensor:
+    """Return [C, S] float64 seconds of each text in C replays."""
+    return torch.stack([one.seconds for one in rounds])
+
+
+def _replay_thresholds(arrays: TraceArrays, rules: list[tuple[float, int]], profile: Profile) -> list[Rounds]:
     """Replay rules (p, most tokens): the first token below p is drafted and not verified."""
-    share, bound = largest_share(arrays), draft_bound(arrays)
+    share, bound = largest_share(arrays), arrays.draft_bound
     above = {p: (share >= p).long().cumprod(1).sum(1) for p, _ in rules}  # [N] tokens before the first one below p
     limits = [(above[p], bound.clamp_max(most)) for p, most in rules]
     drafted = torch.stack([torch.minimum(count + 1, limit) for count, limit in limits])
     verified = torch.stack([torch.minimum(count, limit) for count, limit in limits])
-    return replay_lengths(arrays, drafted, verified)
+    return replay_lengths(arrays, drafted, verified, profile)
 
 
 def plain_values(value: Any) -> Any:

@@ -15,8 +15,8 @@ from ...policies.files import prepare_output_dir, staged_folder, write_atomic, w
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, as_profile
 from ...policies.registry import PolicySpec, as_policy
-from ..replay.log import play
-from ..replay.traces.checking import load_traces
+from ..replay.checks import load_traces
+from ..replay.run import replay
 from .basis import Basis, plain_values
 from .hf import check_exportable, write_hf
 
@@ -89,7 +89,7 @@ def deploy(
     if to != "hf":
         return _write_engine(to, folder, basis)
     assert basis.policy is not None
-    rounds = play(basis.held, basis.policy, basis.profile).rounds
+    rounds = replay(basis.held, basis.policy, basis.profile)
     replayed, basis.policy = basis.policy, None  # it is itself the export
     figures = {"alone": basis.single_request(rounds), "settled": basis.settled, "facts": basis.facts()}
     return write_hf(source, replayed, folder, spec, plain_values(figures))

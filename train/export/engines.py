@@ -33,7 +33,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.learned import LearnedPolicy
 from ...policies.storage import save_policy
-from ..replay.traces.arrays import TraceArrays, typical_context
+from ..replay.arrays import TraceArrays, typical_context
 from .basis import TOP, Basis
 
 PROPOSER = "specstop.decode.engines.vllm.Proposer"
@@ -78,7 +78,7 @@ def length_ranges(table: Sequence[dict[str, Any]]) -> list[Range]:
 def _table(basis: Basis) -> tuple[list[Range], dict[str, Any]]:
     """Return the ranges of lengths, and figures of them."""
     table = basis.length_table()
-    first = basis.held_fixed.rounds(table[0]["length"])
+    first = basis.held_fixed[table[0]["length"]]
     return length_ranges(table), {"alone": basis.single_request(first), "batches": table}
 
 

@@ -28,8 +28,9 @@ from ..heads import make_head
 from ..heads.calibration import calibrate
 from ..heads.crossfit import fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
-from ..replay.run import Replayed, replay
-from ..replay.traces.arrays import TraceArrays
+from ..replay.arrays import TraceArrays
+from ..replay.rounds import Rounds
+from ..replay.run import replay
 from .batch_rules import solve_batch_rates
 from .rules import Part, best_of, fixed_grid, solve_derived
 
@@ -42,7 +43,7 @@ ITERATIONS = 2
 
 def achievable_estimate(
     arrays: TraceArrays, profile: Profile, features: Sequence[str] | None = None, seed: int = 0
-) -> Replayed:
+) -> Rounds:
     """Return the replay of a policy that knows all recorded scalars and decides for free.
 
     Args:
@@ -84,9 +85,9 @@ def recorded_scalars(arrays: TraceArrays) -> tuple[str, ...]:
     return (*anchor, *node, "depth")
 
 
-def _history(arrays: TraceArrays, played: Replayed) -> Tensor:
+def _history(arrays: TraceArrays, played: Rounds) -> Tensor:
     """Return [N, 4] the HISTORY features at each anchor; at one that was passed over, those of the round that did."""
-    row = arrays.offset[played.log[:, 0]] + played.log[:, 1] - arrays.first_anchor[played.log[:, 0]]
+    row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     history = torch.zeros(len(arrays.accepted), played.history.shape[1])
     history[row] = played.history
     begins = torch.zeros(len(history), dtype=torch.int64)

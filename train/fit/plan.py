@@ -18,8 +18,7 @@ from ..heads import NO_PARAMS, head_class, make_head
 from ..heads.base import HeadEstimator, engine_features
 from ..heads.crossfit import FOLDS, Folds
 from ..heads.rows import split_prompts
-from ..replay.traces.arrays import TraceArrays
-from ..replay.traces.concatenate import temperatures
+from ..replay.arrays import TraceArrays, temperatures
 
 RULES = ("derived", *THRESHOLD_RULES, "batch", "gain")
 

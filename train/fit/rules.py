@@ -17,8 +17,9 @@ from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.rules import Derived
 from ..heads.crossfit import Folds
-from ..replay.run import Replayed, replay, replay_many
-from ..replay.traces.arrays import TraceArrays, typical_context
+from ..replay.arrays import TraceArrays, typical_context
+from ..replay.rounds import Rounds
+from ..replay.run import replay, replay_many
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 
@@ -78,12 +79,12 @@ def replayed_rates(parts: Sequence[Part], profile: Profile) -> Rates:
     return rates
 
 
-def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
+def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Rounds]:
     """Replay every fixed length 0..K."""
     return [replay(arrays, FixedLength(k), profile) for k in range(min(arrays.depth, profile.max_depth) + 1)]
 
 
-def best_of(replays: Sequence[Replayed]) -> Replayed:
+def best_of(replays: Sequence[Rounds]) -> Rounds:
     """Return the fastest replay."""
     return max(replays, key=lambda played: played.rate)
 

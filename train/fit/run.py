@@ -31,10 +31,9 @@ from ...policies.storage import save_policy
 from ..heads.calibration import auc, calibrate, log_loss
 from ..heads.crossfit import FoldHeads, Folds, fit_folds, held_out_outputs, own_visits, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance, label_columns, mixed_arrays, visits
+from ..replay.arrays import TraceArrays, joined_arrays, temperatures, trace_arrays, typical_context
+from ..replay.checks import check_whole, load_traces, warn_other_rounds
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, trace_arrays, typical_context
-from ..replay.traces.checking import check_whole, load_traces, tell_other_rounds
-from ..replay.traces.concatenate import joined_arrays, temperatures
 from .batch_rules import settle_batch, settle_lengths
 from .plan import Plan, TrainOptions, make_plans, make_rule, split_report, training_prompts
 from .rules import (
@@ -112,7 +111,7 @@ def train(
     mixed = None if options.mixed is None else load_traces(options.mixed)
     if not opened:
         raise TraceError("--traces: expected at least one trace")
-    tell_other_rounds(profile, opened[0].header)
+    warn_other_rounds(profile, opened[0].header)
     plans, folder = make_plans(options, opened), None
     sources = [trace.folder for trace in (*opened, mixed) if trace is not None]
     if out is not None:

@@ -12,7 +12,7 @@ from ...policies.contract import StopPolicy
 from ...policies.host import with_costs
 from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
-from ..replay.traces.arrays import TraceArrays
+from ..replay.arrays import TraceArrays
 from .batch_rules import settle_batch, settle_lengths
 from .rules import FIRST, Part, Rates, solve_derived
 from .tree_rules import solve_tree

@@ -29,10 +29,9 @@ from ...policies.profile import Profile
 from ...policies.tree_rules import PRICED_NODES, TreeRule
 from ..heads.crossfit import Folds, fit_head, own_visits
 from ..heads.rows import FitRows, Visits
-from ..replay.bounds.static_tree import best_static_tree, drafted_alone, likeliest_nodes
+from ..replay.arrays import TraceArrays, seen_features, typical_context
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, seen_features, typical_context
-from ..replay.traces.subtrees import on_subtree
+from ..replay.static_trees import best_static_tree, drafted_alone, likeliest_nodes, on_subtree
 from .plan import Plan
 from .rules import FIRST, SETTLED, Part, Rates, left_out_parts, replayed_rates
 

@@ -25,8 +25,8 @@ from ...decode.profile import add_decisions
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopError
 from ...policies.profile import Profile
+from ..replay.arrays import TraceArrays
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays
 from .plan import Plan
 from .rules import fixed_grid
 from .run import fit_policy

@@ -18,9 +18,9 @@ from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.heads.base import Head
 from ...policies.profile import Profile
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.columns import seen_states
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, seen_features
-from ..replay.traces.hidden_states import seen_states
 from .base import HeadEstimator
 from .calibration import Outputs
 from .rows import FitRows, Visits, fit_rows, join_rows, mixed_rows, ranked_prompts, round_labels, visits
@@ -185,7 +185,6 @@ def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], 
     for fold in range(folds.count):
         sequences = folds.sequences(fold)
         played = replay(arrays.subset(sequences), drafts[fold if fold < len(drafts) else 0], profile)
-        log = played.log.clone()
-        log[:, 0] = torch.tensor(sequences)[log[:, 0]]  # from numbers within the fold to those of the trace
-        parts.append(dataclasses.replace(played, log=log))
+        # From numbers within the fold to those of the trace.
+        parts.append(dataclasses.replace(played, sequence=torch.tensor(sequences)[played.sequence]))
     return visits(arrays, parts)

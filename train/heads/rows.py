@@ -14,10 +14,9 @@ from ...collect.schema import NO_TOKEN, Header
 from ...collect.store import Trace
 from ...policies.errors import TraceError
 from ...policies.features import HISTORY_FEATURES
-from ..replay.run import Replayed
-from ..replay.traces.arrays import TraceArrays, seen_features, trace_arrays
-from ..replay.traces.concatenate import check_alike
-from ..replay.traces.hidden_states import StoredHidden
+from ..replay.arrays import TraceArrays, check_alike, seen_features, trace_arrays
+from ..replay.columns import HiddenStates
+from ..replay.rounds import Rounds
 
 SOFT_COLUMNS = ("draft_prob", "target_prob")
 """Columns of `trace_arrays` (`extra`) that soft labels need."""
@@ -99,12 +98,12 @@ class Visits:
         return Visits(self.row[use], self.history[use])
 
 
-def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
+def visits(arrays: TraceArrays, replays: Sequence[Rounds]) -> Visits:
     """Return the rounds of all `replays` of this trace."""
-    log = torch.cat([r.log for r in replays])
+    sequence, anchor = (torch.cat([getattr(r, name) for r in replays]) for name in ("sequence", "anchor"))
     # Dense traces, which any policy can be replayed on, have a row for every anchor.
-    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
-    return Visits(row, torch.cat([r.history for r in replays])).part(~arrays.cut[row])
+    row = arrays.offset[sequence] + anchor - arrays.first_anchor[sequence]
+    return Visits(row, torch.cat([r.history for r in replays if r.history is not None])).part(~arrays.cut[row])
 
 
 def round_labels(arrays: TraceArrays, row: Tensor, soft: bool = False, lag: int = 0) -> tuple[Tensor, Tensor]:
@@ -168,7 +167,7 @@ def fit_rows(
     return FitRows(seen[use], depth[use], labels[use], known[use], states)
 
 
-def _states(recorded: StoredHidden, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
+def _states(recorded: HiddenStates, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
     """Return [M, H] float16, the hidden states of the rows and depths in `use` [R, K + 1]; 0 for the draft's at depth 0."""
     at, depth = use.nonzero(as_tuple=True)
     states = torch.zeros(len(at), recorded.width, dtype=torch.float16)

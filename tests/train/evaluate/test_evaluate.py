@@ -29,10 +29,10 @@ from specstop.train.evaluate.evaluate import _jobs, evaluate
 from specstop.train.evaluate.records import DEPLOY, Line, Report
 from specstop.train.evaluate.report import FILES, write_report
 from specstop.train.fit.settle import settle_for
-from specstop.train.replay.bounds.oracle import oracle_seconds
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.checks import load_traces
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.checking import load_traces
 
 EXACT = 1e-12  # the same sums, in another order
 

@@ -43,8 +43,8 @@ from specstop.train.export.engines import (
     vllm_policy,
 )
 from specstop.train.fit.settle import settle_for
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 PARTS = ("## Use", "## Expected speed", "## What is lost", "## Assumptions", "## Origin")
 EXACT = 1e-9

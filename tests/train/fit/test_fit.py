@@ -22,8 +22,8 @@ from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
 from specstop.train.heads.networks import MLPEstimator, acceptance_loss, flagged_columns, perceptron
 from specstop.train.heads.rows import FitRows, Visits, conditional_acceptance, fit_rows, split_prompts, visits
+from specstop.train.replay.arrays import TraceArrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 
 DEPTH = 3

@@ -27,8 +27,8 @@ from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train
 from specstop.train.heads.calibration import as_classes, fit_kind, is_constant, log_loss
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
-from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.checking import tell_other_rounds
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.checks import warn_other_rounds
 
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}
 
@@ -117,13 +117,13 @@ def test_a_profile_of_another_verification_is_told_of(block: tuple[Trace, Trace]
     for quiet in (profile, replace(profile, verification="block")):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            tell_other_rounds(quiet, header)
+            warn_other_rounds(quiet, header)
     told = replace(profile, facts={**profile.facts, "device": "cpu", "drafter": "suffix?sure=0.6+medusa:here/heads"})
     with pytest.warns(SpecstopWarning, match=r"of the drafter suffix\+medusa, the trace holds those of model"):
-        tell_other_rounds(told, header)
+        warn_other_rounds(told, header)
     moved = replace(header, facts={**header.facts, "drafter": "suffix?sure=0.6+medusa:there/heads"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tell_other_rounds(told, moved)
+        warn_other_rounds(told, moved)
     with pytest.warns(SpecstopWarning, match="of the verification match, .* those of block"):
-        tell_other_rounds(replace(profile, verification="match"), header)
+        warn_other_rounds(replace(profile, verification="match"), header)

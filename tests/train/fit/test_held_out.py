@@ -16,8 +16,7 @@ from specstop.train.fit.plan import REPORT_SHARE, Plan, split_report
 from specstop.train.fit.run import train, train_arrays
 from specstop.train.fit.settle import settle_for, unfitted_prompts
 from specstop.train.heads import make_head
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.traces.concatenate import joined_arrays
+from specstop.train.replay.arrays import TraceArrays, joined_arrays, trace_arrays
 
 NAMES = ("top1", "noisy_margin", "depth")
 

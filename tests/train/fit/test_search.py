@@ -18,8 +18,8 @@ from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train, train_arrays
 from specstop.train.fit.tune import TUNE_FOLDS, PolicySpace, group_folds, search
 from specstop.train.heads import make_head
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""

@@ -47,10 +47,10 @@ from specstop.train.fit.tree_calibration import (
 )
 from specstop.train.fit.tree_rules import solve_tree, tree_seconds
 from specstop.train.heads.rows import Visits
-from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
-from specstop.train.replay.run import Replayed, replay, replay_many
-from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays, typical_context
-from specstop.train.replay.traces.subtrees import on_subtree, subtree
+from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays, typical_context
+from specstop.train.replay.rounds import Rounds
+from specstop.train.replay.run import replay, replay_many
+from specstop.train.replay.static_trees import StaticTree, best_static_tree, likeliest_nodes, on_subtree, subtree
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -361,7 +361,7 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
 ) -> None:
     played: dict[int, set[str]] = {}
 
-    def watched(arrays: TraceArrays, policies: Sequence[StopPolicy], costs: Profile) -> list[Replayed]:
+    def watched(arrays: TraceArrays, policies: Sequence[StopPolicy], costs: Profile) -> list[Rounds]:
         for policy in policies:
             assert isinstance(policy, TreeGain)
             played.setdefault(id(policy.head), set()).update(arrays.clusters)

@@ -38,7 +38,7 @@ from specstop.train.heads.published import (
 )
 from specstop.train.heads.rows import OWN, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from torch import Tensor
 
