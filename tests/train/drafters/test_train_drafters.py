@@ -30,9 +30,9 @@ from specstop.train.drafters.fit import acceptance, new_network, target_ends, tr
 from specstop.train.drafters.proposals import drafter_loss, positions, proposals
 from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
 from specstop.train.fit.run import train
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import replay
-from specstop.train.replay.arrays import trace_arrays
 
 DEPTH, NEW = 3, 16
 

@@ -33,8 +33,8 @@ from specstop.train.heads.calibration import auc
 from specstop.train.heads.linear import LogisticEstimator, TokensEstimator
 from specstop.train.heads.networks import MLPEstimator, ResNet
 from specstop.train.heads.rows import FitRows
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows
 
 torch.set_num_threads(1)

@@ -37,8 +37,8 @@ from specstop.train.heads.published import (
     balanced,
 )
 from specstop.train.heads.rows import OWN, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
-from specstop.train.replay.run import replay
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.run import replay
 from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from torch import Tensor
 
