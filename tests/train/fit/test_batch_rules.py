@@ -48,7 +48,7 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float
         fixed = [
             replay_batch(held, FixedLength(k), settled.profile, size, at_once(held.sequences)) for k in range(DEPTH + 1)
         ]
-        assert played.seconds.sum() == pytest.approx(fixed[length].seconds.sum(), rel=EXACT)
+        assert float(played.seconds.sum()) == pytest.approx(float(fixed[length].seconds.sum()), rel=EXACT)
         assert not played.decisions.any()
 
 
@@ -126,7 +126,7 @@ def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
         played = replay_batch(half, with_head(policy, head), free, 4, at_once(len(order)), order)
         tokens += float(played.committed.sum())
         seconds += float(played.seconds.sum()) - free.prefill_seconds(half.prompt_tokens.numpy()[order]).sum()
-    assert batch_rate(policy, apart, free, 4) == pytest.approx(tokens / seconds, rel=EXACT)
+    assert batch_rate(policy, apart, free, 4) == pytest.approx(float(tokens / seconds), rel=EXACT)
     # On prompts that were left out the heads know nothing, whatever the policy's own head may know of its own prompts.
     unaware = [Part(held, Certain(30.0)), Part(held, Certain(30.0))]
     costly = free.with_decisions({name: 2e-4 for name in free.decision_s})
