@@ -14,6 +14,7 @@ import torch
 
 from ..collect.prompts import Prompt, encode, read_prompts
 from ..collect.run import collect, environment_facts
+from ..collect.schema import stream_name
 from ..collect.store import Trace
 from ..decode.benchmark import run_alternating
 from ..decode.loop import Speculator
@@ -185,10 +186,8 @@ def _seconds_per_token(models: Pair, pair_folder: Path) -> float:
     """Return the seconds per token of plain decoding, measured on three prompts after a warm-up."""
     prompts = read_prompts(pair_folder / "prompts-train.jsonl", 4)
     plain = Speculator(models, FixedLength(0), Settings(0.0, PROBE_TOKENS, 1, ignore_eos=True))
-    texts = [
-        plain.generate(ids, number)
-        for number, ids in enumerate(encode(prompts, models.tokenizer, models.readable - PROBE_TOKENS))
-    ]
+    encoded = encode(prompts, models.tokenizer, models.readable - PROBE_TOKENS)
+    texts = [plain.generate(ids, number) for number, ids in enumerate(encoded)]
     return statistics.median(1 / text.tokens_per_s for text in texts[1:])
 
 
@@ -306,8 +305,8 @@ class _Stages:
         grid = fixed_grid(self.arrays["train"], self.costs)
         policies: list[StopPolicy] = [FixedLength(0), FixedLength(grid.index(best_of(grid))), fastest]
         arrays = self.arrays["test"].subset(range(min(self.sizes.live, self.arrays["test"].sequences)))
-        names = [prompt.stream_name for prompt in self.prompts["test"]]
-        prompts = list(zip(names, self.ids["test"], strict=True))[: arrays.sequences]
+        ids = {prompt.stream_name: ids for prompt, ids in zip(self.prompts["test"], self.ids["test"], strict=True)}
+        prompts = [(name, ids[name]) for name in map(stream_name, arrays.prompt_ids, arrays.samples)]
         self.progress("decode: live", 0, len(prompts))
         calibration = CalibrationRun(self.models, self.ids["train"][:PROFILE_PROMPTS], new_tokens=96, **self.shared)
         generations = run_alternating(
