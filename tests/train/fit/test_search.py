@@ -83,8 +83,8 @@ def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: 
         rows = searched(arrays, full_profile, count, storage=journal, **options)[1]
         return {(row["policy"], row["parameters"]) for row in rows}
 
-    begun, more = trials(2), trials(4)
-    assert len(begun) == 2 and begun < more and trials(4) == more
+    begun, more = trials(2), trials(9)
+    assert 1 <= len(begun) <= 2 and begun < more and trials(9) == more
     trials(1, rules=["step"])  # other candidates are another study
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
     assert len(optuna.get_all_study_names(storage)) == 2
