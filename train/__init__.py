@@ -11,7 +11,6 @@ from ..policies import attach
 
 if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
-    from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.fit import train_drafter as train_drafter
     from .evaluate.places import Place as Place, PlaceTable as PlaceTable, evaluate_places as evaluate_places
     from .evaluate.records import Line as Line, Report as Report
@@ -20,14 +19,13 @@ if TYPE_CHECKING:
     from .fit.run import Trained as Trained, train as train
     from .heads import head_class as head_class, make_head as make_head
     from .heads.base import HeadEstimator as HeadEstimator
-    from .replay.bounds.oracle import oracle_seconds as oracle_seconds
-    from .replay.run import Replayed as Replayed
-    from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
+    from .replay.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
+    from .replay.bounds import oracle_seconds as oracle_seconds
+    from .replay.rounds import Rounds as Rounds
 
 __getattr__, __all__ = attach(
     __name__,
     {
-        "drafters.choice": "SureChoice choose_sure",
         "drafters.fit": "train_drafter",
         "export.deploy": "deploy",
         "fit.run": "Trained train",
@@ -35,9 +33,9 @@ __getattr__, __all__ = attach(
         "heads.base": "HeadEstimator",
         "evaluate.places": "Place PlaceTable evaluate_places",
         "evaluate.report_comparison": "compare_reports read_report",
-        "replay.traces.arrays": "TraceArrays trace_arrays",
-        "replay.bounds.oracle": "oracle_seconds",
-        "replay.run": "Replayed",
+        "replay.arrays": "TraceArrays trace_arrays",
+        "replay.bounds": "oracle_seconds",
+        "replay.rounds": "Rounds",
         "evaluate.records": "Line Ratio Report",
     },
     is_callable=True,

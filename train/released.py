@@ -27,7 +27,6 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,6 @@ ANY_THRESHOLD = 0.4
 DYNASD_DEPTH = 5
 """Depth of the published main script."""
 
-LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")
-
 FILES = ("model.safetensors", "pytorch_model.bin")
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Files that are looked for in a folder, in this order."""
@@ -70,52 +67,36 @@ MAX_MEDUSA_BYTES = 64 << 30
 
 PREFIX = "medusa_head."
 
-_LAYER = re.compile(r"layers\.(\d{1,3})\.(weight|bias)")
-_BLOCK = re.compile(r"model\.(\d{1,3})\.(linear\.)?(weight|bias)")
-_MEDUSA = re.compile(r"(\d{1,3})\.(?:0\.linear\.(weight|bias)|1\.(weight))")
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Trying to (?:load|call) (?:unsupported )?(?:GLOBAL )?([\w.]+)")
-
-
-@dataclass(frozen=True)
-class Imported:
-    """An imported policy, its folder, and its layout."""
-
-    policy: LearnedPolicy
-    path: Path
-    layout: str
+_SPECDEC = re.compile(r"model\.(\d{1,3})\.(linear\.)?(weight|bias)")
+_FIRST_LOGIT = np.zeros(1, dtype=np.float32)  # the papers say nothing about depth 0: a probability of 1/2
 
 
 def import_weights(
     weights: str | Path,
     out: str | Path,
     *,
-    layout: str = "auto",
     threshold: float | None = None,
     depth: int | None = None,
     rejection_weight: float = 1.0,
-    name: str | None = None,
     overwrite: bool = False,
-) -> Imported:
+) -> LearnedPolicy:
     """Convert a released head to a policy folder, under the rule it was published with.
 
     Args:
-        weights: the `.pt`, `.bin` or `.safetensors` file, or a folder with `model.safetensors` or `pytorch_model.bin`.
+        weights: the `.pt`, `.bin` or `.safetensors` file, or a folder with `model.safetensors` or `pytorch_model.bin`; its
+            layout is recognized by the names of the tensors.
         out: the policy folder to write.
-        layout: of the file; "auto" recognizes it by the names of the tensors.
         threshold: of the rule. DynaSD continues while the score of any fork is above it (0.4); SpecDec++ while the
             probability that no token is rejected is at least it (0.3, which is h = 0.7).
         depth: of the deepest draft (DynaSD 5, SpecDec++ 20).
         rejection_weight: that SpecDec++'s head was trained with and whose bias is removed (6 for the released one); 1
             leaves the outputs as published.
-        name: of the policy; by default the layout's.
         overwrite: replace the contents of `out`.
 
     Raises:
-        InputError: the file does not exist, an unknown layout, a folder that is not empty, or as `prepare_output_dir`.
+        InputError: the file does not exist, a folder that is not empty, or as `prepare_output_dir`.
         PolicyError: the file holds anything but the tensors of a known layout.
     """
-    if layout != "auto" and layout not in LAYOUTS:
-        raise InputError(f"--layout: expected auto, {', '.join(LAYOUTS)}, not {layout!r}")
     check_limits(rejection_weight=rejection_weight, threshold=threshold)
     if depth is not None and not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"--depth: expected 1 to {MAX_DEPTH}, not {depth}")
@@ -123,15 +104,22 @@ def import_weights(
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[weights, path])
     raw = path.read_bytes()
     state = read_state(raw, path, MAX_DATA_BYTES)
-    layout = find_layout(state, path.name) if layout == "auto" else layout
+    roots = {key.partition(".")[0] for key in state}
+    if roots == {"layers"}:
+        first = state.get("layers.0.weight", _FIRST_LOGIT)
+        layout = "dynasd-hard" if first.shape[-1] == len(HARD_FEATURES) else "dynasd-soft"
+        tensors, rule, deepest = dynasd_tensors(state), Threshold("any", ANY_THRESHOLD), DYNASD_DEPTH
+    elif roots == {"model"}:
+        layout, tensors, deepest = "specdec", specdec_tensors(state), MAX_DRAFT
+        tensors["leave.bias"] = unbiased(tensors["leave.bias"], rejection_weight)
+        rule = Threshold("survival", round(1.0 - STOP_THRESHOLD, 6))
+    else:
+        raise PolicyError(
+            f"{path.name}: the layout is not known, for {_listed(list(state))}; expected a head of DynaSD or SpecDec++, or "
+            "Medusa's heads with --target"
+        )
     if rejection_weight != 1.0 and layout != "specdec":
         raise InputError(f"--rejection-weight: {path.name} is of the layout {layout}, which was trained without one")
-    if layout == "specdec":
-        tensors, published, deepest = specdec_tensors(state), round(1.0 - STOP_THRESHOLD, 6), MAX_DRAFT
-        tensors["leave.bias"] = unbiased(tensors["leave.bias"], rejection_weight)
-    else:
-        tensors, published, deepest = dynasd_tensors(state), ANY_THRESHOLD, DYNASD_DEPTH
-    rule = Threshold("survival" if layout == "specdec" else "any", published if threshold is None else threshold)
     metadata = TrainingMetadata(
         temperature=1.0,
         verification="rejection",
@@ -143,41 +131,27 @@ def import_weights(
         },
     )
     features = HARD_FEATURES if layout == "dynasd-hard" else ()
-    head = build_head(layout, features, tensors)
-    policy = LearnedPolicy(name or layout, features, head, Calibrator(), Calibrator(), rule, depth or deepest, metadata)
-    return Imported(policy, save_policy(policy, folder), layout)
+    rule = rule if threshold is None else Threshold(rule.kind, threshold)
+    head, exact = build_head(layout, features, tensors), Calibrator()
+    policy = LearnedPolicy(layout, features, head, exact, exact, rule, depth or deepest, metadata)
+    save_policy(policy, folder)
+    return policy
 
 
 def _provenance(path: Path, raw: bytes) -> dict[str, Any]:
     return {"imported from": path.name, "sha256": hashlib.sha256(raw).hexdigest()}
 
 
-def find_layout(state: Mapping[str, Array], where: str) -> str:
-    """Return the layout that has these names; a `PolicyError` lists the names that no layout has."""
-    if all(_LAYER.fullmatch(key) for key in state):
-        first = state.get("layers.0.weight")
-        is_hard = first is not None and first.ndim == 2 and first.shape[1] == len(HARD_FEATURES)
-        return "dynasd-hard" if is_hard else "dynasd-soft"
-    if all(_BLOCK.fullmatch(key) for key in state):
-        return "specdec"
-    unknown = [key for key in state if not (_LAYER.fullmatch(key) or _BLOCK.fullmatch(key))] or list(state)
-    raise PolicyError(
-        f"{where}: the layout is not known, for {_listed(unknown)}; expected {', '.join(LAYOUTS)}, or Medusa's "
-        "heads with --target"
-    )
-
-
 def dynasd_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     """Return the tensors of `policies.heads.layers.SoftHead` from a released state dict.
 
     Raises:
-        PolicyError: unknown or missing names, which are listed, or an invalid layer.
+        PolicyError: unknown or missing names, which are listed.
     """
-    count = max(1, len({match[1] for key in state if (match := _LAYER.fullmatch(key))}))
+    count = len({key.rpartition(".")[0] for key in state})
     names = {f"{part}.{i}": f"layers.{2 * i}.{part}" for i in range(count) for part in ("weight", "bias")}
     _check_names(names.values(), state, "DynaSD's models are linear layers at layers.0, .2, ... with ReLU between them")
-    # The paper says nothing about depth 0: a logit of 0, which is a probability of 1/2.
-    return {**{name: state[key] for name, key in names.items()}, "first": np.zeros(1, dtype=np.float32)}
+    return {**{name: state[key] for name, key in names.items()}, "first": _FIRST_LOGIT}
 
 
 def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
@@ -188,7 +162,7 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     Raises:
         PolicyError: unknown or missing names, which are listed, or blocks of different shapes.
     """
-    matches = [match for key in state if (match := _BLOCK.fullmatch(key))]
+    matches = [match for key in state if (match := _SPECDEC.fullmatch(key))]
     # The only layer that is no block follows the D blocks: its number is D.
     last = max((int(match[1]) for match in matches if match[2] is None), default=0)
     present = sorted({int(match[1]) for match in matches if match[2] is not None})
@@ -198,25 +172,21 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
         [*names, f"model.{last}.weight", f"model.{last}.bias"], state,
         "SpecDec++'s head is blocks at model.0, .1, ... and a linear layer after them",
     )  # fmt: skip
-    weights = [state[f"model.{i}.linear.weight"] for i in blocks]
-    biases = [state[f"model.{i}.linear.bias"] for i in blocks]
-    if len({w.shape for w in weights}) > 1 or len({b.shape for b in biases}) > 1:
-        raise PolicyError(f"weights: blocks of different shapes: {', '.join(str(list(w.shape)) for w in weights)}")
-    is_shared = all(np.array_equal(weights[0], w) for w in weights) and all(
-        np.array_equal(biases[0], b) for b in biases
-    )
-    if is_shared and last:
-        weights, biases = weights[:1], biases[:1]
+    layers = [(state[f"model.{i}.linear.weight"], state[f"model.{i}.linear.bias"]) for i in blocks]
+    if len({(weight.shape, bias.shape) for weight, bias in layers}) > 1:
+        raise PolicyError(f"weights: blocks of different shapes: {', '.join(str(list(w.shape)) for w, _ in layers)}")
+    is_shared = last > 0 and all(np.array_equal(one, first) for layer in layers for one, first in zip(layer, layers[0]))
+    layers = layers[:1] if is_shared else layers
     leave = state[f"model.{last}.weight"]
     size = leave.shape[-1] if leave.ndim else 0
     return {
-        "block.weight": np.stack(weights) if weights else np.zeros((0, size, size), dtype=np.float32),
-        "block.bias": np.stack(biases) if biases else np.zeros((0, size), dtype=np.float32),
+        "block.weight": np.stack([w for w, _ in layers]) if layers else np.zeros((0, size, size), dtype=np.float32),
+        "block.bias": np.stack([b for _, b in layers]) if layers else np.zeros((0, size), dtype=np.float32),
         # The block in each of the D places.
-        "order": np.array([0] * last if is_shared else list(range(last)), dtype=np.int64),
+        "order": np.array([0] * last if is_shared else range(last), dtype=np.int64),
         "leave.weight": leave,
         "leave.bias": state[f"model.{last}.bias"],
-        "first": np.zeros(1, dtype=np.float32),
+        "first": _FIRST_LOGIT,
     }
 
 
@@ -246,8 +216,8 @@ def import_medusa(weights: str | Path, pair: Pair, out: str | Path, *, overwrite
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[weights, path])
     raw, hidden, vocabulary = path.read_bytes(), hidden_width(pair.target), pair.vocabulary
     state = read_state(raw, path, 4 * hidden * max(vocabulary, hidden))
-    heads = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)} or state
-    tensors = medusa_tensors(heads, pair, path.name)
+    state = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)} or state
+    tensors = medusa_tensors(state, pair)
     with torch.device("meta"):
         network = MedusaHeads(Shape(hidden, vocabulary, len(tensors) // 3))
     network.load_state_dict(tensors, assign=True)
@@ -257,41 +227,35 @@ def import_medusa(weights: str | Path, pair: Pair, out: str | Path, *, overwrite
     return trained
 
 
-def medusa_tensors(state: Mapping[str, Array], pair: Pair, where: str) -> dict[str, Tensor]:
-    """Return the tensors of `MedusaHeads` from a released state dict; `where` names its file in messages.
+def medusa_tensors(state: Mapping[str, Array], pair: Pair) -> dict[str, Tensor]:
+    """Return the tensors of `MedusaHeads` from a released state dict.
 
     Raises:
         InputError: other sizes than the target's.
         PolicyError: unknown or missing names, which are listed, or numbers that are not finite.
     """
-    matches = {key: _MEDUSA.fullmatch(key) for key in state}
-    if unknown := [key for key, match in matches.items() if match is None]:
-        raise PolicyError(
-            f"{where}: unknown: {_listed(unknown)}; Medusa's heads have one block and one output layer each"
-        )
-    heads = 1 + max(int(match[1]) for match in matches.values() if match)
-    if heads > MAX_HEADS:
-        raise PolicyError(f"{where}: has a head numbered {heads - 1}; expected at most {MAX_HEADS} of them")
-    is_shared = not any(key.endswith(".1.weight") for key in state)
     hidden, vocabulary = hidden_width(pair.target), pair.vocabulary
-    shapes = {"0.linear.weight": (hidden, hidden), "0.linear.bias": (hidden,)}
-    shapes |= {} if is_shared else {"1.weight": (vocabulary, hidden)}
-    if missing := [f"{i}.{part}" for i in range(heads) for part in shapes if f"{i}.{part}" not in state]:
-        raise PolicyError(f"{where}: missing: {_listed(missing)}; Medusa's heads are numbered from 0")
-    for key, expected in ((f"{i}.{part}", shapes[part]) for i in range(heads) for part in shapes):
-        if (shape := state[key].shape) != expected:
+    is_shared = not any(key.endswith(".1.weight") for key in state)
+    parts = {"0.linear.weight": ("blocks.{}.weight", (hidden, hidden)), "0.linear.bias": ("blocks.{}.bias", (hidden,))}
+    parts |= {} if is_shared else {"1.weight": ("outputs.{}.weight", (vocabulary, hidden))}
+    heads = min(MAX_HEADS, len({key.partition(".")[0] for key in state}))
+    names = {(i, part): f"{i}.{part}" for i in range(heads) for part in parts}
+    _check_names(names.values(), state, "Medusa's heads have one block and one output layer each, numbered from 0")
+    tensors = {}
+    for (i, part), key in names.items():
+        name, shape = parts[part]
+        if state[key].shape != shape:
             raise InputError(
-                f"{where}: {key} has the shape {list(shape)} where this target's heads have {list(expected)}; give the "
-                "--target that they were trained for"
+                f"weights: {key} has the shape {list(state[key].shape)} where this target's heads have {list(shape)}; use "
+                "the --target that they were trained for"
             )
         if not np.isfinite(state[key]).all():
-            raise PolicyError(f"{where}: {key} has numbers that are not finite; get the file again")
-    names = {"0.linear.weight": "blocks.{}.weight", "0.linear.bias": "blocks.{}.bias", "1.weight": "outputs.{}.weight"}
-    tensors = {names[part].format(i): torch.from_numpy(state[f"{i}.{part}"]) for i in range(heads) for part in shapes}
+            raise PolicyError(f"weights: {key} has numbers that are not finite; get the file again")
+        tensors[name.format(i)] = torch.from_numpy(state[key])
     if is_shared:
         output = pair.target.get_output_embeddings().weight.detach().to("cpu", torch.float32)
         # A file of weights holds no tensor twice, so each head gets a copy.
-        tensors |= {names["1.weight"].format(i): output.clone() for i in range(heads)}
+        tensors |= {f"outputs.{i}.weight": output.clone() for i in range(heads)}
     return tensors
 
 
@@ -307,10 +271,9 @@ def find_weights(weights: str | Path, files: Sequence[str], max_bytes: int) -> P
     """
     path = Path(os.path.expanduser(weights))
     if path.is_dir():
-        folder = path
-        path = next((folder / name for name in files if (folder / name).is_file()), folder)
-        if path == folder:
-            raise InputError(f"expected {' or '.join(files)} in the folder {folder}, which has neither")
+        path = next((path / name for name in files if (path / name).is_file()), path)
+    if path.is_dir():
+        raise InputError(f"expected {' or '.join(files)} in the folder {path}, which has neither")
     if not path.is_file():
         raise InputError(f"expected a file of weights, but {path} does not exist")
     if path.stat().st_size > max_bytes:
@@ -336,11 +299,10 @@ def read_state(raw: bytes, path: Path, max_bytes: int) -> dict[str, Array]:
             with warnings.catch_warnings():  # problems of the file are reported below
                 warnings.simplefilter("ignore")
                 state = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        what = next((a or b for a, b in _GLOBAL.findall(str(error))), "")
+    except pickle.UnpicklingError:
         raise PolicyError(
-            f"{path.name} holds more than tensors{what and f' (it asks for {what})'}, and nothing of it was run; expected a "
-            "state dict: torch.save(model.state_dict(), ...)"
+            f"{path.name} holds more than tensors, and nothing of it was run; expected a state dict: "
+            "torch.save(model.state_dict(), ...)"
         ) from None
     except Exception as error:  # torch raises errors of many classes for a damaged file
         reason = " ".join(str(error).split())[:120]
@@ -348,25 +310,21 @@ def read_state(raw: bytes, path: Path, max_bytes: int) -> dict[str, Array]:
     if not isinstance(state, Mapping) or not state or not all(isinstance(key, str) for key in state):
         raise PolicyError(f"{path.name} holds a {type(state).__name__}; expected a state dict, tensors by name")
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
-            raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor")
+        is_plain = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
         # Counted as float32: an expanded view in a small file may stand for any number of elements.
-        if not value.dtype.is_floating_point or value.numel() * 4 > max_bytes:
-            raise PolicyError(
-                f"{path.name}: {key[:80]!r} is {value.dtype} of {list(value.shape)}, which no such head has"
-            )
+        if not (is_plain and value.dtype.is_floating_point and value.numel() * 4 <= max_bytes):
+            raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor of real numbers, of at most {max_bytes} bytes")
     return {key: value.detach().float().contiguous().numpy() for key, value in state.items()}
 
 
-def _check_names(expected: Iterable[str], state: Mapping[str, Array], what: str) -> None:
+def _check_names(expected: Iterable[str], state: Mapping[str, Array], layout: str) -> None:
     names = set(expected)
     if unknown := sorted(set(state) - names):
-        raise PolicyError(f"weights: unknown: {_listed(unknown)}; {what}")
+        raise PolicyError(f"weights: unknown: {_listed(unknown)}; {layout}")
     if missing := sorted(names - set(state)):
-        raise PolicyError(f"weights: missing: {_listed(missing)}; {what}")
+        raise PolicyError(f"weights: missing: {_listed(missing)}; {layout}")
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Return names of tensors for a message, the first few of them."""
-    shown = ", ".join(repr(name[:60]) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(repr(name[:60]) for name in names[:6]) + (", ..." if len(names) > 6 else "")

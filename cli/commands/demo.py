@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import options
-from ..output import Interrupted, output, print_json, progress_bars, quiet_libraries, results, say, table
+from ..output import output, print_json, progress_bars, quiet_libraries, results, say, table
 
 if TYPE_CHECKING:
-    from ...train.demo.demo import Demo
+    from ...train.demo import Demo
 
 
 def demo(
@@ -25,32 +25,26 @@ def demo(
 ) -> None:
     """Run all stages on the shipped pair: collect, profile, train, evaluate, decode live.
 
-    The same command continues an interrupted run. Example: specstop demo --quick
+    Example: specstop demo --quick
     """
-    from ...policies.files import prepare_output_dir, staging_path
-    from ...train.demo.pair import check_pair
+    from ...policies.files import prepare_output_dir
+    from ...train.shipped_pair import check_pair
 
     names = (Path("specstop-demo" if number == 1 else f"specstop-demo-{number}") for number in range(1, 1000))
     folder = out or next(name for name in names if not name.exists())
     prepare_output_dir(folder, overwrite=overwrite, inputs=[pair])
     if pair is not None:
         check_pair(pair)
-    try:
-        with progress_bars(quiet or json) as progress, options.config_saved(folder):
-            progress("import libraries", 0, 1)
-            quiet_libraries()
-            from ...train.demo.demo import demo as run
+    with progress_bars(quiet or json) as progress, options.config_saved(folder):
+        progress("import libraries", 0, 1)
+        quiet_libraries()
+        from ...train.demo import demo as run
 
-            progress("import libraries", 1, 1)
-            result = run(
-                folder, pair=pair, temperature=temperature, quick=quick, seed=seed,
-                overwrite=overwrite, progress=progress, announce=_ignore if quiet or json else _print_line,
-            )  # fmt: skip
-    except KeyboardInterrupt:
-        if not staging_path(folder).exists():
-            raise
-        kept = "completed stages are kept, and the same command continues with the next one"
-        raise Interrupted(f"interrupted; {kept}") from None
+        progress("import libraries", 1, 1)
+        result = run(
+            folder, pair=pair, temperature=temperature, quick=quick, seed=seed,
+            overwrite=overwrite, progress=progress, announce=_ignore if quiet or json else _print_line,
+        )  # fmt: skip
     if json:
         print_json(_to_dict(result))
     else:
@@ -70,7 +64,7 @@ def _ignore(line: str) -> None:
 
 
 def _to_dict(result: Demo) -> dict[str, object]:
-    from ...train.demo.texts import explain
+    from ...train.demo import explain
 
     live = [
         {
@@ -86,7 +80,7 @@ def _to_dict(result: Demo) -> dict[str, object]:
 
 def show(result: Demo) -> None:
     """Print the table, the verdict, the path of the report and the commands to run next."""
-    from ...train.demo.texts import explain
+    from ...train.demo import explain
 
     report, best = result.report, result.live[1]
     live = {line.name: line for line in result.live} | {"plain decoding": result.live[0], "best fixed": best}

@@ -27,9 +27,6 @@ def import_(
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model of records.")] = None,
     dtype: Dtype = "float32",
-    layout: Annotated[
-        str, typer.Option(help="Of a policy: dynasd-soft, dynasd-hard, specdec, or auto: by the tensors' names.")
-    ] = "auto",
     threshold: Annotated[
         float | None,
         typer.Option(help="Threshold of the published rule. Default: 0.4 (DynaSD), 0.3 (SpecDec++, h = 0.7)."),
@@ -56,8 +53,7 @@ def import_(
         raise InputError("--draft: names the draft model of records; weights have none")
     if target is not None:
         given = {
-            "layout": layout != "auto", "threshold": threshold is not None, "depth": depth is not None,
-            "rejection-weight": rejection_weight != 1.0,
+            "threshold": threshold is not None, "depth": depth is not None, "rejection-weight": rejection_weight != 1.0,
         }  # fmt: skip
         if odd := [key for key, is_given in given.items() if is_given]:
             raise InputError(f"--{odd[0]}: a drafter has none; leave it out, or --target to import a policy")
@@ -68,27 +64,20 @@ def import_(
     from ...train.released import import_weights
 
     with config_saved(out):
-        done = import_weights(
-            source,
-            out,
-            layout=layout,
-            threshold=threshold,
-            depth=depth,
-            rejection_weight=rejection_weight,
-            overwrite=overwrite,
+        policy = import_weights(
+            source, out, threshold=threshold, depth=depth, rejection_weight=rejection_weight, overwrite=overwrite
         )
-    policy = done.policy
     facts = {
-        "layout": done.layout,
+        "layout": policy.head.kind,
         "reads": ", ".join((*policy.features, *(f"{v} of {size} numbers" for v, size in policy.sizes.items()))),
         "rule": ", ".join(f"{key} {value}" for key, value in policy.rule.to_dict().items()),
         "max depth": policy.max_depth,
         "weights": sum(array.size for array in policy.head.tensors().values()),
     }
     if json:
-        print_json({"path": str(done.path), **facts})
+        print_json({"path": str(out), **facts})
     else:
-        table(f"{done.path}: {policy.name}", ("what", "value"), [(key, str(value)) for key, value in facts.items()])
+        table(f"{out}: {policy.name}", ("what", "value"), [(key, str(value)) for key, value in facts.items()])
 
 
 def _has_weights(source: Path) -> bool:

@@ -68,10 +68,6 @@ def train(
     tune: Annotated[
         int | None, typer.Option(help="Try that many heads, hyper-parameters and rules by replay, and train the best.")
     ] = None,
-    policy: Annotated[
-        list[str],
-        typer.Option(help="With --tune: a policy to try too; ranges as name?x=0.1..0.9 or x=1|2|4; repeatable."),
-    ] = [],  # noqa: B006
     storage: Annotated[
         Path | None, typer.Option(help="With --tune: journal file of optuna; a search continues from its trials.")
     ] = None,
@@ -94,17 +90,15 @@ def train(
     check_params(params)
     costs = Profile.load(profile)  # reports an invalid profile before torch is imported
     sizes = _integers(nodes)
-    if tune is None and (policy or storage):
-        raise InputError("--policy, --storage: are for --tune N; to compare two policies as they are, use `evaluate`")
     from ...train.fit.run import train as run
-    from ...train.replay.traces.checking import load_traces
+    from ...train.replay.checks import load_traces
 
     with progress_bars(quiet or json) as progress, config_saved(out):
         trained = run(
             [load_traces(path) for path in traces], costs, head=head.split(",") if head else None, out=out,
             rule=rule.split(",") if rule else None, threshold=threshold, features=feature or None, hidden=hidden or None,
             name=name, seed=seed, report_share=report_share, params=params, trainer=arguments,
-            mixed=load_traces(mixed) if mixed else None, host=host, nodes=sizes, tune=tune, policies=policy,
+            mixed=load_traces(mixed) if mixed else None, host=host, nodes=sizes, tune=tune,
             storage=storage, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:
@@ -130,8 +124,6 @@ def show_trained(trained: Trained, out: Path) -> None:
             "Trials, replayed on prompts left out, the best first", [name.replace("_", " ") for name in names],
             [[_cell(row.get(name)) for name in names] for row in trials], wide=True,
         )  # fmt: skip
-        if not trials[0]["rule"]:
-            say(f"the fastest trial is the policy {trials[0]['policy']}; the best head is saved")
     ratio = metrics.get("held_out_ratio_to_best_fixed", 1.0)
     if ratio < 1.0:
         say(f"slower than the best fixed length: {ratio:.3f} of it on held-out prompts; see what `specstop evaluate` says "

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...policies.errors import InputError
 from ..options import (
     Device,
     DeviceMap,
@@ -19,7 +18,6 @@ from ..options import (
     Overwrite,
     PromptSource,
     Quiet,
-    Resume,
     Seed,
     Target,
     config_saved,
@@ -52,9 +50,9 @@ def train_drafter(
         typer.Option(help="Argument of lightning's Trainer as key=value, such as accelerator=gpu; repeatable."),
     ] = [],  # noqa: B006
     checkpoints: Annotated[
-        Path | None, typer.Option(help="Folder that keeps the recorded texts and the checkpoints, for --resume.")
+        Path | None,
+        typer.Option(help="Folder that keeps the recorded texts and the checkpoints; an interrupted run continues from it."),
     ] = None,
-    resume: Resume = False,
     seed: Seed = 0,
     device: Device = "cpu",
     device_map: DeviceMap = None,
@@ -67,8 +65,6 @@ def train_drafter(
 
     Example: specstop train-drafter --target T --prompts train.jsonl --kind medusa --out drafter
     """
-    if resume and checkpoints is None:
-        raise InputError("--resume: name the folder of the interrupted run with --checkpoints")
     arguments = key_values("--trainer", trainer)
     from ...train.drafters.fit import check_arguments, train_drafter as run
 
@@ -80,7 +76,7 @@ def train_drafter(
         trained = run(
             pair, source.apply_template(prompts, pair), out, kind, depth=depth, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
-            trainer=arguments, work=checkpoints, resume=resume, overwrite=overwrite, progress=progress,
+            trainer=arguments, work=checkpoints, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:
         print_json(dict(trained.metrics))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .policies.profile import Profile as Profile, load_profile as load_profile
     from .policies.registry import load_policy as load_policy
     from .policies.storage import save_policy as save_policy
-    from .train.demo.pair import shipped_pair as shipped_pair
+    from .train.shipped_pair import shipped_pair as shipped_pair
     from .train.drafters.fit import train_drafter as train_drafter
     from .train.evaluate.evaluate import evaluate as evaluate
     from .train.evaluate.records import Report as Report
@@ -55,7 +55,7 @@ _import, _names = attach(
         "custom_feature load_policy load_profile save_policy",
         "train": "Report deploy train_drafter",
         "train.evaluate.evaluate": "evaluate",
-        "train.demo.pair": "shipped_pair",
+        "train.shipped_pair": "shipped_pair",
         "train.replay.run": "replay",
     },
 )

@@ -29,8 +29,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.concatenate import joined_arrays
+from specstop.train.replay.arrays import joined_arrays, trace_arrays
 from trace_rows import numpy_rows
 from transformers.generation.logits_process import (
     LogitsProcessor,

@@ -25,9 +25,9 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.train.evaluate.importance import importance_estimate
-from specstop.train.replay.log import scaled
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 from trace_rows import numpy_rows
 
 FLOAT32 = 2e-6

@@ -26,9 +26,8 @@ from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
-from specstop.train.replay.log import play
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 from trace_rows import numpy_rows
 
 DEPTH = 3
@@ -164,7 +163,7 @@ def test_replay_is_what_the_loop_does(
             made = speculator.generate(ids, stream_key(0, prompt.id))
             live.append([[r.anchor, r.drafted, r.verified, r.accepted] for r in made.rounds])
             unread += [r.backlog for r in made.rounds]
-        assert play(arrays, policy.limited(DEPTH), profile).rounds.backlog.tolist() == unread, policy.name
+        assert replay(arrays, policy.limited(DEPTH), profile).backlog.tolist() == unread, policy.name
         log = replay(arrays, policy.limited(DEPTH), profile).log
         assert [log[log[:, 0] == s, 1:].tolist() for s in range(len(live))] == live, (policy.name, temperature)
         accepted += sum(r[3] for rounds in live for r in rounds)

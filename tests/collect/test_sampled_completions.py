@@ -24,8 +24,8 @@ from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 from torch import Tensor
 from trace_rows import numpy_rows
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,21 +52,55 @@ def replayed(arrays: Any, policy: Any, profile: Any) -> Any:
     """Return a policy replayed on the arrays of a trace, with the details of each round."""
     from specstop.train.replay.run import replay
 
-    return replay(arrays, policy, profile, details=True)
+    return _Replayed(replay(arrays, policy, profile), max(1, arrays.tree.limited(policy.max_depth).deepest))
 
 
 def replayed_many(arrays: Any, policies: Sequence[Any], profile: Any) -> list[Any]:
     """Return several policies replayed together."""
     from specstop.train.replay.run import replay_many
 
-    return replay_many(arrays, policies, profile)
+    return [_Replayed(one) for one in replay_many(arrays, policies, profile)]
 
 
 def replayed_batch(arrays: Any, policy: Any, profile: Any, batch: int) -> Any:
     """Return a policy replayed on a batch of texts."""
     from specstop.train.replay.batch import replay_batch
 
-    return replay_batch(arrays, policy, profile, batch, np.arange(arrays.sequences) * 5e-3)
+    rounds = replay_batch(arrays, policy, profile, batch, np.arange(arrays.sequences) * 5e-3)
+    return SimpleNamespace(
+        log=_log(rounds, BATCH_LOG),
+        tokens=rounds.tokens.numpy(),
+        seconds=rounds.seconds.numpy(),
+        ended=rounds.ended.numpy(),
+        sequence=rounds.text.numpy(),
+    )
+
+
+ROUND_LOG = ("sequence", "anchor", "drafted", "verified", "accepted")
+BATCH_LOG = (
+    "call", "sequence", "stream", "anchor", "context", "drafted", "verified", "accepted", "committed", "backlog",
+    "decisions",
+)  # fmt: skip
+
+
+def _log(rounds: Any, names: Sequence[str]) -> Any:
+    """Return [R, names] int64, columns of rounds."""
+    return np.stack([getattr(rounds, name).numpy() for name in names], 1)
+
+
+class _Replayed:
+    """Rounds in the layout of the baseline: sums by text, and a log."""
+
+    def __init__(self, rounds: Any, depth: int = 0) -> None:
+        import torch
+
+        self.name, self.history, self.tokens, self.seconds = rounds.name, rounds.history, rounds.tokens, rounds.seconds
+        self.log = torch.from_numpy(_log(rounds, ROUND_LOG))
+        self.committed = rounds.by_sequence(rounds.committed).long()
+        # In chains one token is fed at each step.
+        fed = (torch.arange(depth) < rounds.drafted[:, None]).long() if rounds.fed is None else rounds.fed
+        columns = torch.stack([rounds.context, rounds.backlog, rounds.decisions], 1)
+        self.details = torch.cat([columns, fed], 1) if depth else None
 
 
 def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, Any]:

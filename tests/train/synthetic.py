@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from specstop.collect.schema import Header, chain
 from specstop.train.heads.rows import FitRows
-from specstop.train.replay.traces.arrays import TraceArrays
+from specstop.train.replay.arrays import TraceArrays
 from torch import Tensor
 
 PROMPT_TOKENS = 7
@@ -75,7 +75,8 @@ def synthetic_rows(count: int, seed: int = 0) -> FitRows:
     features[first[:, None] & torch.tensor([True, False, True])] = 0.0
     drawn = torch.rand(count, 2, generator=generator) < torch.sigmoid(true_logits(features, first))
     accepted = drawn[:, 0] | first
-    return FitRows(features, depth, accepted, drawn[:, 1] & accepted, accepted & (depth < 3))
+    known = torch.stack([~first, accepted & (depth < 3)], 1)
+    return FitRows(features, depth, torch.stack([accepted, drawn[:, 1] & accepted], 1).float(), known)
 
 
 def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceArrays:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning
+import numpy as np
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from ...collect.prompts import Prompt, fit
@@ -30,16 +30,20 @@ from ...decode.drafters.networks import (
     output_scale,
     scale_output,
 )
+from ...decode.drafters.spec import DRAFTERS
+from ...decode.loop import Speculator
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
 from ...decode.models.view import hidden_width
+from ...decode.settings import Settings
 from ...policies.arguments import check_limits
 from ...policies.display import Progress, silent
-from ...policies.errors import InputError, SpecstopWarning, close_match
+from ...policies.errors import InputError, close_match
 from ...policies.files import prepare_output_dir
-from ..heads.trainer import LAST, MONITOR, fit_module, make_trainer
-from .proposals import SPARE, acceptance, drafter_loss
-from .texts import Batch, Texts, record_texts
+from ...policies.fixed import FixedLength
+from ..heads.trainer import FitModule, fit_module, make_trainer
+from .proposals import SPARE, drafter_loss
+from .texts import Batch, Item, Texts, prompts_by_file, record_texts
 
 DEPTH, BATCH, RATE = 4, 2, 1e-3
 EPOCHS = {"medusa": 6, "hydra": 6, "ctc": 3, "layer": 6}
@@ -69,19 +73,18 @@ def train_drafter(
     learning_rate: float = RATE,
     trainer: Mapping[str, Any] | None = None,
     work: Path | None = None,
-    resume: bool = False,
-    long: str = "skip",
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> TrainedDrafter:
     """Fit a drafter for a target, which does not change, and write its folder.
 
     The target decodes the prompts once, greedily and at a temperature; its texts and last hidden states are kept in files
-    and read from there. The network with the least held-out loss is kept.
+    and read from there. The network with the least held-out loss is kept. Its metrics are the acceptance by depth and the
+    tokens per target call of greedy drafts on the held-out prompts, in the loop.
 
     Args:
         pair: with the target, loaded with `engine="plain"`; a draft is not needed.
-        prompts: with unique ids.
+        prompts: with unique ids; those that are too long for the target are left out.
         out: the folder to write.
         kind: medusa, hydra, ctc or layer.
         depth: tokens that it learns to propose.
@@ -90,11 +93,9 @@ def train_drafter(
         seed: of texts, weights and order.
         epochs: maximum; None = `EPOCHS`.
         batch_size: texts in a step.
-        learning_rate: its peak.
+        learning_rate: its peak, after a short warm-up and before a cosine decay.
         trainer: arguments of `lightning.Trainer`.
-        work: folder that keeps texts and checkpoints; None = a temporary one.
-        resume: continue from the texts and checkpoints in `work`.
-        long: treatment of prompts that are too long; see `collect.prompts.tokens.fit`.
+        work: folder that keeps texts and checkpoints, from which an interrupted run continues; None = a temporary one.
         overwrite: replace an older result there.
         progress: see `Progress`.
 
@@ -107,52 +108,31 @@ def train_drafter(
     if pair.engines[0] != "plain":
         raise InputError("a drafter is trained with the target's own weights: load the pair with --engine plain")
     deepest = _shape(pair, kind, depth).depth
-    if len(prompts) < 2:
-        raise InputError("--prompts: expected two prompts at least, one of them to hold out")
-    fitting, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, long)
-    if len(fitting) < 2:
-        raise InputError("--prompts: fewer than two are short enough for the target; give others")
-    if work is not None and (work / LAST).exists() and not resume:
-        raise InputError(f"--checkpoints: {work} has those of another run; pass --resume, or choose another folder")
+    items = _readable_prompts(pair, prompts, max_new_tokens)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = work or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         make_trainer(folder, 1, trainer or {}, [])  # refuses wrong arguments before texts are recorded
         texts = record_texts(
-            pair, list(zip(fitting, ids, strict=True)), folder / KEPT_STATES,
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
+            pair, items, folder / KEPT_STATES, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+            progress=progress,
         )  # fmt: skip
         recorded = time.perf_counter()
         training, held_out = _split(texts, deepest)
-        # The caller may be in inference mode, in which tensors take no gradients.
-        with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
-            torch.manual_seed(seed)
-            network = new_network(pair, kind, depth)
-            order = torch.Generator().manual_seed(seed)
-            fit_module(
-                DrafterModule(network, *target_ends(pair), learning_rate),
-                DataLoader(training, batch_size, shuffle=True, collate_fn=Batch.of, generator=order),
-                DataLoader(held_out, batch_size, collate_fn=Batch.of),
-                task=f"train {kind}", epochs=epochs or EPOCHS[kind], trainer={"gradient_clip_val": CLIP, **(trainer or {})},
-                progress=progress, folder=folder, resume=resume,
-            )  # fmt: skip
-        network = network.cpu().requires_grad_(False).eval()
-        accepted = acceptance(network, held_out, *target_ends(pair))
-    if accepted is None:
-        warnings.warn(
-            f"--prompts: no greedy text of those held out has {deepest + 1} new tokens, so acceptance is not "
-            "measured; give prompts with longer answers",
-            SpecstopWarning,
-            stacklevel=2,
-        )
-    measured = {"acceptance": accepted.shares, "tokens per target call": accepted.tokens_per_call} if accepted else {}
-    metrics = measured | {
+        network = _fit_network(
+            pair, kind, depth, training, held_out, seed, batch_size, learning_rate, epochs=epochs or EPOCHS[kind],
+            trainer={"gradient_clip_val": CLIP, **(trainer or {})}, progress=progress, folder=folder,
+        )  # fmt: skip
+    fitted = time.perf_counter()
+    unseen = [ids for group in prompts_by_file(items)[-len(held_out.files) :] for _, ids in group]
+    metrics = {
+        **acceptance(pair, kind, network, unseen, depth, max_new_tokens),
         "seconds to record": round(recorded - begun, 1),
-        "seconds to fit": round(time.perf_counter() - recorded, 1),
+        "seconds to fit": round(fitted - recorded, 1),
     }
     provenance: Mapping[str, Any] = {
-        "prompts": len(fitting), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
+        "prompts": len(items), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
         **environment_facts(pair),
     }  # fmt: skip
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], provenance, metrics)
@@ -178,6 +158,16 @@ def check_arguments(
     prepare_output_dir(out, overwrite=overwrite, inputs=[work])
 
 
+def _readable_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Item]:
+    """Return the prompts that the target can read, with their tokens; raise `InputError` for fewer than two."""
+    if len(prompts) < 2:
+        raise InputError("--prompts: expected two prompts at least, one of them to hold out")
+    fitting, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, "skip")
+    if len(fitting) < 2:
+        raise InputError("--prompts: fewer than two are short enough for the target; use shorter prompts")
+    return list(zip(fitting, ids, strict=True))
+
+
 def _split(texts: Texts, depth: int) -> tuple[Texts, Texts]:
     """Return texts to fit on and to hold out, without those that are too short to compare all depths at some position.
 
@@ -187,59 +177,69 @@ def _split(texts: Texts, depth: int) -> tuple[Texts, Texts]:
     shortest = depth + 3  # at the first position token 0 was read and token 1 drawn; one more position follows it
     held_out = max(1, len(texts.files) // HELD_OUT)
     parts = Texts(texts.files[:-held_out], shortest), Texts(texts.files[-held_out:], shortest)
-    total, kept = len(Texts(texts.files)), sum(map(len, parts))
     if not all(map(len, parts)):
         raise InputError(
-            f"--prompts: {kept} of {total} texts have the {shortest} tokens, prompt included, that --depth requires, and "
-            "some are needed to fit on and some to hold out; give other prompts or less --depth"
+            f"--prompts: {sum(map(len, parts))} of {len(texts)} texts have the {shortest} tokens, prompt included, that "
+            "--depth requires; use longer prompts or a smaller --depth"
         )
-    if kept < total:
-        message = f"{total - kept} of {total} texts are shorter than {shortest} tokens and are left out"
-        warnings.warn(message, SpecstopWarning, stacklevel=3)
     return parts
 
 
-class DrafterModule(lightning.LightningModule):
-    """A network to fit; the target's embeddings and output layer stay fixed and are not in checkpoints.
+def _fit_network(
+    pair: Pair, kind: str, depth: int, training: Texts, held_out: Texts, seed: int, batch_size: int, learning_rate: float,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return a network fitted to texts, on the CPU; `options` are those of `fit_module`."""
+    ends = target_ends(pair)
 
-    Args:
-        network: of a drafter.
-        embedding, output: of the target.
-        rate: peak learning rate of AdamW, after a short warm-up and before a cosine decay.
+    def loss(network: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        # Lightning moves network and batches to its device. The target's layers are not in the module, nor in checkpoints.
+        for end in ends:
+            end.to(batch.tokens.device)
+        return drafter_loss(network, batch, *ends), len(batch.tokens)
+
+    # The caller may be in inference mode, in which tensors take no gradients.
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+        torch.manual_seed(seed)
+        network = new_network(pair, kind, depth)
+        order = torch.Generator().manual_seed(seed)
+        fit_module(
+            FitModule(network, loss, warm_up_and_decay, lr=learning_rate, betas=(0.9, 0.95), weight_decay=DECAY),
+            DataLoader(training, batch_size, shuffle=True, collate_fn=Batch.of, generator=order),
+            DataLoader(held_out, batch_size, collate_fn=Batch.of),
+            task=f"train {kind}",
+            **options,
+        )
+    return network.cpu().requires_grad_(False).eval()
+
+
+def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """Return the lower of a line up and a cosine over all steps. `OneCycleLR` could not be resumed with more epochs."""
+    warm_up = max(1, int(WARM_UP * steps))
+    return LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps))),
+    )
+
+
+def acceptance(
+    pair: Pair, kind: str, network: Any, prompts: Sequence[Sequence[int]], depth: int, max_new_tokens: int
+) -> dict[str, Any]:
+    """Return the acceptance of a drafter in greedy decoding, from rounds of full depth; empty if there are none.
+
+    `acceptance` is by depth the share of rounds that accept that many tokens, and `tokens per target call` their mean
+    number of committed tokens.
     """
-
-    def __init__(self, network: nn.Module, embedding: nn.Module, output: nn.Module, rate: float) -> None:
-        super().__init__()
-        self.network, self.rate = network, rate
-        self._target = [embedding, output]  # a list hides them from Lightning
-
-    def on_fit_start(self) -> None:
-        """Move the target's layers to the device of the network."""
-        for module in self._target:
-            module.to(self.device)
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        """Return the loss of a batch."""
-        loss = drafter_loss(self.network, batch, *self._target)
-        self.log("loss", loss, batch_size=len(batch.tokens))
-        return loss
-
-    def validation_step(self, batch: Batch, index: int) -> None:
-        """Log the held-out loss."""
-        self.log(MONITOR, drafter_loss(self.network, batch, *self._target), batch_size=len(batch.tokens))
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW with a warm-up and a cosine decay over all steps."""
-        adam = torch.optim.AdamW(self.network.parameters(), self.rate, (0.9, 0.95), weight_decay=DECAY)
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        warm_up = max(1, int(WARM_UP * steps))
-
-        def factor(step: int) -> float:
-            # The lower of a line up and a cosine over all steps. `OneCycleLR` could not be resumed with more epochs.
-            return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(adam, factor)
-        return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    drafting = TrainedDrafter(kind, copy.deepcopy(network), pair.fingerprint["target"]).network_for(pair)
+    build: Any = DRAFTERS.load(kind)
+    settings = Settings(0.0, max_new_tokens, max_depth=depth)
+    speculator = Speculator(pair, FixedLength(depth), settings, drafter=build(pair, drafting))
+    rounds = [one for prompt in prompts for one in speculator.generate(prompt).rounds if one.drafted == depth]
+    if not rounds:
+        return {}
+    accepted = np.array([one.accepted for one in rounds])
+    shares = [float((accepted >= j).mean()) for j in range(1, depth + 1)]
+    return {"acceptance": shares, "tokens per target call": float(accepted.mean()) + 1.0}
 
 
 def target_ends(pair: Pair) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Proposals of a drafter's network at every position of known texts, its loss, and the acceptance of greedy proposals.
+"""Proposals of a drafter's network at every position of known texts, and its loss.
 
 At position s the target has read token s and drawn token s + 1, the root. A drafter there proposes tokens s + 2, s + 3, ...
 It is fed with the text's own tokens, so that it sees what it would see in decoding as long as its candidates are accepted.
@@ -6,16 +6,15 @@ It is fed with the text's own tokens, so that it sees what it would see in decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...decode.drafters.ctc import Prefixes, collapsed_length, first_positions
 from ...decode.drafters.networks import CTCNetwork, LayerNetwork, MedusaHeads
-from .texts import Batch, Text
+from .texts import Batch
 
 FADE = 0.8
 """Weight of a depth relative to the one before (Medusa)."""
@@ -152,82 +151,3 @@ def _ctc_loss(network: CTCNetwork, batch: Batch, embedding: Module, output: Modu
         rows.transpose(0, 1), windows[whole], lengths, torch.full_like(lengths, tokens), blank=blank, zero_infinity=True
     )
     return loss + nats[exists].mean()
-
-
-# Acceptance of greedy proposals
-
-
-class Accepted(NamedTuple):
-    """Acceptance of a drafter's greedy proposals.
-
-    Attributes:
-        shares: by depth, the share of positions whose first proposals up to there are the tokens that follow.
-        tokens_per_call: of rounds of full depth from the first position on, each of which skips what it commits.
-    """
-
-    shares: list[float]
-    tokens_per_call: float
-
-
-@torch.no_grad()
-def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Accepted | None:
-    """Return the acceptance of a drafter's proposals; None if no text is longer than its proposals.
-
-    Args:
-        network: of a drafter.
-        texts: those decoded greedily count, after their prompts.
-        embedding, output: of the target.
-    """
-    hits = [right.cumprod(1) for right in right_proposals(network, texts, embedding, output)]
-    if not hits:
-        return None
-    rounds = []
-    for accepted in hits:
-        committed, at = (accepted.sum(1) + 1).tolist(), 0
-        while at < len(committed):
-            rounds.append(committed[at])
-            at += committed[at]
-    return Accepted(torch.cat(hits).double().mean(0).tolist(), sum(rounds) / len(rounds))
-
-
-@torch.no_grad()
-def right_proposals(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Iterator[Tensor]:
-    """Yield by text [P, K] bool: at P positions, whether each depth's proposal is the text's, fed the tokens before it."""
-    for text in texts:
-        if not text.greedy or len(text.tokens) < max(text.prompt, network.shape.depth) + 3:
-            continue  # at none of its positions can all depths be compared
-        right, first = [], max(0, text.prompt - 1)  # the first root that the target has drawn
-        batch = Batch.of([text])
-        if isinstance(network, CTCNetwork):
-            best = _best_after_prefix(network, batch, embedding, output)
-        else:
-            best = (scores[0].argmax(-1) for scores in proposals(network, batch, embedding, output))
-        for depth, tokens in enumerate(best):
-            count = len(text.tokens) - 2 - depth
-            right.append(tokens[:count] == text.tokens[2 + depth :])  # position s proposes token s + 2 + depth
-        last = min(map(len, right))  # positions at which all depths can be compared
-        if first < last:
-            yield torch.stack([row[first:last] for row in right], 1)
-
-
-def _best_after_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Iterator[Tensor]:
-    """Yield by depth the likeliest token after the prefix of the text itself."""
-    symbols = positions(network, batch, embedding, output)[0].double().exp()  # [N, T, V + 1]
-    best, blank = symbols.argmax(-1).tolist(), network.shape.vocabulary
-    # Past the end of the text the prefixes mean nothing; `right_proposals` leaves those positions out.
-    upcoming = functional.pad(batch.tokens[0], (0, symbols.shape[1]))
-    for depth in range(symbols.shape[1]):
-        drawn = torch.tensor([positions_for(depth + 1, own, blank) for own in best])
-        rows = first_positions(symbols, drawn)
-        prefixes = Prefixes.empty(rows)
-        for before in range(depth):
-            prefixes = prefixes.extended(upcoming[2 + before : 2 + before + len(rows)], rows)
-        next_tokens = prefixes.next(rows).argmax(-1)
-        del rows, prefixes  # as large as the text times the vocabulary: not two at once
-        yield next_tokens
-
-
-def positions_for(tokens: int, best: list[int], blank: int) -> int:
-    """Return how many positions are drawn for a number of tokens, if these are the likeliest symbols."""
-    enough = (count for count in range(1, len(best)) if collapsed_length(best[:count], blank) >= tokens)
-    return next(enough, len(best))

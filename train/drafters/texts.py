@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ...collect.prompts import Prompt
@@ -25,28 +26,21 @@ from ...policies.display import Progress, silent
 from ...policies.errors import InputError
 from ...policies.files import read_json, write_atomic, write_json
 
-LIST = "texts.json"
+SETTINGS = "texts.json"
 
 PROMPTS_PER_FILE = 16
 """Maximum of prompts that are decoded side by side; their texts make a file."""
 
 TASK = "texts of the target"
 
+Item = tuple[Prompt, list[int]]
+"""A prompt and its token ids."""
 
-@dataclass(frozen=True)
-class Text:
-    """A text and the states of its tokens.
 
-    Attributes:
-        tokens: [n] int64, the prompt first.
-        prompt: its length.
-        greedy: whether the rest was decoded greedily.
-        states: [n, H] float32, the target's last hidden states.
-    """
+class Text(NamedTuple):
+    """A text, the prompt first: tokens [n] int64, and the target's last hidden states of them [n, H] float32."""
 
     tokens: Tensor
-    prompt: int
-    greedy: bool
     states: Tensor
 
 
@@ -60,10 +54,9 @@ class Batch(NamedTuple):
     @staticmethod
     def of(texts: Sequence[Text]) -> Batch:
         """Return texts as a batch."""
-        pad = torch.nn.utils.rnn.pad_sequence
-        tokens = pad([text.tokens for text in texts], batch_first=True)
-        states = pad([text.states for text in texts], batch_first=True)
-        return Batch(tokens, states, torch.tensor([len(text.tokens) for text in texts]))
+        tokens, states = zip(*texts, strict=True)
+        length = torch.tensor([len(text) for text in tokens])
+        return Batch(pad_sequence(tokens, batch_first=True), pad_sequence(states, batch_first=True), length)
 
 
 class Texts(Dataset[Text]):
@@ -79,38 +72,38 @@ class Texts(Dataset[Text]):
 
     def __init__(self, files: Sequence[Path], shortest: int = 0) -> None:
         self.files = list(files)
-        self.index: list[tuple[Path, int, int, int, bool]] = []  # file, first row, length, prompt length, greedy
+        self.index: list[tuple[Path, int, int]] = []  # file, first row, end
         for path in self.files:
             try:
                 with safe_open(path, "pt") as file:
-                    sizes = file.get_tensor("sizes").tolist()
+                    ends = [0, *file.get_tensor("sizes").cumsum(0).tolist()]
             except (OSError, SafetensorError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise InputError(
                     f"--checkpoints: {path} cannot be read ({reason}); remove it and record it again"
                 ) from None
-            start = 0
-            for prompt, length, greedy in sizes:
-                if length >= shortest:
-                    self.index.append((path, start, length, prompt, bool(greedy)))
-                start += length
+            self.index += [(path, *span) for span in itertools.pairwise(ends) if span[1] - span[0] >= shortest]
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, number: int) -> Text:
-        path, start, length, prompt, greedy = self.index[number]
+        path, start, end = self.index[number]
         with safe_open(path, "pt") as file:
-            tokens, states = (file.get_slice(name)[start : start + length] for name in ("tokens", "states"))
-        return Text(tokens.long(), prompt, greedy, states.float())
+            tokens, states = (file.get_slice(name)[start:end] for name in ("tokens", "states"))
+        return Text(tokens.long(), states.float())
 
-    def __iter__(self) -> Iterator[Text]:
-        return (self[number] for number in range(len(self)))
+
+def prompts_by_file(prompts: Sequence[Item]) -> list[Sequence[Item]]:
+    """Return the prompts in groups, one for each file of texts."""
+    # At least eight files if there are as many prompts, because whole files are held out.
+    size = max(1, min(PROMPTS_PER_FILE, len(prompts) // 8))
+    return [prompts[at : at + size] for at in range(0, len(prompts), size)]
 
 
 def record_texts(
     pair: Pair,
-    prompts: Sequence[tuple[Prompt, list[int]]],
+    prompts: Sequence[Item],
     folder: Path,
     *,
     max_new_tokens: int,
@@ -121,7 +114,7 @@ def record_texts(
     """Decode every prompt greedily and at a temperature, and keep texts and states; existing files are used again.
 
     Args:
-        pair: whose target it is.
+        pair: has the target.
         prompts: with their token ids.
         folder: for the files, one per group of prompts; each is written whole.
         max_new_tokens: limit of each text.
@@ -133,18 +126,16 @@ def record_texts(
         InputError: the folder holds texts of another run.
     """
     ids = [[prompt.id, prompt.sample, tokens] for prompt, tokens in prompts]
-    facts = {
+    settings = {
         "target": pair.fingerprint["target"], "dtype": str(pair.target.dtype), "max_new_tokens": max_new_tokens,
         "temperature": temperature, "seed": seed, "prompts": json.dumps(ids),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / LIST).exists():
-        write_json(folder / LIST, facts)
-    elif read_json(folder / LIST, "--checkpoints") != facts:
+    if not (folder / SETTINGS).exists():
+        write_json(folder / SETTINGS, settings)
+    elif read_json(folder / SETTINGS, "--checkpoints") != settings:
         raise InputError(f"--checkpoints: {folder} has texts of another target, prompts or settings; choose another")
-    # At least eight files if there are as many prompts, because whole files are held out.
-    size = max(1, min(PROMPTS_PER_FILE, len(prompts) // 8))
-    parts = [prompts[at : at + size] for at in range(0, len(prompts), size)]
+    parts = prompts_by_file(prompts)
     files = [folder / f"texts-{number:05d}.safetensors" for number in range(len(parts))]
     for number, (file, part) in enumerate(zip(files, parts, strict=True)):
         progress(TASK, number, len(parts))
@@ -155,21 +146,19 @@ def record_texts(
 
 
 @torch.inference_mode()
-def _record(
-    pair: Pair, part: Sequence[tuple[Prompt, list[int]]], max_new_tokens: int, temperature: float, seed: int
-) -> dict[str, Tensor]:
-    """Return the tensors of a file."""
+def _record(pair: Pair, part: Sequence[Item], max_new_tokens: int, temperature: float, seed: int) -> dict[str, Tensor]:
+    """Return the tensors of a file: `tokens` [T] and `states` [T, H] of all texts, one after the other, and their `sizes`."""
     ids = [ids for _, ids in part]
     keys = [stream_key(seed, prompt.stream_name) for prompt, _ in part]
     tokens, states, sizes = [], [], []
-    for sampled in dict.fromkeys((0.0, temperature)):  # once if both are greedy
-        texts = plain_texts(pair, ids, keys, max_new_tokens, sampled).tokens
+    for text_temperature in dict.fromkeys((0.0, temperature)):  # once if both are greedy
+        texts = plain_texts(pair, ids, keys, max_new_tokens, text_temperature).tokens
         for prompt, text in zip(ids, texts, strict=True):
             whole = [*prompt, *text]
             tokens += whole
             # Decoding keeps no states of the prompt, which fitting reads too, so the whole text is read again.
             states.append(_states(pair, whole))
-            sizes.append([len(prompt), len(whole), int(sampled == 0.0)])
+            sizes.append(len(whole))
     return {
         "tokens": torch.tensor(tokens, dtype=torch.int32),
         "states": torch.cat(states),

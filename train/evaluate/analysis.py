@@ -5,7 +5,6 @@ All sections are JSON values and are computed from rounds that were replayed onc
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -26,12 +25,10 @@ from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
 from ..heads.calibration import BINS, calibration_error, perfect_error
-from ..replay.bounds.oracle import Ideal
-from ..replay.bounds.regret import Regret, judge, planned_rounds
-from ..replay.log import Played, Rounds, scaled
-from ..replay.seconds import prompt_seconds
-from ..replay.traces.arrays import TraceArrays, seen_features
-from ..replay.traces.hidden_states import seen_states
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.bounds import OraclePlan, Regret, judge, planned_rounds
+from ..replay.columns import seen_states
+from ..replay.rounds import Rounds, scaled
 from .pricing import Change, Priced, ProfileBootstrap, ResampleSource
 from .statistics import Resamples
 
@@ -60,7 +57,7 @@ class Entry:
     name: str
     kind: str
     note: str
-    played: Played
+    played: Rounds
 
 
 @dataclass(frozen=True)
@@ -77,18 +74,18 @@ class Replays:
     arrays: TraceArrays
     costs: ProfileBootstrap
     entries: Sequence[Entry]
-    fixed: Sequence[Played]
-    best: Played
-    plan: Ideal
+    fixed: Sequence[Rounds]
+    best: Rounds
+    plan: OraclePlan
 
     @property
     def compared(self) -> list[Entry]:
         """The best fixed length, then the entries."""
         return [Entry("best fixed", "fixed", "", self.best), *self.entries]
 
-    def regret(self, played: Played) -> Regret:
+    def regret(self, played: Rounds) -> Regret:
         """Return what each round of a replay lost against the plan."""
-        return judge(self.arrays, played.rounds, self.plan, self.costs.profile)
+        return judge(self.arrays, played, self.plan, self.costs.profile)
 
 
 def details(replays: Replays, subject: str, boot: Resamples, seed: int, progress: Progress = silent) -> Json:
@@ -152,8 +149,8 @@ def per_prompt(replays: Replays, boot: Resamples) -> Json:
     """
     arrays, profile = replays.arrays, replays.costs.profile
     played = {"plain decoding": replays.fixed[0], **{e.name: e.played for e in replays.compared}}
-    seconds = {name: one.result.seconds for name, one in played.items()} | {"oracle bound": replays.plan.seconds}
-    rounds = [*(one.rounds for one in played.values()), planned_rounds(arrays, replays.plan)]
+    seconds = {name: one.seconds for name, one in played.items()} | {"oracle bound": replays.plan.seconds}
+    rounds = [*played.values(), planned_rounds(arrays, replays.plan)]
     # Samples with the default seed, whatever that of the report: two reports on one profile have the same ones.
     costs = ProfileBootstrap(profile)
     priced = Priced(boot, costs, rounds, arrays.prompt_tokens, torch.stack(list(seconds.values()), 1))
@@ -201,24 +198,23 @@ def stop_cost(name: str, regret: Regret, tokens: int) -> Json:
     return {"name": name, **counts, **parts, "total_s": sum(parts.values()), "ms_per_token": per_token}
 
 
-def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile) -> Json:
+def time_share(name: str, arrays: TraceArrays, played: Rounds, profile: Profile) -> Json:
     """Return where a policy's time goes, in milliseconds per token of text; the parts add up to `total_ms`."""
-    rounds = played.rounds
-    decided = float(rounds.decision_seconds(profile).sum())
-    total = float(rounds.seconds(profile).sum())
+    decided = float(played.decision_seconds(profile).sum())
+    total = float(played.price(profile).sum())
     # Costs add up, so that doubling one of them adds its value.
-    draft = float(rounds.seconds(scaled(profile, draft=2.0)).sum()) - total
-    verify = float(rounds.seconds(scaled(profile, verify=2.0)).sum()) - total
-    prompt = float(prompt_seconds(profile, arrays.prompt_tokens).sum())
+    draft = float(played.price(scaled(profile, draft=2.0)).sum()) - total
+    verify = float(played.price(scaled(profile, verify=2.0)).sum()) - total
+    prompt = float(profile.prefill_seconds(arrays.prompt_tokens.numpy()).sum())
     names = ("draft_ms", "verify_ms", "decision_ms", "outside_ms", "prompt_ms", "total_ms")
     parts = (draft, verify, decided, total - decided - draft - verify, prompt, total + prompt)
     scale = 1e3 / max(int(arrays.text_tokens.sum()), 1)
     return {"name": name, **{key: scale * part for key, part in zip(names, parts, strict=True)}}
 
 
-def lengths(name: str, replays: Replays, played: Played) -> Json:
+def lengths(name: str, replays: Replays, played: Rounds) -> Json:
     """Return the number of rounds by draft depth 0..K: `chosen` by the policy, and `ideal` from the same anchors."""
-    depths = {"chosen": played.rounds.steps, "ideal": replays.regret(played).ideal}
+    depths = {"chosen": played.steps, "ideal": replays.regret(played).ideal}
     counts = {key: torch.bincount(steps, minlength=replays.arrays.depth + 1).tolist() for key, steps in depths.items()}
     return {"name": name, **counts}
 
@@ -239,26 +235,18 @@ def by_group(replays: Replays, seed: int) -> list[Json]:
     for name, at in sorted(members.items(), key=lambda item: -int(tokens[item[1]].sum()))[:MOST_GROUPS]:
         boot = Resamples([arrays.clusters[i] for i in at], seed)
         played = [replays.best, *(entry.played for entry in replays.entries)]
-        rounds = [_of_sequences(one.rounds, at, arrays.sequences) for one in played]
+        rounds = [one.subset(at) for one in played]
         reference, *spent = Priced(boot, replays.costs, rounds, arrays.prompt_tokens[at]).seconds().T
         ratios = {e.name: boot.interval(reference / mine) for e, mine in zip(replays.entries, spent, strict=True)}
-        fastest = min(replays.fixed, key=lambda one: float(one.result.seconds[at].sum()))
-        figures = {"prompts": boot.clusters, "tokens": int(tokens[at].sum()), "best_fixed": fastest.result.name}
+        fastest = min(replays.fixed, key=lambda one: float(one.seconds[at].sum()))
+        figures = {"prompts": boot.clusters, "tokens": int(tokens[at].sum()), "best_fixed": fastest.name}
         out.append({"name": name, **figures, "ratios": {key: asdict(ratio) for key, ratio in ratios.items()}})
     return out
 
 
-def _of_sequences(rounds: Rounds, at: Sequence[int], sequences: int) -> Rounds:
-    """Return the rounds of the sequences `at`, renumbered in this order."""
-    position = torch.full((sequences,), -1)
-    position[list(at)] = torch.arange(len(at))
-    part = rounds.part(position[rounds.sequence] >= 0)
-    return dataclasses.replace(part, sequence=position[part.sequence])
-
-
-def by_prompt(replays: Replays, played: Played, seed: int) -> list[Json]:
+def by_prompt(replays: Replays, played: Rounds, seed: int) -> list[Json]:
     """Return speeds over plain decoding by sequence: of the best fixed length and of a policy; of many, a random sample."""
-    arrays, plain = replays.arrays, replays.fixed[0].result.seconds
+    arrays, plain = replays.arrays, replays.fixed[0].seconds
     keep = np.arange(arrays.sequences)
     if len(keep) > MOST_POINTS:
         keep = np.sort(np.random.default_rng(seed).choice(len(keep), MOST_POINTS, replace=False))
@@ -266,8 +254,8 @@ def by_prompt(replays: Replays, played: Played, seed: int) -> list[Json]:
         {
             "prompt": arrays.prompt_ids[at],
             "group": arrays.groups[at],
-            "fixed": float(plain[at] / replays.best.result.seconds[at]),
-            "policy": float(plain[at] / played.result.seconds[at]),
+            "fixed": float(plain[at] / replays.best.seconds[at]),
+            "policy": float(plain[at] / played.seconds[at]),
         }
         for at in keep.tolist()
     ]
@@ -284,14 +272,14 @@ def sensitivity(replays: Replays, boot: Resamples) -> list[Json]:
     cases += [("verification", f, partial(scaled, verify=f)) for f in FACTORS]
     cases += [("decisions", f, partial(scaled, decision=f)) for f in (0.0, 2.0)]
     fixed, names = replays.fixed, [entry.name for entry in replays.entries]
-    rounds = [one.rounds for one in (*fixed, *(entry.played for entry in replays.entries))]
+    rounds = [*fixed, *(entry.played for entry in replays.entries)]
     priced = Priced(boot, replays.costs, rounds, replays.arrays.prompt_tokens)
     out = []
     for what, factor, change in cases:
         spent = priced.seconds(change=change)
         grid, policies = spent[:, : len(fixed)], spent[:, len(fixed) :]
         ratios = {name: asdict(boot.interval(grid.min(1) / policies[:, at])) for at, name in enumerate(names)}
-        best = fixed[int(grid[0].argmin())].result.name
+        best = fixed[int(grid[0].argmin())].name
         out.append({"what": what, "factor": factor, "best_fixed": best, "ratios": ratios})
     return out
 
@@ -333,7 +321,7 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
     return torch.from_numpy(out)
 
 
-def reliability(name: str, arrays: TraceArrays, played: Played, seed: int) -> Json:
+def reliability(name: str, arrays: TraceArrays, played: Rounds, seed: int) -> Json:
     """Compare survival with what was accepted, by depth, in the rounds of the policy; of many, in a random sample.
 
     If the first decision is at a depth above 1, survival begins there, given that everything above was accepted.
@@ -341,14 +329,14 @@ def reliability(name: str, arrays: TraceArrays, played: Played, seed: int) -> Js
     Returns:
         `rounds`, `ece` and `ece_perfect` (means over depths, weighted by counts) and `depths`, see `calibration`.
     """
-    policy, rounds = played.policy, played.rounds
+    policy = played.policy
     assert has_survival(policy)
-    row = arrays.offset[rounds.sequence] + rounds.anchor - arrays.first_anchor[rounds.sequence]
+    row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     use = torch.nonzero(~arrays.cut[row])[:, 0]
     if len(use) > MOST_ROUNDS:
         chosen = np.random.default_rng(seed).choice(use.numpy(), MOST_ROUNDS, replace=False)
         use = torch.from_numpy(np.sort(chosen))
-    row, history = row[use], played.result.history[use]
+    row, history = row[use], played.history[use]
     chunks = zip(row.split(_CHUNK), history.split(_CHUNK), strict=True)
     predicted = torch.cat([survival(policy, arrays, *chunk) for chunk in chunks])
     tree, start, accepted = arrays.tree, max(policy.first, 1), arrays.accepted_nodes(row)
@@ -414,15 +402,15 @@ def token_decoder(header: Header) -> Callable[[int], str]:
     return str
 
 
-def largest_losses(replays: Replays, played: Played, decode: Callable[[int], str] = str) -> list[Json]:
+def largest_losses(replays: Replays, played: Rounds, decode: Callable[[int], str] = str) -> list[Json]:
     """Return the texts that lose most by wrong stops of a policy, each with its worst rounds (`_loss_round`).
 
     Returns:
         `prompt`, `group`, `early_ms` and `late_ms` of wrong stops, speed `to_best_fixed`, and `rounds`.
     """
-    arrays, rounds, regret = replays.arrays, played.rounds, replays.regret(played)
-    kinds, ratio = (regret.early, regret.late), replays.best.result.seconds / played.result.seconds
-    early, late = (1e3 * rounds.by_sequence(regret.choice_s * kind, arrays.sequences) for kind in kinds)
+    arrays, rounds, regret = replays.arrays, played, replays.regret(played)
+    kinds, ratio = (regret.early, regret.late), replays.best.seconds / played.seconds
+    early, late = (1e3 * rounds.by_sequence(regret.choice_s * kind) for kind in kinds)
     wrong = torch.where(regret.early | regret.late, regret.choice_s, 0.0)
     out = []
     for text in torch.argsort(early + late, descending=True)[:WORST_PROMPTS].tolist():
@@ -442,7 +430,7 @@ def largest_losses(replays: Replays, played: Played, decode: Callable[[int], str
     return out
 
 
-def _loss_round(arrays: TraceArrays, played: Played, regret: Regret, at: int, decode: Callable[[int], str]) -> Json:
+def _loss_round(arrays: TraceArrays, played: Rounds, regret: Regret, at: int, decode: Callable[[int], str]) -> Json:
     """Return a round that stopped wrongly.
 
     Returns:
@@ -451,14 +439,14 @@ def _loss_round(arrays: TraceArrays, played: Played, regret: Regret, at: int, de
         candidates) with `text`, `survival` as the policy computed it or None, and `state`: accepted, rejected, or missed,
         which was not drafted and would have been accepted.
     """
-    rounds, policy = played.rounds, played.policy
+    rounds, policy = played, played.policy
     text, anchor, chosen = (int(values[at]) for values in (rounds.sequence, rounds.anchor, rounds.steps))
     begin = int(arrays.first_anchor[text])
     row = int(arrays.offset[text]) + anchor - begin
     nodes, length = _likely_path(arrays, row), int(arrays.accepted[row])
     guesses = [float("nan")] * len(nodes)
     if has_survival(policy):
-        by_node = survival(policy, arrays, torch.tensor([row]), played.result.history[at : at + 1])[0]
+        by_node = survival(policy, arrays, torch.tensor([row]), played.history[at : at + 1])[0]
         guesses = by_node[nodes].tolist()
     pieces = []
     for depth, (node, guess) in enumerate(list(zip(nodes, guesses, strict=True))[: max(chosen, length)], 1):

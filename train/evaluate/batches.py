@@ -15,10 +15,9 @@ from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.fixed import FixedLength
 from ...policies.profile import Profile
-from ..replay.arrivals import at_once, deal
-from ..replay.batch import BatchReplayed, check_batch, replay_batch
-from ..replay.bounds.batch import batch_bound
-from ..replay.traces.arrays import TraceArrays
+from ..replay.arrays import TraceArrays
+from ..replay.batch import BatchRounds, at_once, check_batch, deal, replay_batch
+from ..replay.bounds import batch_bound
 from .statistics import FEWEST, SAME, Clusters, Resamples, Values
 
 TAIL = 0.95
@@ -134,7 +133,7 @@ class _Table:
 
     def __init__(
         self,
-        replays: Sequence[BatchReplayed],
+        replays: Sequence[BatchRounds],
         lengths: int,
         bound: Values,
         clusters: Clusters,
@@ -144,7 +143,7 @@ class _Table:
         # Requests of one cluster are drawn together, however often a text is served.
         self.boot = Resamples([clusters.of[at] for at in order], seed)
         self._clusters, self.requests = clusters, len(order)
-        self.tokens, self.seconds = replays[0].tokens, np.stack([one.seconds for one in replays], 1)
+        self.tokens, self.seconds = replays[0].tokens.numpy(), np.stack([one.seconds.numpy() for one in replays], 1)
         tokens = self.boot.total(self.tokens)
         rates = tokens[:, None] / self.boot.total(self.seconds)  # [1 + R, replays]
         self.best = int(rates[0, :lengths].argmax())
@@ -168,10 +167,11 @@ class _Table:
         }
         if replay is None:
             return figures | {"latency_s": None, "latency_p95_s": None}
-        mean = self.boot.total(replay.latency) / self.boot.total(np.ones(len(replay.latency)))
+        latency = replay.latency.numpy()
+        mean = self.boot.total(latency) / self.boot.total(np.ones(len(latency)))
         return figures | {
             "latency_s": asdict(self.boot.interval(mean)),
-            "latency_p95_s": asdict(self._tail(replay.latency)),
+            "latency_p95_s": asdict(self._tail(latency)),
         }
 
     def _tail(self, latency: Values) -> Ratio:

@@ -18,13 +18,12 @@ from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
-from ..replay.bounds.oracle import oracle_plan
-from ..replay.bounds.regret import planned_rounds
-from ..replay.bounds.static_tree import best_static_tree, drafted_alone
-from ..replay.log import play
-from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
-from ..replay.run import Replayed
-from ..replay.traces.arrays import TraceArrays
+from ..replay.arrays import TraceArrays
+from ..replay.bounds import oracle_plan, planned_rounds
+from ..replay.rounds import Rounds
+from ..replay.run import replay
+from ..replay.single_rounds import check_identified, evaluate_rounds, identified_limit
+from ..replay.static_trees import best_static_tree, drafted_alone
 from .analysis import Entry, Replays, trace_outcomes
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .records import POLICIES, Line
@@ -213,28 +212,28 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> Co
     total = depth + 1 + len(jobs)
     for k in range(depth + 1):
         progress("replay", k, total)
-        fixed.append(play(arrays, FixedLength(k), profile))
+        fixed.append(replay(arrays, FixedLength(k), profile))
     for done, job in enumerate(jobs, depth + 1):
         progress("replay", done, total)
-        entries.append(Entry(job.name, job.kind, job.note, play(arrays, job.policy, profile)))
+        entries.append(Entry(job.name, job.kind, job.note, replay(arrays, job.policy, profile)))
     progress("replay", total, total)
     if not arrays.tree.is_chain:
         static, _ = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
         note = f"{shape}; chosen on these prompts"
-        entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, static.nodes), profile)))
+        entries.append(Entry("best static tree", "static", note, replay(*drafted_alone(arrays, static.nodes), profile)))
     tokens = arrays.text_tokens.double().numpy()
     boot, plan = Resamples(clusters.of, setting.seed), oracle_plan(arrays, profile)
     played = [*fixed, *(entry.played for entry in entries)]
-    spent = torch.stack([*(one.result.seconds for one in played), plan.seconds], 1)
-    rounds = [*(one.rounds for one in played), planned_rounds(arrays, plan)]
+    spent = torch.stack([*(one.seconds for one in played), plan.seconds], 1)
+    rounds = [*played, planned_rounds(arrays, plan)]
     comparison = Comparison(
         boot, costs, tokens, Priced(boot, costs, rounds, arrays.prompt_tokens, spent), {e.name: e.kind for e in entries},
         has_bound=True, primary=setting.primary, largest=clusters.largest,
     )  # fmt: skip
-    best = max(fixed, key=lambda one: one.result.rate)
-    counts, notes = [_counts(entry.played.result) for entry in entries], [entry.note for entry in entries]
-    lines = comparison.lines(_counts(fixed[0].result), _counts(best.result), best.result.name, counts, notes)
+    best = max(fixed, key=lambda one: one.rate)
+    counts, notes = [_counts(entry.played) for entry in entries], [entry.note for entry in entries]
+    lines = comparison.lines(_counts(fixed[0]), _counts(best), best.name, counts, notes)
     to_achievable = {}
     if achievable:
         from ..fit.achievable import achievable_estimate  # imports xgboost
@@ -248,13 +247,13 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> Co
         to_achievable = {job.name: boot.interval(comparison.rate(job.name) / rate) for job in jobs}
     assert comparison.bound is not None
     lines.append(comparison.line("oracle bound", "bound", comparison.bound, note="knows every accepted length"))
-    below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - EXACT_S).any())]
+    below = [e.name for e in entries if bool((e.played.seconds < plan.seconds - EXACT_S).any())]
     replays = Replays(arrays, costs, entries, fixed, best, plan)
-    return Compared(lines, comparison.fixed, best.result.name, clusters, boot, replays, below, to_achievable)
+    return Compared(lines, comparison.fixed, best.name, clusters, boot, replays, below, to_achievable)
 
 
-def _counts(played: Replayed) -> Counts:
-    rounds = max(1, int(played.rounds.sum()))
+def _counts(played: Rounds) -> Counts:
+    rounds = max(1, len(played))
     drafted, verified, accepted = (
         float(count.sum()) / rounds for count in (played.drafted, played.verified, played.accepted)
     )
@@ -288,12 +287,12 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
     fixed, others = values[: depth + 1], values[depth + 1 :]
     columns = [*values, *([_round_bound(fixed)] if arrays.tree.is_chain else [])]
     # All policies are valued at the same rounds in the same order, so that one of them has the text of each.
-    present, text = torch.unique(values[0].taken.sequence, return_inverse=True)
+    present, text = torch.unique(values[0].sequence, return_inverse=True)
     tokens = torch.zeros(len(present), len(columns), dtype=torch.float64)  # [S, P]
     tokens.index_add_(0, text, torch.stack([one.committed.double() for one in columns], 1))
     clusters = dataclasses.replace(setting.clusters, of=tuple(setting.clusters.of[at] for at in present.tolist()))
     boot = Resamples(clusters.of, setting.seed)
-    rounds = [dataclasses.replace(one.taken, sequence=text) for one in columns]
+    rounds = [one.subset(present.tolist()) for one in columns]
     priced = Priced(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
     kinds, is_chain = {job.name: job.kind for job in jobs}, arrays.tree.is_chain
     comparison = Comparison(
@@ -314,18 +313,19 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
     )  # fmt: skip
 
 
-def _round_counts(values: RoundValues) -> Counts:
-    counts = (values.committed, values.taken.drafted, values.taken.verified)
+def _round_counts(values: Rounds) -> Counts:
+    counts = (values.committed, values.drafted, values.verified)
     committed, drafted, verified = (float(count.double().mean()) for count in counts)
     return committed, drafted, verified, committed - 1.0
 
 
-def _round_bound(fixed: Sequence[RoundValues]) -> RoundValues:
+def _round_bound(fixed: Sequence[Rounds]) -> Rounds:
     """Return the best depth of each round: the largest sum of tokens over sum of seconds, by Dinkelbach iteration.
 
     The depths are those that are best for the whole sample, so that the value of a resample is a little below its bound.
     """
-    tokens, seconds = (torch.stack([getattr(one, name) for one in fixed], 1) for name in ("committed", "seconds"))
+    tokens = torch.stack([one.committed for one in fixed], 1)
+    seconds = torch.stack([one.price(one.profile) for one in fixed], 1)
     # From a rate that is reached, rho never falls: the depths of each iteration are at least as good as those before.
     rho = max(one.rate for one in fixed)
     for _ in range(MOST_ITERATIONS):
@@ -335,7 +335,7 @@ def _round_bound(fixed: Sequence[RoundValues]) -> RoundValues:
         if rho - before <= CONVERGED * rho:
             break
     at_best: dict[str, Any] = {
-        name: torch.stack([getattr(one.taken, name) for one in fixed], 1).gather(1, best)[:, 0]
+        name: torch.stack([getattr(one, name) for one in fixed], 1).gather(1, best)[:, 0]
         for name in ("drafted", "verified", "accepted", "steps")
     }
-    return RoundValues("bound", chosen, spent, (), dataclasses.replace(fixed[0].taken, **at_best))
+    return dataclasses.replace(fixed[0], committed=chosen, **at_best)

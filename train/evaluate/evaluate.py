@@ -22,17 +22,17 @@ from ...policies.profile import Profile, as_profile
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.rules import tune_confidence
 from ..fit.settle import settle_for
-from ..replay.arrivals import at_once
-from ..replay.log import play
-from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
-from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import (
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.batch import at_once
+from ..replay.checks import (
     check_fit,
     check_training_traces,
     load_traces,
     require_disjoint_prompts,
-    tell_other_rounds,
+    warn_other_rounds,
 )
+from ..replay.run import replay
+from ..replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
 from .comparison import Compared, Job, Setting, compare_rounds, compare_texts
@@ -89,7 +89,7 @@ def evaluate(
         sweep: add from which cost of a draft step each policy pays.
         compare: folder or report.json of an earlier report: add what has changed.
         batch: also compare the policies with so many texts side by side, at each of these sizes.
-        arrivals: returns the arrival times of so many requests in these batches (`replay.arrivals`).
+        arrivals: returns the arrival times of so many requests in these batches (`replay.batch`).
         cluster: what intervals resample: "prompt" (with all its samples) or "group".
         primary: name of the one policy that was chosen before the evaluation. The answer is about it, and its interval
             needs no correction for the number of policies.
@@ -117,7 +117,7 @@ def evaluate(
         check_fit(policy, trace)
     if training is not None:
         check_training_traces(training, trace)
-    tell_other_rounds(profile, trace.header)
+    warn_other_rounds(profile, trace.header)
     earlier = None if compare is None else read_report(compare)
     if out is not None:
         inputs = [trace.folder, training and training.folder, profile.source, *(policy.source for policy in candidates)]
@@ -192,7 +192,7 @@ def _failure(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> Polic
     if is_trusted(policy):
         return None
     shorter = policy.limited(min(arrays.depth, profile.max_depth))
-    replay_ = evaluate_rounds if arrays.header.collector == "live" else play
+    replay_ = evaluate_rounds if arrays.header.collector == "live" else replay
     try:
         replay_(arrays, shorter, profile)
     except PolicyFailure as error:

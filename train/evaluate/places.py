@@ -19,9 +19,9 @@ from ...policies.host import with_costs
 from ...policies.learned import LearnedPolicy, other_conditions
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
-from ..replay.log import play
-from ..replay.traces.arrays import trace_arrays
-from ..replay.traces.checking import require_disjoint_policies
+from ..replay.arrays import trace_arrays
+from ..replay.checks import require_disjoint_policies
+from ..replay.run import replay
 from .comparison import Comparison
 from .evaluate import label_policies
 from .pricing import Priced, ProfileBootstrap, with_prices
@@ -148,8 +148,8 @@ def _evaluate_place(
     if boot.clusters < 2:
         raise InputError(f"{name}: expected two prompts or more, got {boot.clusters}")
     limited = [with_costs(policy, profile).limited(depth) for policy in policies]
-    replayed = [play(arrays, policy, profile) for policy in (*map(FixedLength, range(depth + 1)), *limited)]
-    priced = Priced(boot, costs, [one.rounds for one in replayed], arrays.prompt_tokens)
+    replayed = [replay(arrays, policy, profile) for policy in (*map(FixedLength, range(depth + 1)), *limited)]
+    priced = Priced(boot, costs, replayed, arrays.prompt_tokens)
     tokens, by_prompt = arrays.text_tokens.double().numpy(), boot.by_cluster(arrays.text_tokens)
     largest = float(by_prompt.max() / by_prompt.sum())
     kinds = {policy.shown_name: "learned" if isinstance(policy, LearnedPolicy) else "rule" for policy in policies}

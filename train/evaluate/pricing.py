@@ -39,8 +39,7 @@ from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
 from ...policies.storage import content
-from ..replay.counted import count_rounds, joined
-from ..replay.log import Rounds
+from ..replay.rounds import Rounds, RoundTypes, count_rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
 
 TRAINED, TIMED = "as timed when it was trained", "timed once on this machine and kept"
@@ -237,15 +236,17 @@ class Priced:
         self._prompt_tokens, self._spent = prompt_tokens, spent
         if not costs.profiles:
             return
-        counted = [count_rounds(rounds, len(prompt_tokens)) for rounds in self._replays]
+        counted = list(map(count_rounds, self._replays))
         self._groups = []
         # Rounds of chains and of trees are priced by different formulas; all replays of one sort are priced in one call.
         for is_tree in (False, True):
-            columns = [at for at, one in enumerate(counted) if (one.kinds.fed is not None) is is_tree]
+            columns = [at for at, one in enumerate(counted) if (one[0].fed is not None) is is_tree]
             if columns:
-                rounds = boot.total(np.concatenate([counted[at].counts for at in columns], 2))
-                self._groups.append((columns, *joined([counted[at].kinds for at in columns]), rounds))
-        self._decisions = boot.total(np.stack([one.decisions for one in counted], 1))  # [1 + R, P]
+                rounds = boot.total(np.concatenate([counted[at][1] for at in columns], 2))
+                self._groups.append((columns, *RoundTypes.joined([counted[at][0] for at in columns]), rounds))
+        self._decisions = boot.total(
+            np.stack([one.by_sequence(one.decisions).numpy() for one in self._replays], 1)
+        )  # [1 + R, P]
         tokens = prompt_tokens.double().numpy()
         self._prompts = boot.total(np.stack([tokens > 0, tokens], 1))  # [1 + R, 2]
 
@@ -253,7 +254,7 @@ class Priced:
         """Return [S, P] seconds of each text under the measured profile, or under `change` of it."""
         if self._spent is None or change is not None:
             profile = change(self._costs.profile) if change else self._costs.profile
-            spent = torch.stack([rounds.of_texts(profile, self._prompt_tokens) for rounds in self._replays], 1)
+            spent = torch.stack([rounds.text_seconds(profile) for rounds in self._replays], 1)
         else:
             spent = self._spent
         out: Values = spent.double().numpy()

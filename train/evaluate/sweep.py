@@ -18,8 +18,9 @@ from ...policies.fixed import FixedLength
 from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ..fit.settle import is_priced, settle_for, solve_rate, unfitted_prompts
-from ..replay.log import play, scaled
-from ..replay.traces.arrays import TraceArrays, typical_context
+from ..replay.arrays import TraceArrays, typical_context
+from ..replay.rounds import scaled
+from ..replay.run import replay
 from .pricing import Priced, ProfileBootstrap
 from .statistics import FEWEST, Clusters, Resamples
 
@@ -71,8 +72,8 @@ def sweep(
     # A policy that stops in the same places at every cost is replayed once; only its rounds are priced at each point.
     limited, tokens = [policy.limited(depth) for policy in policies], arrays.text_tokens.double().numpy()
     is_static = [not _depends_on_cost(policy, profile, tuning) for policy in limited]
-    replays = [play(arrays, policy, profile) for policy in (*map(FixedLength, lengths), *limited)]
-    priced = Priced(boot, costs, [one.rounds for one in replays], arrays.prompt_tokens)
+    replays = [replay(arrays, policy, profile) for policy in (*map(FixedLength, lengths), *limited)]
+    priced = Priced(boot, costs, replays, arrays.prompt_tokens)
     rates, to_best, to_plain = [], [], []
     for at, ratio in enumerate(ratios):
         progress("sweep", at, len(ratios))
@@ -80,9 +81,9 @@ def sweep(
         changed = change(profile)
         for column, policy, static in zip(columns, limited, is_static, strict=True):
             if not static:
-                replays[column] = play(arrays, _solve(policy, changed, tuning), changed)
+                replays[column] = replay(arrays, _solve(policy, changed, tuning), changed)
         if not all(is_static):
-            priced = Priced(boot, costs, [one.rounds for one in replays], arrays.prompt_tokens)
+            priced = Priced(boot, costs, replays, arrays.prompt_tokens)
         seconds, price = priced.by_text(change), -np.log(priced.factors(change=change))
         rates.append(tokens.sum() / seconds.sum(0)[: depth + 1])
         to_best.append(boot.log_ratios(tokens, seconds, columns, lengths, price))

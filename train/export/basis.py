@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from ...collect.schema import draft_of, drafter_of
 from ...collect.store import Trace
-from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, TraceError
@@ -21,19 +21,18 @@ from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ..evaluate.pricing import Priced, ProfileBootstrap, with_prices
 from ..evaluate.statistics import Resamples
+from ..fit.rules import fixed_grid
 from ..fit.settle import settle_for
 from ..heads.rows import split_prompts
-from ..replay.arrivals import at_once, deal
-from ..replay.batch import replay_batch
-from ..replay.bounds.oracle import oracle_plan
-from ..replay.bounds.regret import planned_rounds
-from ..replay.known_lengths import ReplayedRuns, draft_bound, replay_fixed, replay_lengths
-from ..replay.log import Rounds, play
-from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_fit, require_disjoint, require_disjoint_policies, tell_other_rounds
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.batch import at_once, deal, replay_batch
+from ..replay.bounds import oracle_plan, planned_rounds
+from ..replay.checks import check_fit, require_disjoint, require_disjoint_policies, warn_other_rounds
+from ..replay.rounds import Rounds
+from ..replay.run import replay, replay_lengths
 
-HELD_OUT, MIN_PROMPTS = 0.25, 8
-"""Share of the prompts that figures are reported on, and the number of prompts below which all are used for both."""
+HELD_OUT = 0.25
+"""Share of the prompts that figures are reported on."""
 
 WORTH = 0.005
 """The length changes with the batch size only if that gains this share: a length that changes with every request that comes
@@ -58,13 +57,14 @@ class Basis:
         policy: as replayed and exported: for the costs of this profile, and no deeper than the traces.
         settled: how it was adapted to the profile; "" if it was not.
         fit, held: traces to choose on, and to report on.
-        prompts: how many prompts each has, in words.
         profile: with the price of the policy's decisions.
         fit_fixed, held_fixed: replays of the fixed lengths 0..K.
         best: the fixed length that is fastest on `fit`.
+        facts: what the export is made from.
 
     Raises:
-        TraceError: the traces are not dense ones of chains, both share prompts, or the policy cannot be replayed on them.
+        TraceError: the traces are not dense ones of chains, both share prompts, there are too few prompts to hold some out,
+            or the policy cannot be replayed on them.
         InputError: the profile ends before depth 1.
     """
 
@@ -78,8 +78,8 @@ class Basis:
         seed: int = 0,
         progress: Progress = silent,
     ) -> None:
-        self.header, self.folder, self.seed, self.progress = traces.header, traces.folder, seed, progress
-        tell_other_rounds(profile, traces.header)
+        self.header, self.seed, self.progress = traces.header, seed, progress
+        warn_other_rounds(profile, traces.header)
         arrays, held = trace_arrays(traces), None if held_out is None else trace_arrays(held_out)
         for option, one in (("--traces", arrays), ("--held-out", held)):
             if one is not None and not (one.tree.is_chain and one.header.has_every_anchor):
@@ -87,7 +87,7 @@ class Basis:
                                  f"collector {one.header.collector}; engines draft chains")  # fmt: skip
         if profile.max_depth < 1:
             raise InputError("--profile: expected a depth of at least 1, got 0; measure it deeper")
-        self.fit, self.held, self.prompts = _split(arrays, held, seed)
+        self.fit, self.held = _split(arrays, held, seed)
         self.depth = min(arrays.depth, profile.max_depth)
         self.policy, self.settled, self.shares_prompts = policy, "", policy is not None and held is None
         if policy is not None:
@@ -98,56 +98,65 @@ class Basis:
             if isinstance(policy, LearnedPolicy):  # others are exported by their name
                 policy, self.settled = settle_for(policy, self.fit, profile)
             self.policy = policy.limited(self.depth)
-        self.profile, self._costs, self._boot = (
-            profile,
-            ProfileBootstrap(profile, seed),
-            Resamples(self.held.clusters, seed),
-        )
-        self.fit_fixed, self.held_fixed = (replay_fixed(part, self.depth) for part in (self.fit, self.held))
-        self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
+        self.profile = profile
+        self._costs, self._boot = ProfileBootstrap(profile, seed), Resamples(self.held.clusters, seed)
+        self.fit_fixed, self.held_fixed = (fixed_grid(part, profile) for part in (self.fit, self.held))
+        self.best = int(text_seconds(self.fit_fixed).sum(1).argmin())
+        self.facts: dict[str, Any] = {
+            "specstop": version("specstop"),
+            "traces": str(traces.folder),
+            "target": self.header.target,
+            "draft": draft_of(self.header),
+            "drafter": drafter_of(self.header),
+            "temperature": self.header.temperature,
+            "verification": self.header.verification,
+            "depth": self.depth,
+            "profile": {k: v for k, v in profile.facts.items() if isinstance(v, (str, int, float))},
+        }
 
-    def ratio(self, mine: Rounds, than: Rounds) -> Ratio:
-        """Return the speed of a held-out replay over that of another one, with its interval."""
-        spent = Priced(self._boot, self._costs, [mine, than], self.held.prompt_tokens).seconds()
-        return self._boot.interval(spent[:, 1] / spent[:, 0])
+    def ratio(self, values: Tensor) -> dict[str, Any]:
+        """Return `value`, `low` and `high` of a statistic [1 + R], of which the first is the value, the others resamples."""
+        return dataclasses.asdict(self._boot.interval(values))
 
-    def single_request(self, mine: Rounds) -> dict[str, Any]:
+    def single_request(self, export: Rounds) -> dict[str, Any]:
         """Return the held-out speed of an export at one request, relative to other methods."""
         held, plan = self.held, oracle_plan(self.held, self.profile)
-        replays = [mine, self.held_fixed.rounds(0), self.held_fixed.rounds(self.best), planned_rounds(held, plan)]
-        spent = [one.of_texts(self.profile, held.prompt_tokens) for one in replays]
+        replays = [export, self.held_fixed[0], self.held_fixed[self.best], planned_rounds(held, plan)]
+        spent = [one.text_seconds(self.profile) for one in replays]
         # The bound has its own seconds; its rounds only describe how they vary with the timings of the profile.
         known = torch.stack([*spent[:-1], plan.seconds], 1)
         this, plain, best, bound = Priced(self._boot, self._costs, replays, held.prompt_tokens, known).seconds().T
+        report, choice = (len(set(part.clusters)) for part in (self.held, self.fit))
         figures: dict[str, Any] = {
-            "prompts": self.prompts,
-            "to_plain": self._boot.interval(plain / this),
+            "prompts": f"{report} held-out prompts; the choice was made on {choice} others",
+            "to_plain": self.ratio(plain / this),
             "best_fixed": self.best,
-            "to_best_fixed": self._boot.interval(best / this),
-            "oracle_bound_to_this": self._boot.interval(this / bound),
+            "to_best_fixed": self.ratio(best / this),
+            "oracle_bound_to_this": self.ratio(this / bound),
             "intervals": self._costs.describe(),
         }
         if self.policy is not None:
-            figures["policy"] = self.policy.name
-            figures["policy_to_this"] = self.ratio(play(held, self.policy, self.profile).rounds, mine)
+            pair = [replay(held, self.policy, self.profile), export]
+            mine, this = Priced(self._boot, self._costs, pair, held.prompt_tokens).seconds().T
+            figures |= {"policy": self.policy.name, "policy_to_this": self.ratio(this / mine)}
         return figures
 
     def sizes(self) -> tuple[int, ...]:
         """Return the batch sizes of tables: 1, and those that the profile has measured."""
         return (1, *(size for size in (self.profile.batch.sizes if self.profile.batch else ()) if size > 1))
 
-    def batch_seconds(self, on: TraceArrays, fixed: ReplayedRuns, size: int) -> Tensor:
+    def batch_seconds(self, on: TraceArrays, fixed: Sequence[Rounds], size: int) -> Tensor:
         """Return [K + 1, S] seconds of the fixed lengths 0..K in batches of a size: the share of each text.
 
         Requests and their order are those of `evaluate(batch=...)` with the same seed.
         """
         if size == 1:
-            return fixed.seconds(self.profile)
+            return text_seconds(fixed)
         order = deal(on.sequences, size, self.seed)
         seconds = []
         for length in range(self.depth + 1):
             played = replay_batch(on, FixedLength(length), self.profile, size, at_once(len(order)), order)
-            seconds.append(np.bincount(order, played.seconds, on.sequences) * (on.sequences / len(order)))
+            seconds.append(np.bincount(order, played.seconds.numpy(), on.sequences) * (on.sequences / len(order)))
         return torch.from_numpy(np.stack(seconds))
 
     def length_table(self) -> list[dict[str, Any]]:
@@ -156,17 +165,17 @@ class Basis:
         A larger batch does not draft longer than a smaller one, because more requests leave less room for drafting.
         """
         rows: list[dict[str, Any]] = []
-        for done, size in enumerate(self.sizes()):
-            self.progress("batches", done, len(self.sizes()))
+        sizes = self.sizes()
+        for done, size in enumerate(sizes):
+            self.progress("batches", done, len(sizes))
             spent = self.batch_seconds(self.fit, self.fit_fixed, size).sum(1)
             before = rows[-1]["length"] if rows else self.depth
             length = int(spent[: before + 1].argmin())
             if rows and spent[before] <= (1.0 + WORTH) * spent[length]:
                 length = before
             total = self._boot.total(self.batch_seconds(self.held, self.held_fixed, size).T)  # [1 + R, K + 1]
-            ratio = self._boot.interval(total[:, 0] / total[:, length])
-            rows.append({"batch": size, "length": length, "to_plain": ratio})
-        self.progress("batches", len(self.sizes()), len(self.sizes()))
+            rows.append({"batch": size, "length": length, "to_plain": self.ratio(total[:, 0] / total[:, length])})
+        self.progress("batches", len(sizes), len(sizes))
         return rows
 
     def threshold(self) -> tuple[float, int, Rounds]:
@@ -176,41 +185,22 @@ class Basis:
         below p after drawing it.
         """
         rules = [(p, most) for p in THRESHOLDS for most in range(1, self.depth + 1)]
-        seconds = _replay_thresholds(self.fit, rules).seconds(self.profile).sum(1)
+        seconds = text_seconds(replay_thresholds(self.fit, rules, self.profile)).sum(1)
         p, most = rules[int(seconds.argmin())]
-        return p, most, _replay_thresholds(self.held, [(p, most)]).rounds(0)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the export was made from."""
-        header = self.header
-        return {
-            "specstop": version("specstop"),
-            "traces": str(self.folder),
-            "target": header.target,
-            "draft": draft_of(header),
-            "drafter": drafter_of(header),
-            "temperature": header.temperature,
-            "verification": header.verification,
-            "depth": self.depth,
-            "profile": {k: v for k, v in self.profile.facts.items() if isinstance(v, (str, int, float))},
-        }
+        return p, most, replay_thresholds(self.held, [(p, most)], self.profile)[0]
 
 
-def _split(arrays: TraceArrays, held: TraceArrays | None, seed: int) -> tuple[TraceArrays, TraceArrays, str]:
-    """Return traces to choose on and to report on, and their prompts in words."""
-    prompts = len(set(arrays.clusters))
-    if held is not None:
-        require_disjoint("--held-out", held, "--traces", arrays.clusters)
-        if held.depth < arrays.depth:
-            raise TraceError(
-                f"--held-out: expected traces of depth {arrays.depth} as --traces, got {held.depth}; collect both alike"
-            )
-        return arrays, held, f"{len(set(held.clusters))} other prompts; the choice was made on {prompts}"
-    if prompts < MIN_PROMPTS:
-        return arrays, arrays, f"all {prompts} prompts, also used for the choice: too few to hold some out"
-    fit, part = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
-    counts = len(set(part.clusters)), len(set(fit.clusters))
-    return fit, part, f"{counts[0]} held-out prompts; the choice was made on the other {counts[1]}"
+def _split(arrays: TraceArrays, held: TraceArrays | None, seed: int) -> tuple[TraceArrays, TraceArrays]:
+    """Return traces to choose on and to report on."""
+    if held is None:
+        fit, part = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
+        return fit, part
+    require_disjoint("--held-out", held, "--traces", arrays.clusters)
+    if held.depth < arrays.depth:
+        raise TraceError(
+            f"--held-out: expected traces of depth {arrays.depth} as --traces, got {held.depth}; collect both alike"
+        )
+    return arrays, held
 
 
 def largest_share(arrays: TraceArrays) -> Tensor:
@@ -221,20 +211,16 @@ def largest_share(arrays: TraceArrays) -> Tensor:
     return top1 / torch.stack([arrays.column(name) for name in TOP]).sum(0).clamp_min(1e-30)
 
 
-def _replay_thresholds(arrays: TraceArrays, rules: list[tuple[float, int]]) -> ReplayedRuns:
+def text_seconds(rounds: Sequence[Rounds]) -> Tensor:
+    """Return [C, S] float64 seconds of each text in C replays."""
+    return torch.stack([one.seconds for one in rounds])
+
+
+def replay_thresholds(arrays: TraceArrays, rules: Sequence[tuple[float, int]], profile: Profile) -> list[Rounds]:
     """Replay rules (p, most tokens): the first token below p is drafted and not verified."""
-    share, bound = largest_share(arrays), draft_bound(arrays)
+    share, bound = largest_share(arrays), arrays.draft_bound
     above = {p: (share >= p).long().cumprod(1).sum(1) for p, _ in rules}  # [N] tokens before the first one below p
     limits = [(above[p], bound.clamp_max(most)) for p, most in rules]
     drafted = torch.stack([torch.minimum(count + 1, limit) for count, limit in limits])
     verified = torch.stack([torch.minimum(count, limit) for count, limit in limits])
-    return replay_lengths(arrays, drafted, verified)
-
-
-def plain_values(value: Any) -> Any:
-    """Return records and tuples as JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {name: plain_values(each) for name, each in value.items()}
-    return [plain_values(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return replay_lengths(arrays, drafted, verified, profile)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from ...collect.schema import drafter_of
 from ...collect.store import Trace
 from ...policies.display import Progress, silent
@@ -15,18 +13,13 @@ from ...policies.files import prepare_output_dir, staged_folder, write_atomic, w
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, as_profile
 from ...policies.registry import PolicySpec, as_policy
-from ..replay.log import play
-from ..replay.traces.checking import load_traces
-from .basis import Basis, plain_values
-from .hf import check_exportable, write_hf
+from ..replay.checks import load_traces
+from ..replay.run import replay
+from .basis import Basis
+from .hf import check_exportable, page_of, write_hf
 
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
 TARGETS = ("onnx", "hf", *ENGINES)
-SEEN = "The policy may have been trained on the prompts of these figures; give held-out traces for a clean comparison."
-SAMPLED = (
-    "The traces were sampled at temperature {0:g}. An engine that samples draft and target apart accepts differently, "
-    "so lengths and ratios are approximate; traces at temperature 0 give exact counts for greedy decoding."
-)
 
 
 def deploy(
@@ -89,43 +82,28 @@ def deploy(
     if to != "hf":
         return _write_engine(to, folder, basis)
     assert basis.policy is not None
-    rounds = play(basis.held, basis.policy, basis.profile).rounds
     replayed, basis.policy = basis.policy, None  # it is itself the export
-    figures = {"alone": basis.single_request(rounds), "settled": basis.settled, "facts": basis.facts()}
-    return write_hf(source, replayed, folder, spec, plain_values(figures))
+    alone = basis.single_request(replay(basis.held, replayed, basis.profile))
+    figures = {"alone": alone, "settled": basis.settled, "facts": basis.facts}
+    return write_hf(source, replayed, folder, spec, figures)
 
 
 def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:
     """Write the files of an engine, the figures and the page; return the figures."""
     from .engines import ENGINES as serialisers  # imports scikit-learn
 
-    exported = serialisers[to](basis, folder)
-    facts = basis.facts()
-    content = plain_values({"schema": 1, "kind": "export", "engine": to, **exported.figures, "facts": facts})
-    loader = FileSystemLoader(Path(__file__).parent)
-    page = (
-        Environment(loader=loader, undefined=StrictUndefined)
-        .get_template("engine.md.j2")
-        .render(
-            engine=to,
-            files=exported.files,
-            figures={
-                "batches": None,
-                "start": None,
-                **exported.figures,
-                "alone": {"policy": None, **exported.figures["alone"]},
-            },
-            lost=exported.lost,
-            notes=[*exported.notes, *_notes(basis, to)],
-            facts={**facts, "profile": {"device": None, **facts["profile"]}},
-        )
-    )
+    files, figures, page_facts = serialisers[to](basis, folder)
+    content = {"schema": 1, "kind": "export", "engine": to, **figures, "facts": basis.facts}
+    page = page_of(
+        "engine.md.j2", engine=to, files=files, figures=figures, facts=basis.facts, settled=basis.settled,
+        shares_prompts=basis.shares_prompts, **page_facts,
+    )  # fmt: skip
     with staged_folder(folder) as stage:
-        for name, text in exported.files.items():
+        for name, text in files.items():
             write_atomic(stage / name, text)
         write_json(stage / "figures.json", content)
-        write_atomic(stage / "README.md", page + "\n")
-    return dict(content)
+        write_atomic(stage / "README.md", page)
+    return content
 
 
 def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: Any, drafter: str | None) -> None:
@@ -144,19 +122,3 @@ def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: 
             f"{' and '.join(missing)}: expected as well; what {to} is to do is chosen by replaying traces under a profile "
             "(specstop collect, specstop profile)"
         )
-
-
-def _notes(basis: Basis, engine: str) -> list[str]:
-    """Return caveats that depend on the traces and the policy."""
-    notes, drafter = [SEEN] if basis.shares_prompts else [], drafter_of(basis.header)
-    if basis.settled:
-        notes.append(
-            f"The policy was trained with another profile; files and figures are of it as adapted: {basis.settled}."
-        )
-    if basis.header.temperature > 0:
-        notes.append(SAMPLED.format(basis.header.temperature))
-    if drafter != "model" and engine != "vllm":
-        notes.append(
-            f"The traces are of the drafter `{drafter}`, which {engine} cannot run; its files are for a draft model."
-        )
-    return notes

@@ -15,7 +15,6 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.learned import LearnedPolicy
 from ...policies.storage import save_policy
-from ..replay.traces.arrays import TraceArrays, typical_context
+from ..replay.arrays import TraceArrays, typical_context
 from .basis import TOP, Basis
 
 PROPOSER = "specstop.decode.engines.vllm.Proposer"
@@ -46,21 +45,8 @@ Range = tuple[int, int, int]
 """First and last batch size, and their draft length."""
 
 
-@dataclass
-class Exported:
-    """Files of an export by path, its figures, and what its page says.
-
-    Attributes:
-        files: contents by path.
-        figures: for `figures.json`.
-        lost: what the engine does not take of a policy.
-        notes: facts for the page that depend on traces and policy.
-    """
-
-    files: dict[str, str | bytes]
-    figures: dict[str, Any]
-    lost: list[str]
-    notes: list[str] = field(default_factory=list)
+Exported = tuple[dict[str, str | bytes], dict[str, Any], dict[str, Any]]
+"""Files of an export by path, its figures, and further facts for its page."""
 
 
 def length_ranges(table: Sequence[dict[str, Any]]) -> list[Range]:
@@ -78,7 +64,7 @@ def length_ranges(table: Sequence[dict[str, Any]]) -> list[Range]:
 def _table(basis: Basis) -> tuple[list[Range], dict[str, Any]]:
     """Return the ranges of lengths, and figures of them."""
     table = basis.length_table()
-    first = basis.held_fixed.rounds(table[0]["length"])
+    first = basis.held_fixed[table[0]["length"]]
     return length_ranges(table), {"alone": basis.single_request(first), "batches": table}
 
 
@@ -93,20 +79,11 @@ def vllm(basis: Basis, out: Path) -> Exported:
     files: dict[str, str | bytes] = {"speculative_config.json": _json(config)}
     if (coefficients := fit_acceptance(basis.fit, basis.depth)) is not None:
         files["acceptance.json"] = _json(coefficients)
-    notes, policy, drafter = [], basis.policy, drafter_of(basis.header)
-    if policy is not None and (reason := vllm_obstacle(policy, drafter)):
-        notes.append(
-            f"The policy `{policy.name}` cannot run in vLLM: {reason}. `specstop train --for vllm` trains one that can."
-        )
-    elif policy is not None:
+    policy, drafter, obstacle = basis.policy, drafter_of(basis.header), ""
+    if policy is not None and not (obstacle := vllm_obstacle(policy, drafter)):
         files |= vllm_policy(policy, basis.header, basis.depth, out)
-    if config["method"] == "draft_model" and drafter != "model":
-        notes.append(
-            f"The traces are of the drafter `{drafter}`, for which vLLM takes no table: change `method` and `model`."
-        )
-    return Exported(
-        files, figures, ["With the table, the policy: vLLM gives all requests of a step one length."], notes
-    )
+    has_table = drafter == "model" or config["method"] != "draft_model"
+    return files, figures, {"obstacle": obstacle, "has_table": has_table}
 
 
 def vllm_drafter(header: Header) -> dict[str, Any]:
@@ -198,7 +175,7 @@ def sglang(basis: Basis, out: Path) -> Exported:
     costed[SGLANG_KEY] = rule_entry(acceptance, seconds)
     figures["start"] = ranges[0][2]
     files: dict[str, str | bytes] = {"adaptive.json": _json(fixed), "costed.json": _json(costed)}
-    return Exported(files, figures, ["The policy: SGLang gives all requests of a batch one number of steps."])
+    return files, figures, {}
 
 
 def _step_s(basis: Basis, size: int, length: int, context: float) -> float:
@@ -220,8 +197,7 @@ def trtllm(basis: Basis, out: Path) -> Exported:
         "draft_len_schedule": {last: length for _, last, length in ranges},
     }
     text = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
-    lost = ["The policy: TensorRT-LLM gives all requests of a step one length, by their number."]
-    return Exported({"speculative_config.yaml": text}, figures, lost)
+    return {"speculative_config.yaml": text}, figures, {}
 
 
 def llama_cpp(basis: Basis, out: Path) -> Exported:
@@ -231,12 +207,8 @@ def llama_cpp(basis: Basis, out: Path) -> Exported:
     p, most, rounds = basis.threshold()
     settings = {"p_min": p, "n_max": most}
     args = f"--spec-type draft-simple\n--spec-draft-n-max {most}\n--spec-draft-p-min {p:g}\n"
-    notes = [] if set(TOP) <= set(basis.header.features) else [
-        "The traces have no `top2` to `top10`, so p is the probability itself, which is below its share of ten."
-    ]  # fmt: skip
     figures = {"settings": settings, "alone": basis.single_request(rounds)}
-    lost = ["The policy, except for one comparison: llama.cpp stops by the draft's largest probability."]
-    return Exported({"llama.args": args}, figures, lost, notes)
+    return {"llama.args": args}, figures, {"has_top": set(TOP) <= set(basis.header.features)}
 
 
 ENGINES: dict[str, Callable[[Basis, Path], Exported]] = {

@@ -38,6 +38,12 @@ def generate(model, **arguments):
 '''
 
 
+def page_of(template: str, **values: Any) -> str:
+    """Return the page of an export."""
+    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined)
+    return pages.get_template(template).render(values) + "\n"
+
+
 def check_exportable(source: PolicySpec, policy: StopPolicy, spec: str | None) -> tuple[str, TrainedDrafter | None]:
     """Return the spec of the drafter that a policy is exported with, and the trained drafter in it.
 
@@ -108,10 +114,8 @@ def write_hf(
         "specstop": version("specstop"),
         **(figures or ({"metrics": metrics} if learned else {})),
     }
-    template = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined).get_template(
-        "hf.md.j2"
-    )
-    page = template.render(
+    page = page_of(
+        "hf.md.j2",
         name=policy.name,
         drafter=spec,
         needs_draft=needs_draft(spec),
@@ -130,5 +134,5 @@ def write_hf(
         write_atomic(stage / "custom_generate" / "generate.py", GENERATE)
         write_atomic(stage / "custom_generate" / "requirements.txt", f"specstop>={version('specstop')}\n")
         write_json(stage / FIGURES, contents)
-        write_atomic(stage / "README.md", page + "\n")
+        write_atomic(stage / "README.md", page)
     return contents

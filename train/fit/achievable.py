@@ -25,11 +25,13 @@ from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
 from ..heads import make_head
-from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
+from ..heads.calibration import calibrate
+from ..heads.crossfit import fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
-from ..replay.run import Replayed, replay
-from ..replay.traces.arrays import TraceArrays
-from .batch_rules import settle_batch, solve_batch_rates
+from ..replay.arrays import TraceArrays
+from ..replay.rounds import Rounds
+from ..replay.run import replay
+from .batch_rules import solve_batch_rates
 from .rules import Part, best_of, fixed_grid, solve_derived
 
 NAME = "achievable estimate"
@@ -41,7 +43,7 @@ ITERATIONS = 2
 
 def achievable_estimate(
     arrays: TraceArrays, profile: Profile, features: Sequence[str] | None = None, seed: int = 0
-) -> Replayed:
+) -> Rounds:
     """Return the replay of a policy that knows all recorded scalars and decides for free.
 
     Args:
@@ -60,23 +62,17 @@ def achievable_estimate(
     return best_of(played[1:])
 
 
-def achievable_in_batches(
-    arrays: TraceArrays, profile: Profile, seed: int = 0, price: float | None = None
-) -> tuple[TraceArrays, BatchStop]:
+def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) -> tuple[TraceArrays, BatchStop]:
     """Return a trace with cross-fitted acceptance probabilities, and the policy of batches that decides by them.
 
     Args:
         arrays: the dense trace of chains that is reported on.
         profile: what rounds cost, with batches.
         seed: of folds and trees.
-        price: seconds of a decision. Sizes without decisions are then chosen on the reported texts too, so that it decides
-            only where that pays. None = decisions are free.
     """
     every = torch.zeros(len(arrays.accepted), len(HISTORY_FEATURES))
     scored, policy = _cross_fitted(arrays, profile, recorded_scalars(arrays), every, seed)
     stop = for_batches(policy)
-    if price is not None:
-        return scored, settle_batch(stop, [Part(scored)], profile.with_decisions({stop.cost_name: price}))
     rates = [(size, times) for size, (_, times) in solve_batch_rates(stop, [Part(scored)], profile).items()]
     return scored, for_batches(stop, rule=BatchRule(stop.rule.send, rates))
 
@@ -89,9 +85,9 @@ def recorded_scalars(arrays: TraceArrays) -> tuple[str, ...]:
     return (*anchor, *node, "depth")
 
 
-def _history(arrays: TraceArrays, played: Replayed) -> Tensor:
+def _history(arrays: TraceArrays, played: Rounds) -> Tensor:
     """Return [N, 4] the HISTORY features at each anchor; at one that was passed over, those of the round that did."""
-    row = arrays.offset[played.log[:, 0]] + played.log[:, 1] - arrays.first_anchor[played.log[:, 0]]
+    row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     history = torch.zeros(len(arrays.accepted), played.history.shape[1])
     history[row] = played.history
     begins = torch.zeros(len(history), dtype=torch.int64)

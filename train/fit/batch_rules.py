@@ -13,8 +13,7 @@ from ...policies.fixed import FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
-from ..replay.arrivals import FULL, at_once, deal
-from ..replay.batch import COLUMNS, replay_batch
+from ..replay.batch import FULL, at_once, deal, replay_batch
 from .rules import SETTLED, Part
 
 MIN_REQUESTS = 48
@@ -139,6 +138,8 @@ def batch_rate(policy: StopPolicy, parts: Sequence[Part], profile: Profile, size
         # All texts of a batch are of one part, because one head decides for a batch.
         order = deal(texts.sequences, size, 0)[: max(-(-MIN_REQUESTS // len(parts)), FULL * size)]
         played = replay_batch(texts, part.player(policy), profile, size, at_once(len(order)), order)
-        tokens += float(played.log[:, COLUMNS.index("committed")].sum())
-        seconds += float(played.seconds.sum() - profile.prefill_seconds(texts.prompt_tokens.numpy()[order]).sum())
+        tokens += float(played.committed.sum())
+        seconds += float(
+            float(played.seconds.sum()) - profile.prefill_seconds(texts.prompt_tokens.numpy()[order]).sum()
+        )
     return tokens / seconds

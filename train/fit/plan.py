@@ -1,23 +1,29 @@
-"""What `train` fits: a `Plan`, validated at construction, and the three disjoint sets of prompts."""
+"""What `train` fits: its options, a `Plan` for each head and rule, and the three disjoint sets of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from ...collect.schema import Header
 from ...collect.store import Trace
-from ...policies.arguments import check_limits
+from ...policies.arguments import as_list, check_limits
 from ...policies.errors import InputError, close_match
 from ...policies.features import TOKEN_FEATURES, feature
 from ...policies.rules import THRESHOLD_RULES, Derived, Rule, Threshold
-from ..heads.base import HeadEstimator
+from ..heads import NO_PARAMS, head_class, make_head
+from ..heads.base import HeadEstimator, engine_features
 from ..heads.crossfit import FOLDS, Folds
 from ..heads.rows import split_prompts
-from ..replay.traces.arrays import TraceArrays
-from ..replay.traces.concatenate import temperatures
+from ..replay.arrays import TraceArrays, temperatures
 
 RULES = ("derived", *THRESHOLD_RULES, "batch", "gain")
+
+TUNED_HEADS = ("logistic", "tokens", "mlp", "xgboost")
+TUNED_RULES = ("derived", "survival", "step")
 
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
 """Default features of heads for chains. They are few because each microsecond of a decision counts on a small pair."""
@@ -35,49 +41,132 @@ REPORT_SHARE = 0.2
 """Share of the prompts that is held out from fitting and selection."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is fitted; see `train` for the fields.
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `train`.
+
+    Attributes:
+        head: an estimator, or the name of one (`heads.HEADS`); with `tune` several. Default: logistic, or `TUNED_HEADS`.
+        rule: "derived" (look-ahead, no threshold), "survival", "step", "any", "batch" for batches (`policies.batch_rules`) or
+            "gain" for trees (`tree_rules`); with `tune` several. Default: the one that the head was published with
+            (`HeadEstimator.rule`), or the derived one, or `TUNED_RULES`.
+        threshold: of survival, step and any; None = the one that replays fastest, of the published ones if there are any.
+        features: scalar features; by default those that every trace of chains holds, or those that the head was
+            published with.
+        hidden: hidden states; by default those of the published head, or for a head that takes any all that are recorded.
+        name: of the policy; by default the head's.
+        seed: of split, fit and search.
+        folds: parts that the training prompts are split into; the saved head is fitted on all but the first.
+        report_share: share of the prompts that all held-out figures come from; 0 = none, without such figures.
+        cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
+        passes: times that heads are fitted; from the second on, on the rounds that the policy before visits. None = the
+            head's default.
+        params, trainer: of heads that are given by name (`heads.make_head`).
+        mixed: a trace of `collect --mix` that the head is fitted on instead, as SpecDec++'s is. The other traces then serve
+            for calibration and the rule.
+        host: the engine that the policy will run in (`heads.base.ENGINES`): it then reads only what that engine has.
+        nodes: with rule "gain", sizes of the sub-trees that are tried, of which the fastest is kept; none = as recorded.
+        tune: number of trials of a search over heads, hyper-parameters and rules (`tune.search`).
+        storage: journal file of optuna that keeps the trials; a search continues from it.
 
     Raises:
-        InputError: an unknown rule, a value out of range, or a combination that cannot be fitted.
+        InputError: a value out of range, or options that cannot be combined.
+    """
+
+    head: str | HeadEstimator | Sequence[str | HeadEstimator] | None = None
+    rule: str | Sequence[str] | None = None
+    threshold: float | None = None
+    features: Sequence[str] | None = None
+    hidden: Sequence[str] | None = None
+    name: str | None = None
+    seed: int = 0
+    folds: int = FOLDS
+    report_share: float = REPORT_SHARE
+    cross_fit: bool = True
+    passes: int | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    mixed: Trace | str | Path | None = None
+    host: str | None = None
+    nodes: Sequence[int] = ()
+    tune: int | None = None
+    storage: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_limits(
+            folds=self.folds, passes=self.passes, seed=self.seed, report_share=self.report_share, tune=self.tune
+        )
+        if self.nodes and (self.rules != ["gain"] or min(self.nodes) < 1):
+            raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
+        if self.tune is None and (self.storage is not None or len(self.heads) > 1 or len(self.rules) > 1):
+            raise InputError(
+                "--tune: expected a number of trials, to compare several heads or rules, or with --storage"
+            )
+        excluded = (self.mixed, self.host, self.tune, self.threshold, self.hidden)
+        if "gain" in self.rules and (not self.cross_fit or any(value is not None for value in excluded)):
+            raise InputError("--rule gain: leave out --mixed, --for, --tune, --threshold, --hidden and cross_fit=False")
+        if self.tune is not None and (self.threshold is not None or self.hidden or self.mixed is not None):
+            raise InputError("--tune: leave out --threshold, --hidden and --mixed; a search chooses thresholds itself")
+
+    @property
+    def heads(self) -> list[str | HeadEstimator]:
+        """All heads to fit."""
+        if self.head:
+            return as_list(self.head, HeadEstimator)
+        return ["logistic"] if self.tune is None else [*TUNED_HEADS]
+
+    @property
+    def rules(self) -> list[str | None]:
+        """All rules to use; None = the head's."""
+        if self.rule:
+            return [*as_list(self.rule)]
+        return [None] if self.tune is None else [*TUNED_RULES]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One head under one rule.
+
+    Attributes:
+        head: not fitted.
+        rule: of `RULES`.
+        features, hidden: what the head reads.
+        name: of the policy.
+        options: the others.
+
+    Raises:
+        InputError: an unknown rule, or a head without it.
         PolicyError: an unknown feature, or a threshold that the rule cannot have.
     """
 
     head: HeadEstimator
     rule: str = "derived"
-    threshold: float | None = None
     features: tuple[str, ...] = FEATURES
-    name: str = ""
-    seed: int = 0
-    folds: int = FOLDS
-    cross_fit: bool = True
-    passes: int | None = None
     hidden: tuple[str, ...] = ()
-    report_share: float = 0.0
+    name: str = ""
+    options: TrainOptions = TrainOptions()
 
     def __post_init__(self) -> None:
-        check_rule(self.rule, self.threshold)
+        if self.rule not in RULES:
+            known = f"{', '.join(RULES[:-1])} or {RULES[-1]}"
+            raise InputError(f"--rule: expected {known}, not {self.rule!r}{close_match(self.rule, RULES)}")
+        if self.options.threshold is not None and self.rule == "batch":
+            raise InputError("--threshold: the rule batch has none, it weighs tokens against seconds")
+        if self.options.threshold is not None:
+            make_rule(self.rule, self.options.threshold)
         for name in self.features:
             feature(name)
-        check_limits(folds=self.folds, passes=self.passes, seed=self.seed, report_share=self.report_share)
-        if not self.name:
-            object.__setattr__(self, "name", "tree" if self.rule == "gain" else self.head.form)
-        if self.rule != "gain":
-            return
-        if self.threshold is not None or self.hidden:
-            raise InputError("--rule gain: expected no threshold and no hidden states")
-        if self.head.hidden:
+        if self.rule == "gain" and self.head.hidden:
             raise InputError(
                 f"--head: {self.head.form} reads hidden states; with --rule gain choose logistic, tokens, mlp or xgboost"
             )
-        if not self.cross_fit:
-            raise InputError("--no-cross-fit: the rule gain always fits a head for each fold; leave it out")
+        if not self.name:
+            object.__setattr__(self, "name", "tree" if self.rule == "gain" else self.head.form)
 
     @property
     def is_tuned(self) -> bool:
         """Whether the rule depends on replayed rates."""
-        return self.rule in ("derived", "batch", "gain") or self.threshold is None
+        return self.rule in ("derived", "batch", "gain") or self.options.threshold is None
 
     @property
     def published_thresholds(self) -> tuple[float, ...]:
@@ -85,20 +174,46 @@ class Plan:
         return self.head.thresholds if self.rule == self.head.rule else ()
 
 
+def make_plans(options: TrainOptions, traces: Sequence[Trace]) -> list[Plan]:
+    """Return a plan for each rule and head of the options.
+
+    Raises:
+        InputError: an unknown head or rule, or several traces with the rule gain.
+        TraceError: the traces lack a feature.
+    """
+    if "gain" in options.rules and len(traces) != 1:
+        raise InputError(f"--rule gain: expected one trace of trees, got {len(traces)} traces")
+    features = None if options.features is None else as_list(options.features)
+    requested = None if options.hidden is None else as_list(options.hidden)
+    usual, plans = default_features(traces), []
+    for rule, kind in itertools.product(options.rules, options.heads):
+        head = _make_head(options, kind) if isinstance(kind, str) else kind
+        hidden: tuple[str, ...] = ()
+        if rule == "gain":
+            names = tuple(features or tree_features(head))
+        elif options.host is not None:
+            names = engine_features(options.host, traces, type(head), features, usual, requested or ())
+        else:
+            names = tuple(features or without_noise(head.default_features(usual), traces[0].header))
+            hidden = head.hidden_states(traces, requested)
+        name = options.name or ("" if rule == "gain" else kind if isinstance(kind, str) else head.form)
+        plans.append(Plan(head, rule or head.rule or "derived", names, hidden, name, options))
+    return plans
+
+
+def _make_head(options: TrainOptions, kind: str) -> HeadEstimator:
+    """Return the head of a name. Of several heads each receives the parameters that it has."""
+    params, trainer = options.params, options.trainer
+    if len(options.heads) > 1:
+        known = head_class(kind).param_names()
+        params = {key: value for key, value in params.items() if key in known}
+        trainer = trainer if "trainer" in known else NO_PARAMS
+    return make_head(kind, params, trainer)
+
+
 def make_rule(kind: str, threshold: float) -> Rule:
     """Return the rule of a policy for chains; derived rules and `batch` are solved later and begin as a derived rule."""
     return Threshold(kind, threshold) if kind in THRESHOLD_RULES else Derived([threshold], 1)
-
-
-def check_rule(kind: str, threshold: float | None = None) -> None:
-    """Raise an error for an unknown rule or a threshold that it cannot have."""
-    if kind not in RULES:
-        known = f"{', '.join(RULES[:-1])} or {RULES[-1]}"
-        raise InputError(f"--rule: expected {known}, not {kind!r}{close_match(kind, RULES)}")
-    if threshold is not None and kind == "batch":
-        raise InputError("--threshold: the rule batch has none, it weighs tokens against seconds")
-    if threshold is not None and kind in THRESHOLD_RULES:
-        Threshold(kind, threshold)
 
 
 def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
@@ -122,11 +237,6 @@ def without_noise(names: Sequence[str], header: Header) -> tuple[str, ...]:
 
 def split_report(arrays: TraceArrays, share: float, seed: int) -> tuple[TraceArrays, TraceArrays | None]:
     """Return the prompts to train on, and the report prompts; None if `share` is 0.
-
-    Args:
-        arrays: training traces.
-        share: of the prompts, chosen by a hash of their text.
-        seed: of the hash.
 
     Raises:
         TraceError: too few prompts for the split.

@@ -17,8 +17,9 @@ from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.rules import Derived
 from ..heads.crossfit import Folds
-from ..replay.run import Replayed, replay, replay_many
-from ..replay.traces.arrays import TraceArrays, typical_context
+from ..replay.arrays import TraceArrays, typical_context
+from ..replay.rounds import Rounds
+from ..replay.run import replay, replay_many
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 
@@ -78,20 +79,20 @@ def replayed_rates(parts: Sequence[Part], profile: Profile) -> Rates:
     return rates
 
 
-def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
+def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Rounds]:
     """Replay every fixed length 0..K."""
     return [replay(arrays, FixedLength(k), profile) for k in range(min(arrays.depth, profile.max_depth) + 1)]
 
 
-def best_of(replays: Sequence[Replayed]) -> Replayed:
+def best_of(replays: Sequence[Rounds]) -> Rounds:
     """Return the fastest replay."""
     return max(replays, key=lambda played: played.rate)
 
 
-def tune_confidence(arrays: TraceArrays, profile: Profile, thresholds: Sequence[float] = THRESHOLDS) -> Confidence:
-    """Return the confidence rule with the threshold that replays fastest."""
+def tune_confidence(arrays: TraceArrays, profile: Profile) -> Confidence:
+    """Return the confidence rule with the threshold of `THRESHOLDS` that replays fastest."""
     depth = min(arrays.depth, profile.max_depth)
-    return max((Confidence(t, depth) for t in thresholds), key=lambda rule: replay(arrays, rule, profile).rate)
+    return max((Confidence(t, depth) for t in THRESHOLDS), key=lambda rule: replay(arrays, rule, profile).rate)
 
 
 # The derived rule
@@ -152,18 +153,19 @@ def solve_derived(
     start = best_of(fixed_grid(arrays, profile)).rate
     best, best_rate = policy, 0.0
     for first in firsts:
-        before = math.prod(
-            acceptance[: max(first - 1, 0)]
-        )  # mean survival before the first decision, P(A >= first - 1)
+        # Mean survival before the first decision, P(A >= first - 1). S_j begins at x_first and lacks these factors, so
+        # thresholds are divided by it.
+        before = math.prod(acceptance[: max(first - 1, 0)])
         if first >= policy.max_depth or before <= 0.0:
             continue  # after a depth where nothing was ever accepted there is nothing to decide
         costs = profile.chain_costs(context, price, first, policy.max_depth)
         assumed = dict.fromkeys(LOOK_AHEAD, max(start, best_rate))  # rho by look-ahead share
         fastest, rate = policy, 0.0
         for _ in range(_ROUNDS):
-            # S_j begins at x_first. It lacks the factors before it, so thresholds are divided by their mean.
-            taus = (derived_thresholds(rho, costs, [share * a for a in acceptance]) for share, rho in assumed.items())
-            candidates = [policy.with_rule(Derived([tau / before for tau in row], first)) for row in taus]
+            candidates = []
+            for share, rho in assumed.items():
+                thresholds = derived_thresholds(rho, costs, [share * a for a in acceptance])
+                candidates.append(policy.with_rule(Derived([tau / before for tau in thresholds], first)))
             replayed = rates(candidates)
             fastest, rate = max([(fastest, rate), *zip(candidates, replayed, strict=True)], key=lambda one: one[1])
             pairs = zip(assumed.items(), replayed, strict=True)

@@ -1,9 +1,12 @@
-"""`train`: traces in, a policy folder out."""
+"""`train`: traces in, a policy folder out.
+
+The prompts are split, heads are fitted, the rule is chosen, and the policy is scored on prompts that influenced nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...collect.schema import Header
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
@@ -22,51 +24,38 @@ from ...policies.display import Progress, shown, silent
 from ...policies.errors import InputError, TraceError
 from ...policies.features import HISTORY_FEATURES
 from ...policies.files import prepare_output_dir
-from ...policies.heads.base import Head
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile, as_profile
+from ...policies.rules import Derived, Rule
 from ...policies.storage import save_policy
-from ..heads import NO_PARAMS, head_class, make_head
-from ..heads.base import HeadEstimator, engine_features
-from ..heads.calibration import Scored, auc, log_loss, survival, survival_scores
-from ..heads.crossfit import (
-    FOLDS,
-    FoldHeads,
-    Folds,
-    calibrate,
-    fit_folds,
-    held_out_outputs,
-    labelled_rows,
-    own_visits,
-    prompt_folds,
-)
+from ..heads.calibration import auc, calibrate, log_loss
+from ..heads.crossfit import FoldHeads, Folds, fit_folds, held_out_outputs, own_visits, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance, label_columns, mixed_arrays, visits
+from ..replay.arrays import TraceArrays, joined_arrays, temperatures, trace_arrays, typical_context
+from ..replay.checks import check_whole, load_traces, warn_other_rounds
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_whole, load_traces, tell_other_rounds
-from ..replay.traces.concatenate import joined_arrays, temperatures
-from .plan import (
-    REPORT_SHARE,
-    Plan,
-    default_features,
-    make_rule,
-    split_report,
-    training_prompts,
-    tree_features,
-    without_noise,
+from .batch_rules import settle_batch, settle_lengths
+from .plan import Plan, TrainOptions, make_plans, make_rule, split_report, training_prompts
+from .rules import (
+    THRESHOLDS,
+    Part,
+    best_of,
+    derived_thresholds,
+    fixed_grid,
+    left_out_parts,
+    replayed_rates,
+    solve_derived,
 )
-from .rules import best_of, fixed_grid, left_out_parts
-from .settle import choose_rule, provisional_rule
-from .tree_rules import choose_tree
-
-TUNED_HEADS = ("logistic", "tokens", "mlp", "xgboost")
-TUNED_RULES = ("derived", "survival", "step")
+from .tree_rules import Fitted, choose_tree
 
 REFERENCES = 5
 """Fixed lengths near the best one, on whose rounds heads are fitted first."""
 
 MIN_ROUNDS = 5000
-"""Rounds of the policy's own below which those of fixed lengths are added."""
+"""Rounds of the policy below which those of fixed lengths are added."""
+
+FINER = (-0.025, -0.0125, 0.0125, 0.025)
+"""Offsets that are tried around the best of `THRESHOLDS`."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +65,8 @@ class Trained:
     Attributes:
         policy: ready to use.
         path: its folder, or None.
-        metrics: rows, log loss and AUC of both outputs, kinds of calibration, replayed rate and best fixed rate,
-            `reliability`, a row for each depth and temperature (`survival_scores`), and `trials` of a search.
+        metrics: rows, log loss and AUC of both outputs, kinds of calibration, replayed rate and best fixed rate, and
+            `trials` of a search.
     """
 
     policy: LearnedPolicy
@@ -88,29 +77,12 @@ class Trained:
 def train(
     traces: Trace | str | Path | Sequence[Trace | str | Path],
     profile: Profile | str | Path,
+    options: TrainOptions | None = None,
     *,
-    head: str | HeadEstimator | Sequence[str | HeadEstimator] | None = None,
     out: str | Path | None = None,
-    rule: str | Sequence[str] | None = None,
-    threshold: float | None = None,
-    features: Sequence[str] | None = None,
-    hidden: Sequence[str] | None = None,
-    name: str | None = None,
-    seed: int = 0,
-    folds: int = FOLDS,
-    report_share: float = REPORT_SHARE,
-    cross_fit: bool = True,
-    passes: int | None = None,
-    params: Mapping[str, Any] = NO_PARAMS,
-    trainer: Mapping[str, Any] = NO_PARAMS,
-    mixed: Trace | str | Path | None = None,
-    host: str | None = None,
-    nodes: Sequence[int] = (),
-    tune: int | None = None,
-    policies: Sequence[str] = (),
-    storage: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress = shown,
+    **changes: Any,
 ) -> Trained:
     """Fit a stop head on traces, calibrate it, and choose its stop rule.
 
@@ -123,109 +95,56 @@ def train(
         traces: one trace or its folder, or several of one pair, such as of several temperatures; the head then reads
             `temperature` unless `features` says otherwise.
         profile: what rounds cost, or its file; the derived rule is solved for it.
-        head: an estimator, or the name of one (`heads.HEADS`); with `tune` several. Default: logistic, or `TUNED_HEADS`.
+        options: of the fit.
         out: the policy folder to write; None keeps the policy in memory.
-        rule: "derived" (look-ahead, no threshold), "survival", "step", "any", "batch" for batches (`policies.batch_rules`) or
-            "gain" for trees (`tree_rules`); with `tune` several. Default: the one that the head was published with
-            (`HeadEstimator.rule`), or the derived one, or `TUNED_RULES`.
-        threshold: of survival, step and any; None = the one that replays fastest, of the published ones if there are any.
-        features: scalar features; by default those that every trace of chains holds, or those that the head was
-            published with.
-        hidden: hidden states; by default those of the published head, or for a head that takes any all that are recorded.
-        name: of the policy; by default the head's.
-        seed: of split, fit and search.
-        folds: parts that the training prompts are split into; the saved head is fitted on all but the first.
-        report_share: share of the prompts that all held-out figures come from; 0 = none, without such figures.
-        cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
-        passes: times that heads are fitted; from the second on, on the rounds that the policy before visits. None = the
-            head's default.
-        params, trainer: of heads that are given by name (`heads.make_head`).
-        mixed: a trace of `collect --mix` that the head is fitted on instead, as SpecDec++'s is. `traces` then serve for
-            calibration and the rule.
-        host: the engine that the policy will run in (`heads.base.ENGINES`): it then reads only what that engine has.
-        nodes: with rule "gain", sizes of the sub-trees that are tried, of which the fastest is kept; none = as recorded.
-        tune: number of trials of a search over heads, hyper-parameters and rules (`tune.search`).
-        policies: specs with ranges that the search tries too: `name?x=0.1..0.9` or `name?x=1|2|4`.
-        storage: journal file of optuna that keeps the trials; a search continues from it.
         overwrite: replace the contents of `out`.
         progress: see `Progress`.
+        changes: fields of `TrainOptions`, such as `head="mlp"`.
 
     Raises:
         InputError: an unknown head or rule, or a folder that is not empty.
         TraceError: the traces lack a feature, do not belong together or have too few prompts.
     """
+    options = dataclasses.replace(options or TrainOptions(), **changes)
     kernels.load(progress)
     opened, profile = [load_traces(one) for one in as_list(traces, Trace)], as_profile(profile)
-    mixed = None if mixed is None else load_traces(mixed)
+    mixed = None if options.mixed is None else load_traces(options.mixed)
     if not opened:
         raise TraceError("--traces: expected at least one trace")
-    heads = as_list(head, HeadEstimator) if head else [*TUNED_HEADS] if tune is not None else ["logistic"]
-    rules: list[str | None] = as_list(rule) if rule else [*TUNED_RULES] if tune is not None else [None]
-    features, hidden = (None if names is None else as_list(names) for names in (features, hidden))
-    if nodes and (rules != ["gain"] or min(nodes) < 1):
-        raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
-    is_gain = "gain" in rules
-    if is_gain and (len(opened) != 1 or mixed is not None or host is not None or tune is not None):
-        raise InputError("--rule gain: expected one trace of trees; leave out --mixed, --for and --tune")
-    if tune is None and (policies or len(heads) > 1 or len(rules) > 1):
-        raise InputError("--policy: several heads, rules or policies are compared with --tune N")
-    if tune is not None and (threshold is not None or hidden or mixed is not None):
-        raise InputError("--tune: leave out --threshold, --hidden and --mixed; a search chooses thresholds itself")
-    tell_other_rounds(profile, opened[0].header)
-    plans = []
-    for kind, wanted in ((kind, wanted) for wanted in rules for kind in heads):
-        estimator = _estimator(kind, params, trainer, shared=len(heads) > 1) if isinstance(kind, str) else kind
-        usual = default_features(opened)
-        if is_gain:
-            names, states = tuple(features or tree_features(estimator)), tuple(hidden or ())
-        elif host is not None:
-            names = engine_features(host, opened, type(estimator), features, usual, hidden or ())
-            states = ()
-        else:
-            names = tuple(features or without_noise(estimator.default_features(usual), opened[0].header))
-            states = estimator.hidden_states(opened, hidden)
-        label = name or ("" if is_gain else kind if isinstance(kind, str) else estimator.form)
-        plans.append(
-            Plan(estimator, wanted or estimator.rule or "derived", threshold, names, label, seed, folds, cross_fit, passes,
-                 states, report_share)
-        )  # fmt: skip
+    warn_other_rounds(profile, opened[0].header)
+    plans, folder = make_plans(options, opened), None
     sources = [trace.folder for trace in (*opened, mixed) if trace is not None]
-    folder = None
     if out is not None:
-        if storage is not None and Path(out).resolve() in Path(storage).resolve().parents:
-            raise InputError(f"--storage: {storage} is in the folder --out, which is replaced; choose another file")
+        if options.storage is not None and Path(out).resolve() in Path(options.storage).resolve().parents:
+            raise InputError(
+                f"--storage: {options.storage} is in the folder --out, which is replaced; choose another file"
+            )
         folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*sources, profile.source])
-    arrays = _read(opened, plans)
-    if not features and arrays.only_positions:  # their rounds have no earlier ones
+    arrays, metrics = _read(opened, plans), {}
+    if not options.features and arrays.only_positions:  # their rounds have no earlier ones
         plans = [
             dataclasses.replace(plan, features=tuple(n for n in plan.features if n not in HISTORY_FEATURES))
             for plan in plans
         ]
-    plan, more = plans[0], {}
-    if tune is not None:
+    plan = plans[0]
+    if options.tune is not None:
         from .tune import search
 
         check_whole(arrays, "leave out --tune and give --rule survival, step or any with a --threshold")
-        training = split_report(arrays, report_share, seed)[0]
-        sampled_at = temperatures(opened)
-        plan, trials = search(
-            plans, training, profile, tune, lambda plan, part: train_arrays(plan, part, profile, sampled_at).policy,
-            policies, storage, progress=progress,
-        )  # fmt: skip
-        more = {"trials": trials}
-    return train_arrays(
-        plan, arrays, profile, temperatures(opened), [str(path) for path in sources], folder, progress,
-        None if mixed is None else mixed_arrays(mixed, opened[0], plan.features, plan.hidden), more, nodes,
-    )  # fmt: skip
-
-
-def _estimator(kind: str, params: Mapping[str, Any], trainer: Mapping[str, Any], shared: bool) -> HeadEstimator:
-    """Return a head; `shared` parameters of several heads apply to those that have them."""
-    if shared:
-        known = head_class(kind).param_names()
-        params = {key: value for key, value in params.items() if key in known}
-        trainer = trainer if "trainer" in known else NO_PARAMS
-    return make_head(kind, params, trainer)
+        training, _ = split_report(arrays, options.report_share, options.seed)
+        plan, metrics["trials"] = search(plans, training, profile, progress=progress)
+    mixed_rows = None if mixed is None else mixed_arrays(mixed, opened[0], plan.features, plan.hidden)
+    policy, files = fit_policy(plan, arrays, profile, mixed_rows, progress)
+    solved, sampled_at = policy.metadata, temperatures(opened)
+    provenance = {"traces": ", ".join(map(str, sources)), **solved.provenance, "seed": options.seed}
+    policy.metadata = dataclasses.replace(
+        solved,
+        temperature=sampled_at[0] if len(sampled_at) == 1 else sampled_at,
+        metrics={**solved.metrics, **metrics},
+        provenance={**provenance, "specstop": version("specstop")},
+    )
+    path = None if folder is None else save_policy(policy, folder, files)
+    return Trained(policy, path, dict(policy.metadata.metrics))
 
 
 def _read(traces: Sequence[Trace], plans: Sequence[Plan]) -> TraceArrays:
@@ -239,73 +158,42 @@ def _read(traces: Sequence[Trace], plans: Sequence[Plan]) -> TraceArrays:
     return joined_arrays(traces, names, hidden, extra)
 
 
-def train_arrays(
-    plan: Plan,
-    arrays: TraceArrays,
-    profile: Profile,
-    sampled_at: Sequence[float],
-    sources: Sequence[str] = (),
-    folder: Path | None = None,
-    progress: Progress = silent,
-    mixed: TraceArrays | None = None,
-    more: Mapping[str, Any] = NO_PARAMS,
-    nodes: Sequence[int] = (),
-) -> Trained:
-    """Train on a trace that has been read: split, fit, calibrate, choose the rule, measure, save.
+def fit_policy(
+    plan: Plan, arrays: TraceArrays, profile: Profile, mixed: TraceArrays | None = None, progress: Progress = silent
+) -> tuple[LearnedPolicy, dict[str, bytes]]:
+    """Return a policy that was fitted on a trace, and files for later training.
 
     Args:
         plan: what to fit.
         arrays: all prompts.
         profile: what rounds cost.
-        sampled_at: temperatures of the traces.
-        sources: folders of the traces.
-        folder: the policy folder to write; None keeps the policy in memory.
-        progress: see `Progress`.
         mixed: a trace that heads are fitted on instead.
-        more: further metrics.
-        nodes: see `train`.
+        progress: see `Progress`.
 
     Raises:
         TraceError: the profile ends before the trace, or the trace cannot be replayed and the rule needs that.
     """
-    arrays, report = split_report(arrays, plan.report_share, plan.seed)
+    options, header = plan.options, arrays.header
+    arrays, report = split_report(arrays, options.report_share, options.seed)
     if mixed is not None and report is not None:
         held = set(report.clusters)
         mixed = mixed.subset([at for at, name in enumerate(mixed.clusters) if name not in held])
-    folds = prompt_folds(arrays, plan.folds, plan.seed)
-    provenance: dict[str, Any] = {}
+    folds = prompt_folds(arrays, options.folds, options.seed)
     if plan.rule == "gain":
-        sizes = nodes or (arrays.tree.nodes,)
-        choice = choose_tree(plan, arrays, folds, profile, sizes, report=report, progress=progress)
-        policy: LearnedPolicy = choice.policy
-        files, metrics = choice.files, {"tree": choice.arrays.tree.name, **choice.metrics}
-        provenance["tree"] = choice.arrays.tree.name
+        policy, files, metrics = choose_tree(plan, arrays, folds, profile, report, progress)
     else:
         policy, files, metrics = _fit_chain(plan, arrays, folds, profile, report, progress, mixed)
     prompts = training_prompts(arrays, folds, report, mixed)
-    metrics = {**{f"{name}_prompts": len(names) for name, names in prompts.items()}, **metrics, **more}
-    solved = policy.metadata
+    facts = {"drafter": header.facts.get("drafter"), "tree": metrics.get("tree")}
     policy.metadata = dataclasses.replace(
-        training_metadata(arrays.header, sampled_at, sources, plan.seed, **provenance),
-        rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics, prompts=prompts,
+        policy.metadata, verification=header.verification, label=header.label, shaping=dict(header.shaping),
+        pair=dict(header.pair), prompts=prompts, provenance={k: v for k, v in facts.items() if v is not None},
+        metrics={**{f"{name}_prompts": len(names) for name, names in prompts.items()}, **metrics},
     )  # fmt: skip
-    return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
+    return policy, files
 
 
-def training_metadata(
-    header: Header, sampled_at: Sequence[float], sources: Sequence[str], seed: int, **provenance: Any
-) -> TrainingMetadata:
-    """Return the part of a policy's metadata that depends on its traces alone."""
-    if (drafter := header.facts.get("drafter")) is not None:
-        provenance["drafter"] = drafter  # exported with the policy (`train.export.hf`)
-    return TrainingMetadata(
-        temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
-        verification=header.verification,
-        label=header.label,
-        shaping=dict(header.shaping),
-        pair=dict(header.pair),
-        provenance={"traces": ", ".join(sources), **provenance, "seed": seed, "specstop": version("specstop")},
-    )
+# Chains
 
 
 def _fit_chain(
@@ -316,71 +204,133 @@ def _fit_chain(
     report: TraceArrays | None,
     progress: Progress,
     mixed: TraceArrays | None,
-) -> tuple[LearnedPolicy, dict[str, bytes], dict[str, Any]]:
-    """Return the policy, files for later training, and metrics.
-
-    Heads are fitted on the rounds that fixed lengths near the best one visit. What follows uses the rounds that a policy with
-    these heads visits on prompts left out of their fit, because policies skip easy runs and HISTORY features depend on their
-    own rounds.
-    """
+) -> Fitted:
+    """Fit heads, calibrate them, choose the rule, and score the policy on the report prompts."""
     if profile.max_depth < arrays.depth:
         raise TraceError(
             f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper"
         )
     if plan.is_tuned:
         check_whole(arrays, "give --rule survival, step or any with a --threshold")
-
-    def drafted(fitted: FoldHeads, visited: Visits) -> tuple[list[LearnedPolicy], dict[str, str]]:
-        """Return a calibrated policy for each head, under a rule to be replaced, and the kinds of calibration."""
-        outputs = held_out_outputs(fitted, arrays, plan.features, visited)
-        calibrated = calibrate(outputs, not plan.head.calibrated)
-        maps, rule = (calibrated.accept, calibrated.next), make_rule(plan.rule, 0.5)
-        return [
-            LearnedPolicy(plan.name, plan.features, head, *maps, rule, arrays.depth, survival=calibrated.survival)
-            for head in fitted.heads
-        ], calibrated.kinds
-
-    grid = [] if arrays.only_positions else fixed_grid(arrays, profile)
-    if grid:
-        best = grid.index(best_of(grid))
-        # Length 0 is left out: it visits every anchor, as no policy that drafts does.
-        visited = visits(arrays, grid[max(1, best - 1) : max(1, best - 1) + REFERENCES])
-    else:
-        visited = Visits.once((~arrays.cut).nonzero()[:, 0])
-    reference = visited
-    for _ in range(plan.passes or plan.head.passes):
-        fitted = fit_folds(
-            arrays, folds, plan.features, visited, plan.head, seed=plan.seed, every=plan.cross_fit, progress=progress,
-            mixed=mixed,
-        )  # fmt: skip
-        if arrays.only_positions:
-            break
-        drafts, _ = drafted(fitted, visited)
-        profile = add_decisions(profile, drafts[:1], arrays.header.vocabulary, arrays.header.hidden)
-        acceptance = conditional_acceptance(arrays, visited)
-        rule = provisional_rule(plan, drafts[0], arrays, profile, acceptance, best_of(grid).rate)
-        own = own_visits(arrays, folds, [draft.with_rule(rule) for draft in drafts], profile)
-        visited = own if len(own.row) >= MIN_ROUNDS else own.with_more(reference)
-    drafts, kinds = drafted(fitted, visited)
+    fitted, visited, profile = _fit_heads(plan, arrays, folds, profile, progress, mixed)
+    policies = _calibrated(plan, arrays, fitted, visited)
     acceptance = conditional_acceptance(arrays, visited)
     # Every prompt is played by a head that was fitted without it. The head of the first fold is saved.
     parts = left_out_parts(arrays, folds, fitted.heads)
     progress("choose the rule", 0, 1)
-    policy, rate = choose_rule(plan, drafts[0], arrays, profile, acceptance, parts)
+    policy, rate = choose_rule(plan, policies[0], arrays, profile, acceptance, parts)
     progress("choose the rule", 1, 1)
     profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
-    metrics = {"rows": fitted.rows, **kinds}
+    kinds = {"accept_calibration": policy.accept.kind, "next_calibration": policy.next.kind}
+    metrics: dict[str, Any] = {"rows": fitted.rows, **kinds}
     if report is not None:
-        metrics |= _held_out_metrics(policy, report, profile, plan.seed)
+        metrics |= _held_out_metrics(policy, report, profile)
     policy.metadata = TrainingMetadata(rho=rate, acceptance=acceptance, profile=profile.record(policy.cost_name))
     return policy, fitted.files, metrics
 
 
-def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profile, seed: int) -> dict[str, Any]:
+def _fit_heads(
+    plan: Plan, arrays: TraceArrays, folds: Folds, profile: Profile, progress: Progress, mixed: TraceArrays | None
+) -> tuple[FoldHeads, Visits, Profile]:
+    """Return the heads of the last pass, rounds to calibrate them on, and the profile with the price of their decisions.
+
+    Heads are fitted on the rounds that fixed lengths near the best one visit. What follows uses the rounds that a policy with
+    these heads visits on prompts left out of their fit, because policies skip easy runs and HISTORY features depend on their
+    own rounds.
+    """
+
+    def fit(visited: Visits) -> FoldHeads:
+        return fit_folds(
+            arrays, folds, plan.features, visited, plan.head, seed=plan.options.seed, every=plan.options.cross_fit,
+            progress=progress, mixed=mixed,
+        )  # fmt: skip
+
+    if arrays.only_positions:
+        visited = Visits.once((~arrays.cut).nonzero()[:, 0])
+        return fit(visited), visited, profile
+    grid = fixed_grid(arrays, profile)
+    # Length 0 is left out: it visits every anchor, as no policy that drafts does.
+    first = max(1, grid.index(best_of(grid)) - 1)
+    visited = reference = visits(arrays, grid[first : first + REFERENCES])
+    for _ in range(plan.options.passes or plan.head.passes):
+        fitted = fit(visited)
+        policies = _calibrated(plan, arrays, fitted, visited)
+        profile = add_decisions(profile, policies[:1], arrays.header.vocabulary, arrays.header.hidden)
+        acceptance = conditional_acceptance(arrays, visited)
+        rule = _rule_without_search(plan, policies[0], arrays, profile, acceptance, best_of(grid).rate)
+        on_policy = own_visits(arrays, folds, [policy.with_rule(rule) for policy in policies], profile)
+        visited = on_policy if len(on_policy.row) >= MIN_ROUNDS else on_policy.with_more(reference)
+    return fitted, visited, profile
+
+
+def _calibrated(plan: Plan, arrays: TraceArrays, fitted: FoldHeads, visited: Visits) -> list[LearnedPolicy]:
+    """Return a calibrated policy for each head, under a rule to be replaced."""
+    maps = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head.calibrated)
+    rule = make_rule(plan.rule, 0.5)
+    return [
+        LearnedPolicy(
+            plan.name, plan.features, head, maps.accept, maps.next, rule, arrays.depth, survival=maps.survival
+        )
+        for head in fitted.heads
+    ]
+
+
+def _rule_without_search(
+    plan: Plan, policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, acceptance: Sequence[float], rho: float
+) -> Rule:
+    """Return a rule near the one that `choose_rule` chooses; `rho` is the best fixed length's rate."""
+    if plan.options.threshold is not None and not plan.is_tuned:
+        return make_rule(plan.rule, plan.options.threshold)
+    costs = profile.chain_costs(typical_context(arrays), profile.decision(policy.cost_name), 1, policy.max_depth)
+    return Derived(derived_thresholds(rho, costs, acceptance), 1)
+
+
+def choose_rule(
+    plan: Plan,
+    policy: LearnedPolicy,
+    arrays: TraceArrays,
+    profile: Profile,
+    acceptance: Sequence[float],
+    parts: Sequence[Part],
+) -> tuple[LearnedPolicy, float]:
+    """Return the policy under the rule of a plan, and rho if that is the derived rule (else 0).
+
+    Args:
+        plan: its rule and threshold; None = the one that replays fastest, of a grid of 19 and then 4 around the best.
+        policy: head and calibration.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        acceptance: a_1..a_K of the training traces.
+        parts: of these traces, on which rates are replayed.
+    """
+    rates = replayed_rates(parts, profile)
+    if plan.rule == "derived":
+        solved, rate = solve_derived(policy, arrays, profile, acceptance, rates=rates)
+        return settle_lengths(solved, parts, profile), rate
+    if plan.rule == "batch":
+        verification = arrays.header.verification
+        # The rule looks ahead with `acceptance`; the verification says whether drawn tokens may be left out.
+        policy.metadata = dataclasses.replace(policy.metadata, acceptance=tuple(acceptance), verification=verification)
+        return settle_batch(policy, parts, profile), 0.0
+
+    def fastest(thresholds: Sequence[float]) -> float:
+        replayed = rates([policy.with_rule(make_rule(plan.rule, threshold)) for threshold in thresholds])
+        return thresholds[replayed.index(max(replayed))]
+
+    threshold = plan.options.threshold
+    if threshold is None and plan.published_thresholds:
+        threshold = fastest(plan.published_thresholds)
+    elif threshold is None:
+        best = fastest(THRESHOLDS)
+        threshold = fastest([t for t in (best, *(best + step for step in FINER)) if 0.0 < t < 1.0])
+    return policy.with_rule(make_rule(plan.rule, threshold)), 0.0
+
+
+def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profile) -> dict[str, Any]:
     """Return the figures of a policy on report prompts.
 
-    They are the replayed rate and that of the best fixed length there, AUC and log loss of both outputs on the rounds that
-    the policy plays, and the calibration of survival by depth.
+    They are the replayed rate and that of the best fixed length there, and AUC and log loss of both outputs on the rounds
+    that the policy plays.
     """
     metrics: dict[str, Any] = {}
     if report.only_positions:
@@ -393,22 +343,18 @@ def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profi
             "held_out_best_fixed_tokens_per_s": fixed,
             "held_out_ratio_to_best_fixed": played.rate / fixed,
         }
-    heads: tuple[Head, ...] = (policy.head,)
-    single = FoldHeads(heads, Folds(torch.zeros(report.sequences, dtype=torch.int64), 1), {}, 0)
+    single = FoldHeads((policy.head,), Folds(torch.zeros(report.sequences, dtype=torch.int64), 1), {}, 0)
     outputs = held_out_outputs(single, report, policy.features, visited)
     if not len(outputs.length):
         return metrics
     metrics["held_out_rounds"] = len(outputs.length)
-    for rows, calibrator in zip(labelled_rows(outputs), (policy.accept, policy.next), strict=True):
-        if len(rows.labels):
-            constant = np.full(len(rows.labels), rows.labels.mean())
+    for output, (name, calibrator) in enumerate((("accept", policy.accept), ("next", policy.next))):
+        logits, labels, _ = outputs.labelled(output)
+        if len(labels):
+            constant = np.full(len(labels), labels.mean(dtype=np.float64))
             metrics |= {
-                f"{rows.name}_auc": auc(rows.logits, rows.labels),
-                f"{rows.name}_log_loss": log_loss(calibrator(rows.logits), rows.labels),
-                f"{rows.name}_log_loss_constant": log_loss(constant, rows.labels),
+                f"{name}_auc": auc(logits, labels),
+                f"{name}_log_loss": log_loss(calibrator(logits), labels),
+                f"{name}_log_loss_constant": log_loss(constant, labels),
             }
-    accept = policy.accept(outputs.logits[:, 1:, 0])
-    accept[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.heads.decide`
-    predicted = survival(accept, policy.survival)
-    scored = Scored(predicted, outputs.length, outputs.temperature, outputs.drawn)
-    return {**metrics, "reliability": survival_scores(scored, seed=seed)}
+    return metrics

@@ -1,29 +1,21 @@
-"""The rule of a new policy, and of a trained one under the costs of another profile (`evaluate`, `deploy`, `demo`)."""
+"""A trained policy under the costs of another profile (`evaluate`, `deploy`, `demo`)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeGuard
 
-from ...collect.store import Trace
 from ...policies.batch_rules import BatchStop, for_batches
 from ...policies.contract import StopPolicy
 from ...policies.host import with_costs
-from ...policies.learned import LearnedPolicy, TrainingMetadata, TreeGain
+from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
-from ...policies.rules import Derived, Rule
-from ...policies.storage import load_policy_folder, save_policy
-from ..replay.traces.arrays import TraceArrays, trace_arrays, typical_context
+from ..replay.arrays import TraceArrays
 from .batch_rules import settle_batch, settle_lengths
-from .plan import Plan, make_rule
-from .rules import FIRST, THRESHOLDS, Part, Rates, derived_thresholds, replayed_rates, solve_derived
+from .rules import FIRST, Part, Rates, solve_derived
 from .tree_rules import solve_tree
-
-FINER = (-0.025, -0.0125, 0.0125, 0.025)
-"""Offsets that are tried around the best of `THRESHOLDS`."""
 
 MIN_GAIN_IN_SAMPLE = 0.01
 """Relative gain over a fixed length that decisions in batches must have on prompts that the head was fitted on."""
@@ -34,6 +26,11 @@ PRICED = ("derived", "gain")
 BY_COSTS = "decides by the costs of this profile"
 
 
+def is_priced(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
+    """Whether the rule of a policy holds for the costs of one profile."""
+    return isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
+
+
 def solve_rate(
     policy: LearnedPolicy,
     arrays: TraceArrays,
@@ -42,69 +39,10 @@ def solve_rate(
     firsts: Sequence[int] = FIRST,
     rates: Rates | None = None,
 ) -> tuple[LearnedPolicy, float]:
-    """Return a policy under the derived rule or the rule `gain` solved for a profile, and its tokens per second.
-
-    See `solve_derived` for the arguments.
-    """
+    """Return a policy with its priced rule solved for a profile, and its tokens per second; see `solve_derived`."""
     if isinstance(policy, TreeGain):
         return solve_tree(policy, arrays, profile, firsts, rates)
     return solve_derived(policy, arrays, profile, acceptance, firsts, rates)
-
-
-def provisional_rule(
-    plan: Plan, policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, acceptance: Sequence[float], rho: float
-) -> Rule:
-    """Return a rule near the one that `choose_rule` chooses, without a search; `rho` is the best fixed length's rate."""
-    if plan.threshold is not None and not plan.is_tuned:
-        return make_rule(plan.rule, plan.threshold)
-    costs = profile.chain_costs(typical_context(arrays), profile.decision(policy.cost_name), 1, policy.max_depth)
-    return Derived(derived_thresholds(rho, costs, acceptance), 1)
-
-
-def choose_rule(
-    plan: Plan,
-    policy: LearnedPolicy,
-    arrays: TraceArrays,
-    profile: Profile,
-    acceptance: Sequence[float],
-    parts: Sequence[Part],
-) -> tuple[LearnedPolicy, float]:
-    """Return the policy under the rule of a plan, and rho if that is the derived rule (else 0).
-
-    Args:
-        plan: its rule and threshold; None = the one that replays fastest, of a grid of 19 and then 4 around the best.
-        policy: head and calibration.
-        arrays: training traces, never the evaluated ones.
-        profile: what rounds cost.
-        acceptance: a_1..a_K of the training traces.
-        parts: of these traces, on which rates are replayed.
-    """
-    rates = replayed_rates(parts, profile)
-    if plan.rule == "derived":
-        solved, rate = solve_rate(policy, arrays, profile, acceptance, rates=rates)
-        return settle_lengths(solved, parts, profile), rate
-    if plan.rule == "batch":
-        verification = arrays.header.verification
-        # The rule looks ahead with `acceptance`; the verification says whether drawn tokens may be left out.
-        policy.metadata = dataclasses.replace(policy.metadata, acceptance=tuple(acceptance), verification=verification)
-        return settle_batch(policy, parts, profile), 0.0
-
-    def fastest(thresholds: Sequence[float]) -> float:
-        found = rates([policy.with_rule(make_rule(plan.rule, t)) for t in thresholds])
-        return thresholds[found.index(max(found))]
-
-    threshold = plan.threshold
-    if threshold is None and plan.published_thresholds:
-        threshold = fastest(plan.published_thresholds)
-    elif threshold is None:
-        best = fastest(THRESHOLDS)
-        threshold = fastest([t for t in (best, *(best + step for step in FINER)) if 0.0 < t < 1.0])
-    return policy.with_rule(make_rule(plan.rule, threshold)), 0.0
-
-
-def is_priced(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
-    """Whether the rule of a policy holds for the costs of one profile."""
-    return isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
 
 
 def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile) -> tuple[StopPolicy, str]:
@@ -135,29 +73,25 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
     firsts = (policy.rule.first, *(first for first in FIRST if first != policy.rule.first))
     prompts = len(set(arrays.clusters))
     note = f"rho solved for this profile on {prompts} training prompts that the head was not fitted on"
-    return _resolve(policy, arrays, profile, firsts), note
+    return retune(policy, arrays, profile, firsts), note
 
 
-def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
-    """Solve rho of a saved policy for a slightly different profile, and save the policy in place.
-
-    `train` estimates what a decision costs if the profile does not say it; after a run in the loop the price is known. The
-    policy plays the prompts that its head was not fitted on. The depth of its first decision stays: `train` chose it on more
-    of them.
+def retune(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts: Sequence[int]) -> LearnedPolicy:
+    """Return a policy with its priced rule solved for a profile; speeds that training measured are dropped.
 
     Args:
-        path: the policy folder.
-        traces: training traces.
+        policy: with a priced rule.
+        arrays: training traces of prompts that its head was not fitted on (`unfitted_prompts`).
         profile: what rounds cost, decisions of this policy included.
+        firsts: depths of the first decision that are tried.
     """
-    policy = load_policy_folder(path)
-    arrays = unfitted_prompts(policy, trace_arrays(traces, policy.features)) if is_priced(policy) else None
-    if arrays is None:
-        return policy
-    settled = _resolve(policy, arrays, profile, (policy.rule.first,))
-    # The folder is written again, so the files for later training have to be passed on.
-    save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
-    return settled
+    solved, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts)
+    retuned = copy.copy(settle_lengths(solved, [Part(arrays)], profile, MIN_GAIN_IN_SAMPLE))
+    metrics = {name: value for name, value in policy.metadata.metrics.items() if not name.startswith("held_out_")}
+    retuned.metadata = dataclasses.replace(
+        policy.metadata, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics
+    )
+    return retuned
 
 
 def unfitted_prompts(policy: LearnedPolicy, arrays: TraceArrays) -> TraceArrays | None:
@@ -165,19 +99,6 @@ def unfitted_prompts(policy: LearnedPolicy, arrays: TraceArrays) -> TraceArrays 
     used = {name for group in ("fit", "report") for name in policy.metadata.prompts.get(group, ())}
     keep = [at for at, name in enumerate(arrays.clusters) if name not in used]
     return arrays.subset(keep) if keep else None
-
-
-def _resolve(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts: Sequence[int]) -> LearnedPolicy:
-    """Return a policy with rho and batch lengths for a profile; speeds that training measured are dropped."""
-    solved, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts)
-    settled = copy.copy(settle_lengths(solved, [Part(arrays)], profile, MIN_GAIN_IN_SAMPLE))
-    settled.metadata = _metadata_for(policy, rate, profile)
-    return settled
-
-
-def _metadata_for(policy: LearnedPolicy, rate: float, profile: Profile) -> TrainingMetadata:
-    metrics = {name: value for name, value in policy.metadata.metrics.items() if not name.startswith("held_out_")}
-    return dataclasses.replace(policy.metadata, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics)
 
 
 def _settle_batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:

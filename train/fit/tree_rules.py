@@ -1,6 +1,7 @@
-"""The rule `gain`: a policy of trees that extends and verifies the nodes worth their price.
+"""Policies for trees, under the rule `gain`: they extend and verify the nodes worth their price.
 
-Prices from a profile, the rate that turns seconds into tokens, and the choice of the tree to draft.
+A head is fitted on nodes with an accepted path and calibrated along paths. A profile gives the prices, replay the rate that
+turns seconds into tokens, and the choice of the tree to draft.
 """
 
 from __future__ import annotations
@@ -8,31 +9,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from scipy.special import expit, logit
+
+from ...collect.schema import NO_TOKEN
 from ...decode.profile import add_decisions
-from ...policies.contract import StopPolicy
+from ...decode.topology import Topology
+from ...policies.contract import Array, StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
-from ...policies.learned import TrainingMetadata, TreeGain
+from ...policies.heads.base import Head
+from ...policies.learned import PathCalibrator, TrainingMetadata, TreeGain
 from ...policies.profile import Profile
 from ...policies.tree_rules import PRICED_NODES, TreeRule
 from ..heads.crossfit import Folds, fit_head, own_visits
-from ..heads.rows import Visits, visits
-from ..replay.bounds.static_tree import best_static_tree, drafted_alone, likeliest_nodes
+from ..heads.rows import FitRows, Visits
+from ..replay.arrays import TraceArrays, seen_features, typical_context
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, typical_context
-from ..replay.traces.subtrees import on_subtree
+from ..replay.static_trees import best_static_tree, drafted_alone, likeliest_nodes, on_subtree
 from .plan import Plan
 from .rules import FIRST, SETTLED, Part, Rates, left_out_parts, replayed_rates
-from .tree_calibration import (
-    fit_paths,
-    rank_acceptance,
-    sibling_shares,
-    tree_rows,
-    tree_scores,
-)
 
 PASSES = 3
 
@@ -42,7 +43,202 @@ AHEAD = (0.0, 0.5, 0.8, 1.0)
 FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
 """Floors that are tried, and the share of the rate that one may cost: the rate lacks the time that fewer branches save."""
 
-_ROUNDS = 4
+HOLD = 20.0
+"""Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""
+
+RANK_HOLD = 0.05
+"""Factor of `HOLD` for shifts by rank."""
+
+RARE_SHARE = (-2.5, 0.0)
+"""Share of siblings of a rank of which none was accepted, for which a fit would diverge: 8%."""
+
+LEAST_SURVIVAL = 1e-9
+"""As in `kernels.trees`: below it, the rest of a survival is not distinguished from `next`."""
+
+_EDGE, _ROUNDS = 1e-6, 4
+
+
+@dataclass(frozen=True)
+class TreeRounds:
+    """R visited rounds of a trace of trees; column 0 is the anchor, the N nodes follow.
+
+    Attributes:
+        tree: topology.
+        seen: [R, N + 1, F] float32 features.
+        accepted: [R, N + 1] bool, the nodes that the target accepts.
+        reachable: [R, N + 1] bool, the nodes that a policy can decide on: without a gap or an end of text on the path.
+    """
+
+    tree: Topology
+    seen: Array
+    accepted: Array
+    reachable: Array
+
+    @classmethod
+    def of(cls, arrays: TraceArrays, features: Sequence[str], visited: Visits) -> TreeRounds:
+        """Return the visited rounds with the features of a head."""
+        row, tree = visited.row, arrays.tree
+        accepted, reachable = np.ones((2, len(row), len(tree)), dtype=bool)
+        accepted[:, 1:] = arrays.accepted_nodes(row)
+        reachable[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
+        for node, parent in enumerate(tree.parent[1:], 1):  # parents come before their children
+            reachable[:, node] &= reachable[:, parent]
+        return cls(tree, seen_features(arrays, features, row, visited.history).numpy(), accepted, reachable)
+
+    @cached_property
+    def width(self) -> Array:
+        """[N + 1] number of children of each node."""
+        return np.array([len(children) for children in self.tree.children])
+
+    @cached_property
+    def accepted_children(self) -> Array:
+        """[R, N + 1, W] bool, which child of a node is accepted, by rank."""
+        # Padding points at the anchor, which counts as accepted; the mask removes it.
+        padded = np.zeros((len(self.tree), self.width.max()), dtype=np.int64)
+        for row, children in enumerate(self.tree.children):
+            padded[row, : len(children)] = children
+        mask: Array = np.arange(padded.shape[1]) < self.width[:, None]
+        return self.accepted[:, padded] & mask
+
+    def scores(self, head: Head, depth: int) -> Array:
+        """Return [R, B, 2] float64, the scores of a head for the B nodes of a depth."""
+        rows = np.ascontiguousarray(self.seen[:, self.tree.levels[depth]])
+        return head.scores(rows.reshape(-1, rows.shape[-1]), depth).reshape(*rows.shape[:2], 2)
+
+    def fit_rows(self) -> FitRows:
+        """Return the training rows: the anchors, and the children of every accepted node.
+
+        The label of `next` is whether the best child was accepted.
+        """
+        parents = np.maximum(self.tree.parent, 0)
+        # `accept` is conditional on the path so far, so rows are children of accepted nodes only.
+        use = self.accepted[:, parents] & self.reachable
+        depth = np.broadcast_to(self.tree.depth, use.shape)
+        labels = np.stack([self.accepted, self.accepted_children[..., 0]], -1)
+        known = np.stack([depth > 0, self.accepted & (self.width > 0)], -1)
+        columns = (self.seen[use], depth[use], labels[use].astype(np.float32), known[use])
+        return FitRows(*map(torch.from_numpy, columns))
+
+
+def node_ranks(tree: Topology) -> Array:
+    """Return [N + 1], the rank of each node among its siblings; 0 for the anchor."""
+    ranks = np.zeros(len(tree), dtype=np.int64)
+    for children in tree.children:
+        ranks[list(children)] = np.arange(len(children))
+    return ranks
+
+
+def best_child_acceptance(rows: FitRows) -> tuple[float, ...]:
+    """Return a_1..a_K, the probability by depth that the best child of an accepted node is accepted."""
+    out: list[float] = []
+    for depth in range(int(rows.depth.max())):
+        use = rows.known[:, 1] & (rows.depth == depth)
+        out.append(float(rows.labels[use, 1].double().mean()) if bool(use.any()) else (out[-1] if out else 0.0))
+    return tuple(out)
+
+
+# Calibration along paths
+
+Scored = Sequence[tuple[Head, TreeRounds]]
+"""Heads, each with rounds of prompts that it was not fitted on."""
+
+
+def fit_paths(parts: Scored) -> tuple[PathCalibrator, PathCalibrator]:
+    """Return the calibrators of both outputs with the least log loss on all nodes, accepted or not.
+
+    That of `accept` gives the probability that a node is accepted, that of `next` the probability that the node and its best
+    child are.
+    """
+    tree = parts[0][1].tree
+    accepted, reachable = (np.concatenate([getattr(r, name) for _, r in parts]) for name in ("accepted", "reachable"))
+    ranks = node_ranks(tree)
+    count = int(ranks.max()) + 1
+    survival = np.ones((len(accepted), 1))  # calibrated, of the level before
+    tables: tuple[list[Array], list[Array]] = ([], [])
+    # From the root down: the fit of a level uses the calibrated survival of the level before, as the policy does.
+    for depth, level in enumerate(tree.levels):
+        accept, next_ = np.moveaxis(np.concatenate([rounds.scores(head, depth) for head, rounds in parts]), -1, 0)
+        use, rank = reachable[:, level], np.broadcast_to(ranks[level], accept.shape)
+        if depth == 0:
+            tables[0].append(_uncalibrated(count))  # at depth 0 nothing is drawn: `accept` has no label
+        else:
+            first = tree.levels[depth - 1][0]
+            survival = survival[:, [tree.parent[node] - first for node in level]]
+            tables[0].append(_fit_level(survival[use], accept[use], accepted[:, level][use], rank[use], count))
+            survival = PathCalibrator(np.array(tables[0], dtype=np.float32)).of(survival, accept, depth, ranks[level])
+        best = np.array([(tree.children[node] or [0])[0] for node in level])  # 0, the root = no child
+        use = use & (best > 0)
+        tables[1].append(_fit_level(survival[use], next_[use], accepted[:, best][use], rank[use], count))
+    return PathCalibrator(np.array(tables[0], dtype=np.float32)), PathCalibrator(np.array(tables[1], dtype=np.float32))
+
+
+def _uncalibrated(ranks: int) -> Array:
+    return np.array([1.0, 0.0, *[0.0] * ranks])
+
+
+def _fit_level(parent: Array, logits: Array, labels: Array, rank: Array, ranks: int) -> Array:
+    """Return [2 + R]: scale, tilt and shifts by rank, of a level whose nodes have parents of this survival."""
+    start = _uncalibrated(ranks)
+    if not len(labels):
+        return start
+    product = np.clip(parent * expit(logits), _EDGE, 1.0 - _EDGE)
+    columns = np.column_stack([logit(product), logits, rank[:, None] == np.arange(ranks)])
+    return _fit_logistic(columns, labels, start, HOLD * np.array([1.0, 1.0, *[RANK_HOLD] * ranks]))
+
+
+def _fit_logistic(columns: Array, labels: Array, start: Array, hold: Array) -> Array:
+    """Return the weights [P] with the least log loss over rows [M, P], plus `hold` times their squared distance from `start`.
+
+    scikit-learn's logistic regression can only pull weights towards 0, and all of them equally.
+    """
+
+    def loss(weights: Array) -> tuple[float, Array]:
+        odds, distance = columns @ weights, weights - start
+        value = np.logaddexp(0.0, odds).sum() - odds @ labels + hold @ distance**2
+        return float(value), (expit(odds) - labels) @ columns + 2.0 * hold * distance
+
+    weights: Array = minimize(loss, start, jac=True, method="L-BFGS-B", options={"ftol": 1e-12, "gtol": 1e-6}).x
+    return weights
+
+
+def path_chances(head: Head, accept: PathCalibrator, next_: PathCalibrator, rounds: TreeRounds) -> tuple[Array, Array]:
+    """Return [R, N + 1] float64 each: the survival of every node, and `next` given it, if a policy decided on all nodes."""
+    tree, shape = rounds.tree, rounds.accepted.shape
+    survival, next_chance, ranks = np.ones(shape), np.empty(shape), node_ranks(rounds.tree)
+    for depth, level in enumerate(tree.levels):
+        scores = rounds.scores(head, depth)
+        if depth:  # the root was not drawn
+            parents = survival[:, [tree.parent[row] for row in level]]
+            survival[:, level] = accept.of(parents, scores[..., 0], depth, ranks[level])
+        current = survival[:, level]
+        joint = next_.of(current, scores[..., 1], depth, ranks[level])
+        next_chance[:, level] = joint / np.maximum(current, LEAST_SURVIVAL)
+    return survival, next_chance
+
+
+def sibling_shares(parts: Scored, accept: PathCalibrator, next_: PathCalibrator) -> tuple[tuple[float, float], ...]:
+    """Return for rank 1, 2, ... (u, v): a child of that rank is accepted with probability sigmoid(u + v logit next)."""
+    chances, children, widths = [], [], []
+    for head, rounds in parts:
+        use = rounds.accepted & rounds.reachable & (rounds.width > 0)
+        chances.append(path_chances(head, accept, next_, rounds)[1][use])
+        children.append(rounds.accepted_children[use])
+        widths.append(np.broadcast_to(rounds.width, use.shape)[use])
+    odds, labels, width = (
+        logit(np.concatenate(chances).clip(1e-4, 1.0 - 1e-4)),
+        np.concatenate(children),
+        np.concatenate(widths),
+    )
+    shares = []
+    for rank in range(1, labels.shape[1]):
+        use, share = width > rank, RARE_SHARE
+        if labels[use, rank].any():
+            columns = np.column_stack([np.ones(use.sum()), odds[use]])
+            # Without a penalty the slope would diverge where few rows separate the two classes.
+            u, v = _fit_logistic(columns, labels[use, rank], np.array([RARE_SHARE[0], 0.0]), np.array([0.0, 1.0]))
+            share = float(u), float(v)
+        shares.append(share)
+    return tuple(shares)
 
 
 # Prices and the rate
@@ -87,20 +283,10 @@ def solve_tree(
     firsts: Sequence[int] = FIRST,
     rates: Rates | None = None,
 ) -> tuple[TreeGain, float]:
-    """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the result.
+    """Solve rho of a tree policy by Dinkelbach's iteration; see `rules.solve_derived` for arguments and result.
 
     The look-ahead and the depth of the first decision are chosen on the way by replayed rate; last, the branches that need
     not be read at all.
-
-    Args:
-        policy: whose head and calibration are used.
-        arrays: training traces, never the evaluated ones.
-        profile: what rounds cost.
-        firsts: depths of the first decision that are tried.
-        rates: of policies; by default on `arrays`.
-
-    Returns:
-        The policy under the fastest rule, and its rate in tokens per second.
     """
     seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
     rates = rates or replayed_rates([Part(arrays)], profile)
@@ -137,6 +323,9 @@ def solve_tree(
 
 # Fitting the policy and choosing its tree
 
+Fitted = tuple[TreeGain, dict[str, bytes], dict[str, Any]]
+"""A policy, files for later training, and metrics."""
+
 
 def fit_tree(
     plan: Plan,
@@ -145,7 +334,7 @@ def fit_tree(
     profile: Profile,
     report: TraceArrays | None = None,
     progress: Progress = silent,
-) -> tuple[TreeGain, dict[str, bytes], dict[str, Any]]:
+) -> Fitted:
     """Fit a head on a trace of trees, calibrate it along paths on prompts that it was not fitted on, and solve its rate.
 
     HISTORY features depend on a policy's own rounds, and policies skip easy runs. So after the first pass, on the rounds of
@@ -159,9 +348,6 @@ def fit_tree(
         report: prompts for held-out figures, or None.
         progress: see `Progress`.
 
-    Returns:
-        The policy, files for later training, and metrics.
-
     Raises:
         TraceError: the trace cannot be replayed.
     """
@@ -170,13 +356,13 @@ def fit_tree(
             "--rule gain: expected dense traces under match, which can be replayed; collect them with --tree"
         )
     static, played = best_static_tree(arrays, profile)
-    playing: Sequence[StopPolicy] = [static]
+    players: Sequence[StopPolicy] = [static]
     # The iteration of the first pass starts from the best static tree's rate, that of later ones from the pass before.
     rate = played.rate
-    passes = plan.passes or PASSES
+    passes = plan.options.passes or PASSES
     for number in range(passes):
         progress("fit trees", number, passes)
-        policies, files, rows = _fit_pass(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
+        policies, files, rows = _fit_pass(plan, arrays, folds, own_visits(arrays, folds, players, profile))
         policy = policies[0]
         # Measured where the best static tree is played, whose rounds are about as wide as the policy's own.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
@@ -185,17 +371,21 @@ def fit_tree(
         # Like the next pass: on prompts played by heads that have not seen them, under one rule.
         rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
         policy, rate = solve_tree(policy, arrays, profile, rates=rates)
-        playing = [other.with_rule(policy.rule) for other in policies]
+        players = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", passes, passes)
-    metrics = {"rows": rows, "static_tree": static.shape.name, "priced_tree": static.drawn.name}
+    metrics = {
+        "tree": arrays.tree.name,
+        "rows": rows,
+        "static_tree": static.shape.name,
+        "priced_tree": static.drawn.name,
+    }
     if report is not None:
-        mine = replay(report, policy, profile)
-        theirs = replay(*drafted_alone(report, static.nodes), profile).rate
+        learned = replay(report, policy, profile).rate
+        fixed = replay(*drafted_alone(report, static.nodes), profile).rate
         metrics |= {
-            "held_out_tokens_per_s": mine.rate,
-            "held_out_static_tree_tokens_per_s": theirs,
-            "held_out_ratio_to_static_tree": mine.rate / theirs,
-            "reliability": tree_scores(policy, report, visits(report, [mine])),
+            "held_out_tokens_per_s": learned,
+            "held_out_static_tree_tokens_per_s": fixed,
+            "held_out_ratio_to_static_tree": learned / fixed,
         }
     policy.metadata = TrainingMetadata(
         rho=rate, acceptance=tuple(policy.rule.acceptance), profile=profile.record(policy.cost_name)
@@ -207,41 +397,28 @@ def _fit_pass(
     plan: Plan, arrays: TraceArrays, folds: Folds, visited: Visits
 ) -> tuple[list[TreeGain], dict[str, bytes], int]:
     """Return a policy for each fold, equal except for their heads, without prices; files and rows of the first head."""
+    if not len(visited.row):
+        raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
     fold = folds.of_rows(arrays, visited)
-    heads, outside = [], []
+    heads, parts, first = [], [], None
     for number in range(folds.count):
-        inside, rest = (visited.part((fold == number) == side) for side in (True, False))
-        rows = tree_rows(arrays, plan.features, rest)
+        inside, outside = (
+            TreeRounds.of(arrays, plan.features, visited.part((fold == number) == side)) for side in (True, False)
+        )
+        rows = outside.fit_rows()
         # A fold with cut rounds only has no rows for early stopping.
-        held = tree_rows(arrays, plan.features, inside) if len(inside.row) else rows
-        heads.append(fit_head(plan.head, rows, held, plan.features, plan.seed))
-        outside.append((rows, inside))
-    parts = [(head.export(), inside) for head, (_, inside) in zip(heads, outside, strict=True)]
-    accept, next_ = fit_paths(parts, arrays, plan.features)
-    shares = sibling_shares(parts, arrays, plan.features, accept, next_)
-    tree, first = arrays.tree, outside[0][0]
-    children = [[len(tree.children[row]) for row in level] for level in tree.levels]
+        held = inside.fit_rows() if len(inside.seen) else rows
+        heads.append(fit_head(plan.head, rows, held, plan.features, plan.options.seed))
+        parts.append((heads[-1].export(), inside))
+        first = first or rows
+    assert first is not None
+    accept, next_ = fit_paths(parts)
+    children = [[len(arrays.tree.children[row]) for row in level] for level in arrays.tree.levels]
     # The prices of 1 are replaced by those of `tree_seconds`.
-    rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(first), shares, children)
+    shares = sibling_shares(parts, accept, next_)
+    rule = TreeRule(1.0, 1.0, [1.0], [1.0], best_child_acceptance(first), shares, children)
     policies = [TreeGain(plan.name, plan.features, head, accept, next_, rule, arrays.depth) for head, _ in parts]
     return policies, heads[0].files_, len(first)
-
-
-@dataclass(frozen=True)
-class TreeChoice:
-    """A policy and the tree that it was fitted for.
-
-    Attributes:
-        nodes: of the recorded tree.
-        arrays: the trace as that tree would have recorded it.
-        policy, files, metrics: see `fit_tree`.
-    """
-
-    nodes: list[int]
-    arrays: TraceArrays
-    policy: TreeGain
-    files: dict[str, bytes]
-    metrics: dict[str, Any]
 
 
 def choose_tree(
@@ -249,48 +426,38 @@ def choose_tree(
     arrays: TraceArrays,
     folds: Folds,
     profile: Profile,
-    sizes: Sequence[int],
-    depth: int | None = None,
     report: TraceArrays | None = None,
     progress: Progress = silent,
-) -> TreeChoice:
-    """Return the policy of the sub-tree with the highest rate, on prompts that its heads were not fitted on.
+) -> Fitted:
+    """Return `fit_tree` of the sub-tree with the highest rate, on prompts that its heads were not fitted on.
 
     Tokens that are drawn and not verified take time too, so a smaller tree may be faster than the recorded one. If several
     sizes are tried, one as large as the best static tree is added: where decisions gain little it is the best.
 
     Args:
-        plan: what to fit.
-        arrays: a trace of a large tree, which contains all that are tried.
-        folds: of the prompts.
-        profile: what rounds cost.
-        sizes: nodes of the sub-trees of highest acceptance that are tried; the recorded number = the whole tree.
-        depth: maximum of these trees.
-        report: prompts for held-out figures, or None.
-        progress: see `Progress`.
+        plan: with the sizes of the sub-trees of highest acceptance that are tried; none = the whole tree.
+        arrays, folds, profile, report, progress: see `fit_tree`.
 
     Raises:
         InputError: an impossible size; see `likeliest_nodes`.
     """
     whole = list(range(arrays.tree.nodes))
     # All trees first, so that an impossible size is refused before anything is fitted.
-    trees = [whole if n >= len(whole) else likeliest_nodes(arrays, n, depth or arrays.depth) for n in sizes]
-    if not trees:
-        raise ValueError("sizes: expected at least one")
+    sizes = plan.options.nodes or (len(whole),)
+    trees = [whole if size >= len(whole) else likeliest_nodes(arrays, size, arrays.depth) for size in sizes]
     if len(trees) > 1:
         static, _ = best_static_tree(arrays, profile)
         as_large = likeliest_nodes(arrays, len(static.nodes), static.max_depth)
         trees += [as_large] if as_large and as_large not in trees else []
-    best: TreeChoice | None = None
+    choices: list[Fitted] = []
     for done, nodes in enumerate(trees):
         if len(trees) > 1:
             progress("choose a tree", done, len(trees))
         part, held = (of if of is None or nodes is whole else on_subtree(of, nodes) for of in (arrays, report))
         assert part is not None
-        choice = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, held, progress))
-        best = choice if best is None or choice.policy.metadata.rho > best.policy.metadata.rho else best
-    assert best is not None
+        choices.append(fit_tree(plan, part, folds, profile, held, progress))
+    best = max(choices, key=lambda choice: choice[0].metadata.rho)
     if len(trees) > 1:
         progress("choose a tree", len(trees), len(trees))
-        best.metrics["trees tried"] = len(trees)
+        best[2]["trees tried"] = len(trees)
     return best

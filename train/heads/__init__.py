@@ -37,7 +37,7 @@ HEADS = Registry(
         "dynasd-hard": "published:DynaSDHardEstimator",
         "specdec": "published:SpecDecEstimator",
         "specdec-published": "published:SpecDecPublishedEstimator",
-        "tokens": "tokens:TokensEstimator",
+        "tokens": "linear:TokensEstimator",
     },
     _usage,
 )

@@ -145,11 +145,9 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             stop_rows, rows = rows.subset(order[:count]), rows.subset(order[count:]) if len(rows) > count else rows
         self.files_: dict[str, bytes] = {}
         tensors = self._fit(rows, stop_rows, progress)
-        arrays = {name: np.ascontiguousarray(np.asarray(values)) for name, values in tensors.items()}
-        names = self.feature_names_
-        self.tensors_: dict[str, Array] = (
-            with_ranges(arrays, *ranges(names, rows.features, rows.depth)) if names else arrays
-        )
+        self.tensors_: dict[str, Array] = {k: np.ascontiguousarray(np.asarray(v)) for k, v in tensors.items()}
+        if self.feature_names_:
+            self.tensors_ |= feature_ranges(self.feature_names_, rows)
         return self
 
     def _labelled(self, X: Array, y: Array) -> FitRows:
@@ -164,8 +162,8 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if len(names) != X.shape[1] or any(name not in FEATURES for name in names):
             raise InputError(f"features: expected the names of {X.shape[1]} features, got {', '.join(map(str, names))}")
         self.feature_names_ = tuple(names)
-        truth, depth = torch.from_numpy(label).bool(), torch.ones(len(X), dtype=torch.int64)
-        return FitRows(torch.from_numpy(_float32(X)), depth, truth, truth, depth.bool())
+        depth, labels = torch.ones(len(X), dtype=torch.int64), torch.from_numpy(label).float()[:, None].repeat(1, 2)
+        return FitRows(torch.from_numpy(_float32(X)), depth, labels, torch.ones_like(labels).bool())
 
     def export(self) -> Head:
         """Return the fitted head in the form that policies run.
@@ -247,38 +245,26 @@ def fit_basis(rows: FitRows, names: Sequence[str]) -> Basis:
 
 
 def basis_columns(basis: Basis, features: Tensor, depth: Tensor) -> Array:
-    """Return [M, F'] float32 of rows [M, F] at depths [M]; columns that are unknown at depth 0 are 0 there."""
+    """Return the standardised columns [M, F'] float32 of rows [M, F] at depths [M]; unknown ones are 0 at depth 0."""
     columns: Array = (basis.expand(features.contiguous().numpy()) - basis.mean) / basis.scale
     columns[depth.numpy() == 0] *= basis.first_mask
     return columns
 
 
-def ranges(names: Sequence[str], features: Tensor, depth: Tensor) -> tuple[Array, Array]:
-    """Return the smallest and the largest value [F] of each feature in rows, NaN where it is not bounded.
+def feature_ranges(names: Sequence[str], rows: FitRows) -> dict[str, Array]:
+    """Return `low` and `high` [F] float32 of a head: the smallest and the largest value of each of F features in rows.
 
     Tokens are ids, not amounts, and heads extrapolate to depths beyond the trace: neither has bounds.
-
-    Args:
-        names: F features.
-        features: [M, F].
-        depth: [M]; at depth 0 PRE and POST features are unknown.
     """
-    values, drawn = features.numpy(), depth.numpy() > 0
-    bounds = np.full((2, len(names)), np.nan, dtype=np.float32)
+    low, high = (np.full(len(names), bound, dtype=np.float32) for bound in (-_FLOAT_MAX, _FLOAT_MAX))  # no bound
+    values, drawn = rows.features.numpy(), rows.drawn.numpy()
     for at, name in enumerate(names):
-        # At depth 0 such columns hold placeholder zeros, which must not widen a range.
+        # At depth 0 PRE and POST columns hold placeholder zeros, which must not widen a range.
         column = values[drawn, at] if feature(name).kind in (Kind.PRE, Kind.POST) else values[:, at]
         column = column[np.isfinite(column)]
         if name not in (*TOKEN_FEATURES, "depth") and len(column):
-            bounds[:, at] = column.min(), column.max()
-    return bounds[0], bounds[1]
-
-
-def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[str, Array]:
-    """Return the tensors of a head with ranges [F]; NaN or infinite = no bound. See `Head`."""
-    ends = ((low, -_FLOAT_MAX), (high, _FLOAT_MAX))  # tensors are finite
-    sides = [np.nan_to_num(side, nan=end).clip(-_FLOAT_MAX, _FLOAT_MAX).astype(np.float32) for side, end in ends]
-    return {**tensors, "low": sides[0], "high": sides[1]}
+            low[at], high[at] = column.min(), column.max()
+    return {"low": low, "high": high}
 
 
 # Engines (`train --for vllm`)
@@ -304,21 +290,21 @@ def engine_features(
     """
     if engine not in ENGINES:
         raise InputError(f"--for: expected {', '.join(ENGINES)}, not {engine!r}{close_match(engine, ENGINES)}")
-    if states := (*hidden, *head.hidden):
-        raise InputError(f"--for {engine}: {', '.join(states)} cannot be read there; choose a head of scalar features")
-    for trace in traces:
-        if trace.header.temperature > 0 and trace.header.label != "point":
+    for header in (trace.header for trace in traces):
+        if header.temperature > 0 and header.label != "point":
             raise TraceError(
-                f"--for {engine}: {trace.folder} has labels {trace.header.label!r} at temperature "
-                f"{trace.header.temperature:g}; {engine} accepts the draft's likeliest "
-                "token with the target's probability of it: collect with --verification point, or at temperature 0"
+                f"--for {engine}: the traces have labels {header.label!r} at temperature {header.temperature:g}; {engine} "
+                "accepts the draft's likeliest token with the target's probability of it: collect with --verification "
+                "point, or at temperature 0"
             )
     greedy = all(trace.header.temperature == 0.0 for trace in traces)
     names = tuple(requested) if requested else head.default_features(usual)
     unknown = [name for name in names if not known_in_engines(feature(name).name, greedy)]
-    if unknown and (requested or head.scalar_features is not None):
+    states = [*hidden, *head.hidden]
+    if states or (unknown and (requested or head.scalar_features is not None)):
         raise InputError(
-            f"--for {engine}: {', '.join(unknown)} cannot be read there; known are the draft's rows, tokens and history"
+            f"--for {engine}: {', '.join(states or unknown)} cannot be read there; known are the draft's rows, tokens and "
+            "history"
         )
     known = [name for name in names if name not in unknown]
     return tuple(dict.fromkeys([*known, *_INSTEAD])) if unknown else names

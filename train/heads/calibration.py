@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import sparse
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, logit
 from sklearn.isotonic import IsotonicRegression
+from sklearn.metrics import roc_auc_score
 
 from ...policies.contract import Array
 from ...policies.learned import Calibrator, SurvivalMaps
-from .linear import is_constant
 
 GAINS = {"temperature": 1e-4, "isotonic": 0.005}
 """Relative gain in loss that each map must bring. An isotonic one costs more to evaluate than a temperature."""
@@ -32,14 +33,69 @@ KNOTS = 33
 MAX_STARTS = 3
 """Number of first factors that survival tables are fitted for; a product that begins deeper is not mapped."""
 
-BINS, DRAWS, DEEPEST = 10, 200, 8
-"""Of the calibration error: bins, simulations of a perfect predictor, and the deepest depth that is reported."""
+BINS, DRAWS = 10, 200
+"""Of the calibration error: bins, and simulations of a perfect predictor."""
 
 _LOG_RANGE = (math.log(0.1), math.log(10.0))  # of temperatures
 _MAX_KNOTS = 64
 _MAX_QUANTILE_ROWS = 100_000
 _EDGE = 1e-3  # an isotonic map never returns 0 or 1: a factor of 0 would end every product, and a loss must be finite
 _PRODUCT_EDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs of heads on R rounds that they were not fitted on.
+
+    Attributes:
+        logits: [R, K + 1, 2] float64, `accept` and `next` at depths 0..K, also after a rejection.
+        labels, known: [R, K + 1, 2], see `rows.round_labels`.
+        length: [R] accepted length.
+        group: [R], the number of the prompt, for choosing calibrators on prompts left out.
+        drawn: [R, K] whether x_1..x_K were drawn: a drafter may know no token.
+        lag: `Head.lag`; `accept` scores nothing at the first `lag` depths.
+    """
+
+    logits: Array
+    labels: Array
+    known: Array
+    length: Array
+    group: Array
+    drawn: Array
+    lag: int = 0
+
+    def labelled(self, output: int) -> tuple[Array, Array, Array]:
+        """Return (logits, labels, groups) [M] of the rows of an output, 0 = `accept` or 1 = `next`, that have a label."""
+        use = self.known[..., output]
+        group = np.broadcast_to(self.group[:, None], use.shape)
+        return self.logits[use, output], self.labels[use, output], group[use]
+
+    def accept(self, calibrator: Calibrator) -> Array:
+        """Return [R, K], the probabilities of `accept` at depths 1..K; 1 where a head with lag scores nothing, as live."""
+        accept = calibrator(self.logits[:, 1:, 0])
+        accept[:, : self.lag] = 1.0
+        return accept
+
+
+class Calibrated(NamedTuple):
+    """Calibrators of both outputs, and survival tables; None if they change nothing."""
+
+    accept: Calibrator
+    next: Calibrator
+    survival: SurvivalMaps | None
+
+
+def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
+    """Fit both calibrators and the survival tables.
+
+    Args:
+        outputs: of heads on rounds of prompts that they were not fitted on.
+        unchanged: keep probabilities and products as the head returns them.
+    """
+    if unchanged:
+        return Calibrated(Calibrator(), Calibrator(), None)
+    accept, next_ = (fit_calibrator(*outputs.labelled(output)) for output in (0, 1))
+    return Calibrated(accept, next_, fit_survival(outputs.accept(accept), outputs))
 
 
 def fit_calibrator(logits: Array, labels: Array, groups: Array | None = None) -> Calibrator:
@@ -49,7 +105,7 @@ def fit_calibrator(logits: Array, labels: Array, groups: Array | None = None) ->
 
     Args:
         logits: [M] of held-out rows.
-        labels: [M] bool, or chances.
+        labels: [M] in [0, 1].
         groups: [M]; rows of a group are in the same half. With one group, or without, rows alternate.
     """
     if _is_uninformative(labels):
@@ -97,37 +153,32 @@ def _quantiles(x: Array, count: int) -> Array:
 # Survival
 
 
-def fit_survival(accept: Array, length: Array, groups: Array, drawn: Array) -> tuple[SurvivalMaps, tuple[str, ...]]:
-    """Return survival tables, and the kind of map at each depth for products that begin at depth 1.
+def fit_survival(accept: Array, outputs: Outputs) -> SurvivalMaps | None:
+    """Return survival tables by first factor and depth; None if all of them are the identity.
 
     A live policy does not know that a branch has failed, so S_j has to be right for rounds whose tokens were rejected before
-    depth j as well: all K depths of a round count.
+    depth j as well: all K depths of a round count, where a token was drawn.
 
     Args:
-        accept: [R, K] calibrated `accept` at depths 1..K of visited rounds.
-        length: [R] accepted length.
-        groups: [R] see `fit_calibrator`.
-        drawn: [R, K] whether there was a token; policies are not called for one that a drafter does not know.
+        accept: [R, K] calibrated `accept` at depths 1..K.
+        outputs: the rounds; their lengths, prompts and drawn tokens are used.
     """
     depth = accept.shape[1]
     line = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
     tables = np.broadcast_to(line, (min(MAX_STARTS, depth), depth, 2, KNOTS)).copy()
-    kinds = []
     for start in range(1, len(tables) + 1):
         # A product that begins at `start` is conditional on the tokens before it.
-        alive = length >= start - 1
+        alive = outputs.length >= start - 1
         product = np.ones(int(alive.sum()))
         for j in range(start, depth + 1):
             product = product * accept[alive, j - 1]
-            use = drawn[alive, j - 1]
+            use = outputs.drawn[alive, j - 1]
             odds = _odds(product[use])
-            calibrator = fit_calibrator(odds, length[alive][use] >= j, groups[alive][use])
+            calibrator = fit_calibrator(odds, outputs.length[alive][use] >= j, outputs.group[alive][use])
             if calibrator.kind != "identity":
                 tables[start - 1, j - 1] = _table(calibrator, odds)
                 product = _apply(tables[start - 1, j - 1], product)  # deeper maps are fitted on the result
-            if start == 1:
-                kinds.append(calibrator.kind)
-    return SurvivalMaps(tables), tuple(kinds)
+    return None if np.array_equal(tables[:, :, 0], tables[:, :, 1]) else SurvivalMaps(tables)
 
 
 def _odds(product: Array) -> Array:
@@ -151,35 +202,40 @@ def _apply(table: Array, product: Array) -> Array:
     return np.clip(Calibrator("isotonic", knots=table)(product), 0.0, 1.0)
 
 
-def survival(accept: Array, maps: SurvivalMaps | None = None) -> Array:
-    """Return [R, K] float64, S_1..S_K of calibrated `accept` [R, K], mapped by the tables of products from depth 1 on."""
-    columns = []
-    product = np.ones(len(accept))
-    for at in range(accept.shape[1]):
-        product = product * accept[:, at]
-        if maps is not None and not np.array_equal(*maps.tables[0, at]):
-            product = _apply(maps.tables[0, at], product)
-        columns.append(product)
-    return np.stack(columns, 1) if columns else accept
+# Labels and scores
 
 
-# Scores
+def is_constant(y: Array) -> bool:
+    """Return whether labels [M], bool or chances, are all accepted or all rejected."""
+    return len(y) == 0 or bool((y >= 1).all()) or bool((y <= 0).all())
+
+
+def as_classes(x: Any, y: Array) -> tuple[Any, Array, Array | None]:
+    """Return rows, classes and weights for a classifier of rows [M, ...], an array or a sparse matrix, with labels [M].
+
+    A label that is a chance becomes two rows, one of each class, with the chances as weights: their weighted log loss
+    y (-ln p) + (1 - y)(-ln(1 - p)) is the cross-entropy.
+    """
+    classes = y >= 1
+    if np.array_equal(classes, y):
+        return x, classes, None
+    double = sparse.vstack([x, x], format="csr") if sparse.issparse(x) else np.concatenate([x, x])
+    return double, np.repeat([True, False], len(y)), np.concatenate([y, 1.0 - y]).astype(np.float64)
 
 
 def log_loss(probability: Array, labels: Array) -> float:
-    """Return the mean negative log-likelihood in nats of labels, bool or chances (which scikit-learn's does not take)."""
+    """Return the mean negative log-likelihood in nats of labels in [0, 1] (scikit-learn's takes no chances)."""
     p = np.clip(np.asarray(probability, dtype=np.float64), 1e-6, 1.0 - 1e-6)
     y = np.asarray(labels, dtype=np.float64)
     return float(-(y * np.log(p) + (1.0 - y) * np.log1p(-p)).mean())
 
 
 def auc(score: Array, labels: Array) -> float | None:
-    """Return the area under the ROC curve; None if all labels are the same."""
-    from sklearn.metrics import roc_auc_score
-
-    if bool(labels.all()) or not bool(labels.any()):
+    """Return the area under the ROC curve of labels in [0, 1]; None if all labels are 0 or all are 1."""
+    if is_constant(labels):
         return None
-    return float(roc_auc_score(labels, score))
+    score, classes, weights = as_classes(score, labels)
+    return float(roc_auc_score(classes, score, sample_weight=weights))
 
 
 def calibration_error(predicted: Array, labels: Array, bins: int = BINS) -> float:
@@ -214,50 +270,3 @@ def _gap(ordered: Array, labels: Array, bins: int) -> float:
     rows, count = len(ordered), min(bins, len(ordered))
     sums = np.add.reduceat(labels - ordered, np.arange(count) * rows // count)
     return float(np.abs(sums).sum()) / rows
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Predicted survival of R rounds, and their outcomes.
-
-    Attributes:
-        survival: [R, K].
-        length: [R] accepted length.
-        temperature: [R].
-        drawn: [R, K] whether there was a token.
-    """
-
-    survival: Array
-    length: Array
-    temperature: Array
-    drawn: Array
-
-
-def survival_scores(scored: Scored, deepest: int = DEEPEST, seed: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each depth and temperature, and for each depth over all temperatures if there are several.
-
-    Each has `temperature` (None = all), `depth`, `rounds`, mean `predicted` and `observed` survival, `ece` and
-    `ece_perfect` (mean of `perfect_error`), `brier`, `auc` and `log_loss`.
-    """
-    rows = []
-    temperatures = np.unique(scored.temperature).tolist()
-    for temperature in [*([None] if len(temperatures) > 1 else []), *temperatures]:
-        same = np.full(len(scored.length), True) if temperature is None else scored.temperature == temperature
-        for depth in range(1, min(deepest, scored.survival.shape[1]) + 1):
-            use = same & scored.drawn[:, depth - 1]
-            if not use.any():
-                continue
-            predicted, labels = scored.survival[use, depth - 1], scored.length[use] >= depth
-            rows.append({
-                "temperature": None if temperature is None else round(temperature, 6),
-                "depth": depth,
-                "rounds": len(labels),
-                "predicted": float(predicted.mean()),
-                "observed": float(labels.mean()),
-                "ece": calibration_error(predicted, labels),
-                "ece_perfect": perfect_error(predicted, seed)[0],
-                "brier": float(np.square(predicted - labels).mean()),
-                "auc": auc(predicted, labels),
-                "log_loss": log_loss(predicted, labels),
-            })  # fmt: skip
-    return rows

@@ -13,18 +13,17 @@ from sklearn.base import clone
 from torch import Tensor
 
 from ...collect.schema import NO_TOKEN
-from ...policies.contract import Array, StopPolicy
+from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.heads.base import Head
-from ...policies.learned import Calibrator, SurvivalMaps
 from ...policies.profile import Profile
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.columns import seen_states
 from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, seen_features
-from ..replay.traces.hidden_states import seen_states
 from .base import HeadEstimator
-from .calibration import fit_calibrator, fit_survival
-from .rows import FitRows, Visits, fit_rows, join_rows, known_chances, mixed_rows, ranked_prompts, visits
+from .calibration import Outputs
+from .rows import FitRows, Visits, fit_rows, join_rows, mixed_rows, ranked_prompts, round_labels, visits
 
 FOLDS = 4
 
@@ -49,7 +48,7 @@ class Folds:
 
     def of_rows(self, arrays: TraceArrays, visited: Visits) -> Tensor:
         """Return [R], the fold of each visited round."""
-        return self.of[torch.searchsorted(arrays.offset, visited.row, right=True) - 1]
+        return self.of[arrays.owner[visited.row]]
 
 
 def prompt_folds(arrays: TraceArrays, count: int, seed: int) -> Folds:
@@ -142,29 +141,6 @@ def fit_head(
     return fresh.fit(rows, stop_rows=stop_rows, progress=progress)
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Outputs of heads on R visited rounds that they were not fitted on.
-
-    Attributes:
-        logits: [R, K + 1, 2] float64, accept and next at depths 0..K, also after a rejection.
-        length: [R] accepted length.
-        group: [R], the number of the prompt, for choosing calibrators on prompts left out.
-        temperature: [R].
-        drawn: [R, K] whether x_1..x_K were drawn: a drafter may know no token.
-        lag: `Head.lag`; the first `lag` depths of `accept` are not scored.
-        chances: [R, K + 1, 2] of acceptance; None if they are unknown (`rows.known_chances`).
-    """
-
-    logits: Array
-    length: Array
-    group: Array
-    temperature: Array
-    drawn: Array
-    lag: int = 0
-    chances: Array | None = None
-
-
 def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str], visited: Visits) -> Outputs:
     """Return the outputs of each fold's head on the rounds of that fold."""
     owner = fitted.folds.of_rows(arrays, visited)
@@ -180,16 +156,17 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
             nodes = torch.tensor([depth - 1]) if depth else None
             states = {name: seen_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
             logits[place[part], depth] = head.scores(np.ascontiguousarray(seen[part, depth]), depth, states)
+    lag = fitted.heads[0].lag
+    labels, known = round_labels(arrays, visited.row, lag=lag)
     prompt = np.unique(arrays.clusters, return_inverse=True)[1]
-    chances = known_chances(arrays, visited)
     return Outputs(
         logits,
+        labels.numpy(),
+        known.numpy(),
         arrays.accepted[visited.row].numpy(),
         prompt[arrays.owner[visited.row]],
-        arrays.column("temperature")[visited.row].numpy(),
         (arrays.tokens[visited.row] != NO_TOKEN).numpy(),
-        fitted.heads[0].lag,
-        None if chances is None else chances.numpy(),
+        lag,
     )
 
 
@@ -208,93 +185,6 @@ def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], 
     for fold in range(folds.count):
         sequences = folds.sequences(fold)
         played = replay(arrays.subset(sequences), drafts[fold if fold < len(drafts) else 0], profile)
-        log = played.log.clone()
-        log[:, 0] = torch.tensor(sequences)[log[:, 0]]  # from numbers within the fold to those of the trace
-        parts.append(dataclasses.replace(played, log=log))
+        # From numbers within the fold to those of the trace.
+        parts.append(dataclasses.replace(played, sequence=torch.tensor(sequences)[played.sequence]))
     return visits(arrays, parts)
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """Calibrators of both outputs, survival tables (None if they change nothing), and the kinds of map chosen."""
-
-    accept: Calibrator
-    next: Calibrator
-    survival: SurvivalMaps | None
-    kinds: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """The rows [M] of one output that have a label.
-
-    Attributes:
-        name: "accept" or "next".
-        use: [R, K + 1] bool, the rows among all rounds and depths.
-        logits, labels: [M].
-        targets: [M] labels to fit: chances if they are known, else `labels`. Chances lower the variance of a fit.
-    """
-
-    name: str
-    use: Array
-    logits: Array
-    labels: Array
-    targets: Array
-
-
-def labelled_rows(outputs: Outputs) -> tuple[Labelled, Labelled]:
-    """Return the rows of both outputs that have a label.
-
-    `accept` at depth j refers to x_{j - lag}, given that all tokens before it were accepted; `next` to x_{j + 1}, given that
-    x_1..x_j were.
-    """
-    length, lag = outputs.length[:, None], outputs.lag
-    depths = np.arange(outputs.logits.shape[1])[None]
-    accept_use = (length >= depths - lag - 1) & (depths > lag)
-    accept_use[:, 1:] &= outputs.drawn
-    next_use = (length >= depths) & (depths < outputs.logits.shape[1] - 1)
-
-    def labelled(name: str, column: int, truth: Array, use: Array) -> Labelled:
-        is_known = outputs.chances is not None and not lag
-        targets = outputs.chances[..., column] if is_known else truth  # type: ignore[index]
-        return Labelled(name, use, outputs.logits[use, column], truth[use], targets[use])
-
-    return (
-        labelled("accept", 0, length >= depths - lag, accept_use),
-        labelled("next", 1, length > depths, next_use),
-    )
-
-
-def calibrated_accept(calibrator: Calibrator, outputs: Outputs) -> Array:
-    """Return [R, K], the probabilities of `accept` at depths 1..K; 1 where a head with lag scores nothing, as live."""
-    accept = calibrator(outputs.logits[:, 1:, 0])
-    accept[:, : outputs.lag] = 1.0
-    return accept
-
-
-def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
-    """Fit both calibrators and the survival tables.
-
-    Args:
-        outputs: of heads on rounds of prompts that they were not fitted on.
-        unchanged: keep probabilities and products as the head returns them.
-    """
-    if unchanged:
-        kinds = {"accept_calibration": "identity", "next_calibration": "identity"}
-        return Calibrated(Calibrator(), Calibrator(), None, kinds)
-    rows = labelled_rows(outputs)
-    group = np.broadcast_to(outputs.group[:, None], outputs.logits.shape[:2])
-    accept, next_ = (fit_calibrator(one.logits, one.targets, group[one.use]) for one in rows)
-    maps, survival_kinds = fit_survival(
-        calibrated_accept(accept, outputs), outputs.length, outputs.group, outputs.drawn
-    )
-    return Calibrated(
-        accept,
-        next_,
-        None if np.array_equal(maps.tables[:, :, 0], maps.tables[:, :, 1]) else maps,
-        {
-            "accept_calibration": accept.kind,
-            "next_calibration": next_.kind,
-            "survival_maps": ", ".join(survival_kinds),
-        },
-    )

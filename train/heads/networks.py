@@ -1,16 +1,16 @@
-"""Heads that are networks: the lightning module that fits all of them, and the heads mlp and resnet."""
+"""Heads that are networks: their loss and loaders, and the heads mlp and resnet."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-import lightning
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from ...policies.display import Progress
@@ -18,71 +18,35 @@ from ...policies.features import HIDDEN_STATES, Kind
 from ...policies.heads.base import Basis
 from .base import HeadEstimator, basis_columns, fit_basis
 from .rows import FitRows
-from .trainer import MONITOR, fit_module
+from .trainer import FitModule, fit_module
 
 Batch = tuple[Tensor, ...]
-"""(inputs..., labels [R, O] in [0, 1], known [R, O] float), rows first."""
+"""(inputs..., labels [R, O] in [0, 1], known [R, O] bool), rows first."""
 
 STOP_BATCH = 1 << 14
 RATES = {"learning_rate": (5e-4, 1e-2), "weight_decay": (1e-5, 1e-1)}
 
 
-class NetworkModule(lightning.LightningModule):
-    """A network under cross-entropy against labels in [0, 1], rejections with weight w.
+def acceptance_loss(
+    network: nn.Module, batch: Sequence[Tensor], rejection_weight: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy against labels in [0, 1], rejections with weight w, and the number of known labels.
 
     The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the known labels, over the sum of the weights
     [w (1 - P) + P] (SpecDec++, arXiv 2405.19715, `train.py`); with w = 1 the mean.
 
     Args:
         network: from the inputs of a batch to logits [R, O].
-        learning_rate, weight_decay: of AdamW.
+        batch: see `Batch`; hidden states are float16, as they are recorded.
         rejection_weight: w.
-        one_cycle: let the rate follow one cycle; else it is constant.
     """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        learning_rate: float = 2e-3,
-        weight_decay: float = 1e-3,
-        rejection_weight: float = 1.0,
-        one_cycle: bool = True,
-    ) -> None:
-        super().__init__()
-        self.network, self.rejection_weight, self.one_cycle = network, rejection_weight, one_cycle
-        self.learning_rate, self.weight_decay = learning_rate, weight_decay
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return logits [R, O] of inputs [R, ...]; hidden states are float16, as they are recorded."""
-        logits: Tensor = self.network(*(x.float() for x in inputs))
-        return logits
-
-    def _loss(self, batch: Sequence[Tensor]) -> Tensor:
-        *inputs, labels, known = batch
-        logits = self(*inputs)
-        # Both weights are 0 where a label is unknown. Log-sigmoids stay finite where a network is certain.
-        accepted = labels * known
-        rejected = self.rejection_weight * (1.0 - labels) * known
-        losses = -accepted * nn.functional.logsigmoid(logits) - rejected * nn.functional.logsigmoid(-logits)
-        return losses.sum() / (accepted + rejected).sum().clamp_min(1e-6)
-
-    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
-        """Return the loss of a batch."""
-        return self._loss(batch)
-
-    def validation_step(self, batch: Sequence[Tensor], index: int) -> None:
-        """Log the held-out loss."""
-        # Lightning averages over batches by `batch_size`: weighted by labels, which some rows lack.
-        self.log(MONITOR, self._loss(batch), batch_size=max(1, int(batch[-1].sum())))
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig | torch.optim.Optimizer:
-        """Return AdamW, with a one-cycle schedule unless the rate is constant."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
-        if not self.one_cycle:
-            return optimizer
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    *inputs, labels, known = batch
+    logits = network(*(x.float() for x in inputs))
+    # Both weights are 0 where a label is unknown. Log-sigmoids stay finite where a network is certain.
+    accepted = labels * known
+    rejected = rejection_weight * (1.0 - labels) * known
+    losses = -accepted * nn.functional.logsigmoid(logits) - rejected * nn.functional.logsigmoid(-logits)
+    return losses.sum() / (accepted + rejected).sum().clamp_min(1e-6), known.sum()
 
 
 def batch_loader(tensors: Batch, batch_size: int, seed: int | None = None) -> DataLoader[Batch]:
@@ -91,9 +55,8 @@ def batch_loader(tensors: Batch, batch_size: int, seed: int | None = None) -> Da
     The sampler yields lists of indices: a loader that collates single rows would spend the epoch in Python.
     """
     data = TensorDataset(*tensors)
-    if seed is None:
-        order: Any = SequentialSampler(data)
-    else:
+    order: Any = SequentialSampler(data)
+    if seed is not None:
         order = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
     return DataLoader(data, sampler=BatchSampler(order, batch_size, drop_last=False), batch_size=None)
 
@@ -108,6 +71,10 @@ class NetworkEstimator(HeadEstimator):
         batch_size: rows in a step.
         learning_rate, weight_decay: of AdamW.
         trainer: arguments of `lightning.Trainer`, such as `accelerator` or `precision`.
+
+    Attributes:
+        rejection_weight: see `acceptance_loss`.
+        one_cycle: whether the learning rate follows one cycle; else it is constant.
     """
 
     epochs: int = 20
@@ -129,8 +96,12 @@ class NetworkEstimator(HeadEstimator):
         """
         with torch.random.fork_rng():  # the caller's random state does not change
             torch.manual_seed(self.seed)
-            module = NetworkModule(
-                build(), self.learning_rate, self.weight_decay, self.rejection_weight, self.one_cycle
+            module = FitModule(
+                build(),
+                partial(acceptance_loss, rejection_weight=self.rejection_weight),
+                (lambda optimizer, steps: OneCycleLR(optimizer, self.learning_rate, steps)) if self.one_cycle else None,
+                lr=self.learning_rate,
+                weight_decay=self.weight_decay,
             )
             fit_module(
                 module,
@@ -156,11 +127,32 @@ def layer_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{part}.{int(module) // 2}": weights[key] for key, module, part in keys}
 
 
-def stacked_blocks(weights: Mapping[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
-    """Return the layers `blocks.0`, `blocks.1`, ... as one `block.weight` [B, W, W] and one `block.bias` [B, W]."""
+class ResidualBlocks(nn.Module):
+    """Blocks x + SiLU(W x + b).
+
+    Args:
+        width: W.
+        count: number of blocks.
+        shared: use one block `count` times.
+    """
+
+    def __init__(self, width: int, count: int, shared: bool = False) -> None:
+        super().__init__()
+        self.width, self.order = width, [0] * count if shared else list(range(count))
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in set(self.order)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return rows [R, W] after all blocks."""
+        for at in self.order:
+            x = x + nn.functional.silu(self.layers[at](x))
+        return x
+
+
+def block_tensors(weights: Mapping[str, Tensor], blocks: int, width: int) -> dict[str, Tensor]:
+    """Return the weights of `ResidualBlocks` called `blocks` as in heads: `block.weight` [B, W, W], `block.bias` [B, W]."""
     stacked = {}
     for part, shape in (("weight", (width, width)), ("bias", (width,))):
-        parts = [weights[f"blocks.{at}.{part}"] for at in range(count)]
+        parts = [weights[f"blocks.layers.{at}.{part}"] for at in range(blocks)]
         stacked[f"block.{part}"] = torch.stack(parts) if parts else torch.zeros(0, *shape)
     return stacked
 
@@ -171,7 +163,7 @@ def flagged_columns(basis: Basis, rows: FitRows) -> Tensor:
     Columns that are unknown at depth 0 are 0 there, which elsewhere is their mean. The flag tells the two apart.
     """
     columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
-    return torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
+    return torch.cat([columns, (~rows.drawn)[:, None].float()], 1)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -213,7 +205,7 @@ class ResNet(nn.Module):
         super().__init__()
         # The outputs are summed, so only the first layer has a bias.
         self.enter = nn.ModuleList([nn.Linear(size, width, bias=at == 0) for at, size in enumerate(inputs)])
-        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+        self.blocks = ResidualBlocks(width, blocks)
         self.leave = nn.Linear(width, 2)
         self.dropout = nn.Dropout(dropout)
 
@@ -223,9 +215,7 @@ class ResNet(nn.Module):
         x: Tensor = scalars(columns)
         for layer, state in zip(others, states, strict=True):
             x = x + layer(self.dropout(state))
-        for block in self.blocks:
-            x = x + nn.functional.silu(block(x))
-        logits: Tensor = self.leave(x)
+        logits: Tensor = self.leave(self.blocks(x))
         return logits
 
 
@@ -262,7 +252,7 @@ class ResNetEstimator(NetworkEstimator):
             states = []
             for name, (mean, scale) in moments.items():
                 state = (part.hidden[name].float() - mean) / scale
-                is_known = HIDDEN_STATES[name] is Kind.ANCHOR or (part.depth > 0)[:, None]
+                is_known = HIDDEN_STATES[name] is Kind.ANCHOR or part.drawn[:, None]
                 states.append(state * is_known)  # an unknown state counts as its mean
             return flagged_columns(basis, part), *states, part.labels, part.known
 
@@ -272,7 +262,7 @@ class ResNetEstimator(NetworkEstimator):
         )
         tensors: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
         tensors |= {"enter.weight": weights["enter.0.weight"], "enter.bias": weights["enter.0.bias"]}
-        tensors |= stacked_blocks(weights, self.blocks, self.width)
+        tensors |= block_tensors(weights, self.blocks, self.width)
         tensors |= {name: weights[name] for name in ("leave.weight", "leave.bias")}
         for at, (name, (mean, scale)) in enumerate(moments.items(), 1):
             tensors |= {f"enter.{name}": weights[f"enter.{at}.weight"], f"mean.{name}": mean, f"scale.{name}": scale}

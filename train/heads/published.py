@@ -5,7 +5,9 @@ They read no more than the draft's row, and before drafting their output is a co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,37 +20,64 @@ from ...policies.features import DRAFT_HIDDEN
 from ...policies.heads.layers import HARD_FEATURES
 from ..released import ANY_THRESHOLD, STOP_THRESHOLD, unbiased
 from .linear import constant_logit
-from .networks import NetworkEstimator, layer_tensors, perceptron, stacked_blocks
+from .networks import NetworkEstimator, ResidualBlocks, block_tensors, layer_tensors, perceptron
 from .rows import FitRows
 
 
-def draft_states(rows: FitRows) -> Tensor:
-    """Return the draft's hidden states [M, H]; raise `TraceError` if the rows have none."""
-    if DRAFT_HIDDEN not in rows.hidden:
-        raise TraceError(
-            f"--head: it reads {DRAFT_HIDDEN}, which the trace does not hold; collect it with --hidden draft"
-        )
-    return rows.hidden[DRAFT_HIDDEN]
-
-
-def first_logit(rows: FitRows, stop_rows: FitRows) -> Tensor:
-    """Return [1], the log-odds that x_1 is accepted, for heads that know nothing before drafting."""
-    parts = (rows, stop_rows)  # mixed rows have no row at depth 0
-    first = torch.cat([part.label("followed")[(part.depth == 0) & part.followed_known] for part in parts])
-    return torch.tensor([constant_logit(first.float().numpy())])
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
-class DynaSDEstimator(NetworkEstimator):
-    """DynaSD's two models (arXiv 2409.10644), which differ in input, label and width.
-
-    `training_decision_models.py`: Adam at 1e-3 (AdamW without decay), batches of 50, 10 epochs, no schedule, the least
-    held-out loss is kept.
+class PublishedEstimator(NetworkEstimator):
+    """A head on the draft's hidden state, on labels min(1, p/q) or, without p and q, on whether the token was accepted.
 
     Args:
         features, epochs, batch_size, learning_rate, weight_decay, trainer, random_state: see `NetworkEstimator`.
     """
 
+    scalar_features = ()
+    hidden = (DRAFT_HIDDEN,)
+    soft = True
+
+    weight_decay: float = 0.0
+
+    @abstractmethod
+    def _network(self, size: int) -> nn.Module:
+        """Return a network from [R, size] to the logits [R, 1] of `accept`."""
+
+    @abstractmethod
+    def _tensors(self, weights: Mapping[str, Tensor], size: int) -> dict[str, Any]:
+        """Return the tensors of the head except `first`, from the weights of a network."""
+
+    def _examples(self, rows: FitRows, seed: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs [M, size] and labels [M, 1] of the rows with a drawn token."""
+        if DRAFT_HIDDEN not in rows.hidden:
+            raise TraceError(
+                f"--head: it reads {DRAFT_HIDDEN}, which the trace does not hold; collect it with --hidden draft"
+            )
+        return rows.hidden[DRAFT_HIDDEN][rows.drawn], rows.labels[rows.drawn, :1]
+
+    def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
+        parts = (rows, stop_rows)
+        examples = [self._examples(part, 2 * self.seed + at) for at, part in enumerate(parts)]
+        size = examples[0][0].shape[1]
+        batches = [(x, labels, torch.ones_like(labels)) for x, labels in examples]
+        weights = self._train(lambda: self._network(size), batches, progress)
+        # Nothing is known before drafting: the log-odds that x_1 is accepted. Mixed rows have no row at depth 0.
+        first = torch.cat([part.labels[~part.drawn & part.known[:, 1], 1] for part in parts])
+        return {**self._tensors(weights, size), "first": torch.tensor([constant_logit(first.numpy())])}
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class DynaSDSoftEstimator(PublishedEstimator):
+    """DynaSD's soft model (arXiv 2409.10644): 512, 256, 1 on the draft's hidden state.
+
+    `training_decision_models.py`: Adam at 1e-3 (AdamW without decay), batches of 50, 10 epochs, no schedule, the least
+    held-out loss is kept. Its data are states at depth 1 below ten roots; here those of the visited rounds, at all depths at
+    which every earlier token was accepted.
+
+    Args:
+        features, epochs, batch_size, learning_rate, weight_decay, trainer, random_state: see `NetworkEstimator`.
+    """
+
+    form = "dynasd-soft"
     calibrated = False
     rule = "any"
     thresholds = (ANY_THRESHOLD, 0.5)  # the second one is the default of DynaSD's class
@@ -57,44 +86,18 @@ class DynaSDEstimator(NetworkEstimator):
     epochs: int = 10
     batch_size: int = 50
     learning_rate: float = 1e-3
-    weight_decay: float = 0.0
 
-    def _layers(
-        self, hidden: Sequence[int], rows: FitRows, stop_rows: FitRows, inputs: Sequence[tuple[Tensor, Tensor]],
-        progress: Progress,
-    ) -> Mapping[str, Any]:  # fmt: skip
-        """Return the tensors of a head of linear layers, fitted on (x [M, in], labels [M])."""
-        sizes = [inputs[0][0].shape[1], *hidden, 1]
-        batches = [(x, labels[:, None].float(), torch.ones(len(x), 1)) for x, labels in inputs]
-        # The published module ends in a sigmoid, which is part of the loss here.
-        weights = self._train(lambda: perceptron(sizes, nn.ReLU), batches, progress)
-        return {**layer_tensors(weights), "first": first_logit(rows, stop_rows)}
+    def _network(self, size: int) -> nn.Module:
+        # For llama-68m (H = 768), and for TinyLlama (H = 2048). The published module ends in a sigmoid, which is part of the
+        # loss here.
+        widths = (512, 256) if size < 2048 else (1024, 512)
+        return perceptron((size, *widths, 1), nn.ReLU)
+
+    def _tensors(self, weights: Mapping[str, Tensor], size: int) -> dict[str, Any]:
+        return layer_tensors(weights)
 
 
-class DynaSDSoftEstimator(DynaSDEstimator):
-    """DynaSD's soft model: the draft's hidden state, 512, 256, 1 on the labels min(1, p/q).
-
-    Its data are states at depth 1 below ten roots; here those of the visited rounds, at all depths at which every earlier
-    token was accepted.
-    """
-
-    form = "dynasd-soft"
-    scalar_features = ()
-    hidden = (DRAFT_HIDDEN,)
-    soft = True
-    widths = (512, 256)  # for llama-68m, H = 768
-    widths_large = (1024, 512)  # for TinyLlama, H = 2048
-    large = 2048
-
-    def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
-        if rows.chances is None:
-            raise TraceError("--head: its labels are min(1, p/q), and the rows have no p and q of the drawn tokens")
-        inputs = [(draft_states(part)[part.drawn], part.label("accepted")[part.drawn]) for part in (rows, stop_rows)]
-        widths = self.widths if inputs[0][0].shape[1] < self.large else self.widths_large
-        return self._layers(widths, rows, stop_rows, inputs, progress)
-
-
-class DynaSDHardEstimator(DynaSDEstimator):
+class DynaSDHardEstimator(DynaSDSoftEstimator):
     """DynaSD's hard model: entropy and top-10 probabilities, 44, 1 on whether the token was accepted.
 
     As published (`BalancedDataset`), it is fitted on as many accepted as rejected rows: the more frequent ones are sampled.
@@ -103,20 +106,28 @@ class DynaSDHardEstimator(DynaSDEstimator):
 
     form = "dynasd-hard"
     scalar_features = HARD_FEATURES
-    widths = (44,)
+    hidden = ()
+    soft = False
 
-    def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
-        used = [part.subset(balanced(part, 2 * self.seed + at)) for at, part in enumerate((rows, stop_rows))]
-        inputs = [(part.features, part.accepted) for part in used]
-        return self._layers(self.widths, rows, stop_rows, inputs, progress)
+    def _examples(self, rows: FitRows, seed: int) -> tuple[Tensor, Tensor]:
+        rows = balanced(rows, seed)
+        return rows.features, rows.labels[:, :1]
+
+    def _network(self, size: int) -> nn.Module:
+        return perceptron((size, 44, 1), nn.ReLU)
 
 
-def balanced(rows: FitRows, seed: int) -> Tensor:
-    """Return the indices of as many accepted as rejected rows with a drawn token; of all if there is one kind only."""
+def balanced(rows: FitRows, seed: int) -> FitRows:
+    """Return as many accepted as rejected rows with a drawn token, or all if there is one kind only.
+
+    A label that is a chance is replaced by a draw with that probability.
+    """
+    accepted = torch.rand(len(rows), generator=torch.Generator().manual_seed(seed)) < rows.labels[:, 0]
+    rows = dataclasses.replace(rows, labels=torch.stack([accepted.float(), rows.labels[:, 1]], 1))
     generator = torch.Generator().manual_seed(seed)
-    sides = [(rows.drawn & (rows.accepted == label)).nonzero()[:, 0] for label in (True, False)]
+    sides = [(rows.drawn & (accepted == label)).nonzero()[:, 0] for label in (True, False)]
     count = min(map(len, sides)) or max(map(len, sides))
-    return torch.cat([side[torch.randperm(len(side), generator=generator)[:count]] for side in sides])
+    return rows.subset(torch.cat([side[torch.randperm(len(side), generator=generator)[:count]] for side in sides]))
 
 
 class AcceptanceNetwork(nn.Module):
@@ -130,27 +141,24 @@ class AcceptanceNetwork(nn.Module):
 
     def __init__(self, size: int, blocks: int = 3, shared: bool = False) -> None:
         super().__init__()
-        self.order = [0] * blocks if shared else list(range(blocks))
-        self.blocks = nn.ModuleList([nn.Linear(size, size) for _ in sorted(set(self.order))])
+        self.blocks = ResidualBlocks(size, blocks, shared)
         self.leave = nn.Linear(size, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [R, 1], the log-odds of acceptance of hidden states [R, H]."""
-        for at in self.order:
-            x = x + nn.functional.silu(self.blocks[at](x))
-        logits = self.leave(x)
+        logits = self.leave(self.blocks(x))
         # The softmax of two logits is the sigmoid of their difference.
         difference: Tensor = logits[:, 1:] - logits[:, :1]
         return difference
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SpecDecEstimator(NetworkEstimator):
+class SpecDecEstimator(PublishedEstimator):
     """SpecDec++'s acceptance head (arXiv 2405.19715), the bias of its rejection weight removed, with independent blocks.
 
-    Labels are min(1, p/q) of the token that the hidden state has just read (`lag` 1), or whether it was accepted if the rows
-    lack p and q. The published run: AdamW of transformers at 5e-5, cosine after 3% of warm-up, 3 epochs of 40,000 texts in
-    bfloat16. Traces hold a hundredth of that, so steps are larger, and the held-out loss stops the fit.
+    A label belongs to the token that the hidden state has just read (`lag` 1). The published run: AdamW of transformers at
+    5e-5, cosine after 3% of warm-up, 3 epochs of 40,000 texts in bfloat16. Traces hold a hundredth of that, so steps are
+    larger, and the held-out loss stops the fit.
 
     Args:
         blocks: number of blocks.
@@ -158,9 +166,6 @@ class SpecDecEstimator(NetworkEstimator):
     """
 
     form = "specdec"
-    scalar_features = ()
-    hidden = (DRAFT_HIDDEN,)
-    soft = True
     lag = 1
     rule = "survival"
     rejection_weight = 6.0
@@ -169,37 +174,29 @@ class SpecDecEstimator(NetworkEstimator):
 
     blocks: int = 3
     batch_size: int = 256
-    weight_decay: float = 0.0
 
     space: ClassVar[Mapping[str, Any]] = {"blocks": [1, 2, 3, 4], "learning_rate": (2e-4, 1e-2)}
 
-    def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
-        batches = []
-        for part in (rows, stop_rows):
-            labels = part.label("accepted").float()[part.drawn, None]
-            batches.append((draft_states(part)[part.drawn], labels, torch.ones_like(labels)))
-        size = batches[0][0].shape[1]
-        weights = self._train(lambda: AcceptanceNetwork(size, self.blocks, self.shared_blocks), batches, progress)
+    def _network(self, size: int) -> nn.Module:
+        return AcceptanceNetwork(size, self.blocks, self.shared_blocks)
+
+    def _tensors(self, weights: Mapping[str, Tensor], size: int) -> dict[str, Any]:
         # In log-odds the bias of the weight is a constant, ln w.
         bias = unbiased(weights["leave.bias"].numpy(), 1.0 if self.keeps_bias else self.rejection_weight)
         return {
-            **stacked_blocks(weights, 1 if self.shared_blocks else self.blocks, size),
+            **block_tensors(weights, 1 if self.shared_blocks else self.blocks, size),
             "order": torch.tensor([0] * self.blocks if self.shared_blocks else range(self.blocks)),
             "leave.weight": weights["leave.weight"],
             "leave.bias": bias,
-            "first": first_logit(rows, stop_rows),
         }
-
-
-def _survivals(stops: Sequence[float]) -> tuple[float, ...]:
-    """Return the least survival of each h, the chance of a rejection above which SpecDec++ stops; `STOP_THRESHOLD` first."""
-    return tuple(round(1.0 - h, 6) for h in sorted(stops, key=lambda h: (h != STOP_THRESHOLD, h)))
 
 
 class SpecDecPublishedEstimator(SpecDecEstimator):
     """SpecDec++'s head as its code fits it: its blocks share their weights, its outputs have the rejection weight's bias."""
 
     calibrated = False
-    thresholds = _survivals((0.1, 0.3, 0.5, 0.7, 0.9))  # the grid of h that the paper searches
+    # The grid of h, the chance of a rejection above which SpecDec++ stops, that the paper searches, as least survivals; the
+    # released example's first.
+    thresholds = tuple(round(1.0 - h, 6) for h in (STOP_THRESHOLD, 0.1, 0.3, 0.5, 0.9))
     shared_blocks = True
     keeps_bias = True

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +14,9 @@ from ...collect.schema import NO_TOKEN, Header
 from ...collect.store import Trace
 from ...policies.errors import TraceError
 from ...policies.features import HISTORY_FEATURES
-from ..replay.run import Replayed
-from ..replay.traces.arrays import TraceArrays, seen_features, trace_arrays
-from ..replay.traces.concatenate import check_alike
-from ..replay.traces.hidden_states import StoredHidden
+from ..replay.arrays import TraceArrays, check_alike, seen_features, trace_arrays
+from ..replay.columns import HiddenStates
+from ..replay.rounds import Rounds
 
 SOFT_COLUMNS = ("draft_prob", "target_prob")
 """Columns of `trace_arrays` (`extra`) that soft labels need."""
@@ -42,73 +39,35 @@ class FitRows:
     Attributes:
         features: [M, F] float32.
         depth: [M] int64, 0..K.
-        accepted: [M] bool, whether x_j was accepted: the label of `accept` where `depth` is 1 or more.
-        followed: [M] bool, whether x_{j+1} was accepted: the label of `next` where `followed_known`.
-        followed_known: [M] bool, whether x_1..x_j were accepted and j < K.
+        labels: [M, 2] float32 of the outputs `accept` (x_j is accepted) and `next` (x_{j+1} is accepted): 0, 1 or a chance.
+        known: [M, 2] bool, whether a row has the label: `accept` from depth 1 on, `next` where x_j was accepted and j < K.
         hidden: [M, H] float16 hidden states by name.
-        chances: [M, 2] chances that x_j and x_{j+1} are accepted given x_1..x_j: labels with the same mean and less variance;
-            None = bits are the labels. See `label_chances`.
     """
 
     features: Tensor
     depth: Tensor
-    accepted: Tensor
-    followed: Tensor
-    followed_known: Tensor
+    labels: Tensor
+    known: Tensor
     hidden: dict[str, Tensor] = field(default_factory=dict)
-    chances: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.depth)
 
     def subset(self, use: Tensor) -> FitRows:
         """Return the rows at indices, or where a mask [M] is true."""
-        return _map_tensors(lambda values: values[0][use], [self])
+        columns = (values[use] for values in (self.features, self.depth, self.labels, self.known))
+        return FitRows(*columns, {name: states[use] for name, states in self.hidden.items()})
 
     @property
     def drawn(self) -> Tensor:
-        """[M] bool, rows with a label of `accept`."""
+        """[M] bool, rows with a drawn token."""
         return self.depth > 0
-
-    def label(self, name: str) -> Tensor:
-        """Return [M], the labels "accepted" or "followed": chances if they are known, else bool."""
-        if self.chances is None:
-            labels: Tensor = getattr(self, name)
-            return labels
-        return self.chances[:, 0 if name == "accepted" else 1]
-
-    @property
-    def labels(self) -> Tensor:
-        """[M, 2] float32, both labels."""
-        return torch.stack([self.label("accepted"), self.label("followed")], 1).float()
-
-    @property
-    def known(self) -> Tensor:
-        """[M, 2] float32, 1 where a row has the label."""
-        return torch.stack([self.drawn, self.followed_known], 1).float()
-
-    @property
-    def outputs(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor], tuple[str, Tensor]]:
-        """(label, [M] rows) of the three regressions of linear heads: `accept`, `next` after a token, `next` at depth 0."""
-        known = self.followed_known
-        return ("accepted", self.drawn), ("followed", self.drawn & known), ("followed", ~self.drawn & known)
 
 
 def join_rows(parts: Sequence[FitRows]) -> FitRows:
     """Return the rows of all parts, one after the other."""
-    return _map_tensors(torch.cat, parts)
-
-
-def _map_tensors(function: Any, parts: Sequence[FitRows]) -> FitRows:
-    """Return rows each of whose tensors is `function` of the list of that tensor in all parts."""
-    columns: dict[str, Any] = {}
-    for name in (one.name for one in dataclasses.fields(FitRows)):
-        values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], dict):
-            columns[name] = {key: function([value[key] for value in values]) for key in values[0]}
-        else:
-            columns[name] = None if values[0] is None else function(values)
-    return FitRows(**columns)
+    columns = (torch.cat([getattr(part, name) for part in parts]) for name in ("features", "depth", "labels", "known"))
+    return FitRows(*columns, {name: torch.cat([part.hidden[name] for part in parts]) for name in parts[0].hidden})
 
 
 @dataclass(frozen=True)
@@ -139,12 +98,43 @@ class Visits:
         return Visits(self.row[use], self.history[use])
 
 
-def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
+def visits(arrays: TraceArrays, replays: Sequence[Rounds]) -> Visits:
     """Return the rounds of all `replays` of this trace."""
-    log = torch.cat([r.log for r in replays])
+    sequence, anchor = (torch.cat([getattr(r, name) for r in replays]) for name in ("sequence", "anchor"))
     # Dense traces, which any policy can be replayed on, have a row for every anchor.
-    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
-    return Visits(row, torch.cat([r.history for r in replays])).part(~arrays.cut[row])
+    row = arrays.offset[sequence] + anchor - arrays.first_anchor[sequence]
+    return Visits(row, torch.cat([r.history for r in replays if r.history is not None])).part(~arrays.cut[row])
+
+
+def round_labels(arrays: TraceArrays, row: Tensor, soft: bool = False, lag: int = 0) -> tuple[Tensor, Tensor]:
+    """Return (labels [R, K + 1, 2] float32, known [R, K + 1, 2] bool) of both outputs at depths 0..K of rounds.
+
+    Labels are the exact chances of acceptance if the trace has them. Else they are 0 or 1. They are known up to the first
+    rejection, because both outputs are conditional on an accepted path.
+
+    Args:
+        arrays: of chains.
+        row: [R] of the anchors.
+        soft: label `accept` with min(1, p/q), its chance under rejection, if the trace was read with `SOFT_COLUMNS`.
+        lag: `accept` at depth j refers to x_{j - lag}, and its labels are 0 or 1.
+    """
+    depth, length = torch.arange(arrays.depth + 1), arrays.accepted[row][:, None]
+    accept, following = length >= depth - lag, length > depth
+    # Policies are not called for a token that the drafter does not know.
+    has_token = pad(arrays.tokens[row] != NO_TOKEN, (1, 0))
+    known = torch.stack(
+        [(length >= depth - lag - 1) & (depth > lag) & has_token, (length >= depth) & (depth < arrays.depth)], -1
+    )
+    if not lag and set(CHANCE_COLUMNS) <= set(arrays.extra):
+        drawn, undrawn = (arrays.extra[name][row].float() for name in CHANCE_COLUMNS)
+        # `next_chance` of node j refers to x_j before it was drawn: the label of `next` at depth j - 1. No token is drawn
+        # at depth 0, and none follows at depth K.
+        return torch.stack([pad(drawn, (1, 0)), pad(undrawn, (0, 1))], -1), known
+    if soft and set(SOFT_COLUMNS) <= set(arrays.extra):
+        q, p = (arrays.extra[name][row].float() for name in SOFT_COLUMNS)
+        # q is 0 at nodes that were not drawn. `where` computes both sides, so the division must not fail there.
+        accept = pad(torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0), (1, 0))
+    return torch.stack([accept.float(), following.float()], -1), known
 
 
 def fit_rows(
@@ -164,32 +154,20 @@ def fit_rows(
         hidden: hidden states to add, float16 as they are recorded.
         lag: of the head (`Head.lag`): the row of x_j has the draft's hidden state of depth j + lag; rows without one are
             left out.
-        soft: label `accept` with min(1, p/q), if the trace was read with `SOFT_COLUMNS`.
+        soft: see `round_labels`.
 
     Raises:
         TraceError: a feature or a hidden state is not recorded.
     """
     seen = seen_features(arrays, features, visited.row, visited.history)
-    depth = torch.arange(arrays.depth + 1)[None].expand(len(seen), -1)
-    length = arrays.accepted[visited.row][:, None]
-    # [R, K + 1]; the first rejection is a row of `accept`. Deeper rows are conditional on a rejected path.
-    use = (length >= depth - 1) & (depth <= arrays.depth - lag)
-    # Policies are not called for a token that the drafter does not know.
-    use[:, 1:] &= arrays.tokens[visited.row] != NO_TOKEN
-    known = (length >= depth) & (depth < arrays.depth)
-    chances = label_chances(arrays, visited, soft)
-    return FitRows(
-        seen[use],
-        depth[use],
-        (length >= depth)[use],
-        (length > depth)[use],
-        known[use],
-        {name: _states(arrays.hidden_state(name), visited.row, use, lag) for name in hidden},
-        None if chances is None else chances[use],
-    )
+    labels, known = round_labels(arrays, visited.row, soft)
+    depth = torch.arange(arrays.depth + 1).expand(len(seen), -1)
+    use = known.any(-1) & (depth <= arrays.depth - lag)
+    states = {name: _states(arrays.hidden_state(name), visited.row, use, lag) for name in hidden}
+    return FitRows(seen[use], depth[use], labels[use], known[use], states)
 
 
-def _states(recorded: StoredHidden, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
+def _states(recorded: HiddenStates, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
     """Return [M, H] float16, the hidden states of the rows and depths in `use` [R, K + 1]; 0 for the draft's at depth 0."""
     at, depth = use.nonzero(as_tuple=True)
     states = torch.zeros(len(at), recorded.width, dtype=torch.float16)
@@ -198,32 +176,6 @@ def _states(recorded: StoredHidden, row: Tensor, use: Tensor, lag: int = 0) -> T
     for part in known.split(max(1, _BLOCK // recorded.width)):
         states[part] = recorded.at(row[at[part]], depth[part] - 1 + lag if recorded.of_nodes else None)
     return states
-
-
-def label_chances(arrays: TraceArrays, visited: Visits, soft: bool) -> Tensor | None:
-    """Return [R, K + 1, 2] chances as labels of x_j and x_{j+1}, or None: exact ones if the trace has them.
-
-    Else, with `soft`, min(1, p/q) of x_j, its chance of acceptance under rejection (0 at depth 0), and whether x_{j+1} was
-    accepted.
-    """
-    exact = known_chances(arrays, visited)
-    if exact is not None or not soft or not set(SOFT_COLUMNS) <= set(arrays.extra):
-        return exact
-    q, p = (arrays.extra[name][visited.row].float() for name in SOFT_COLUMNS)
-    # q is 0 at nodes that were not drawn. `where` computes both sides, so the division must not fail there.
-    ratio = pad(torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0), (1, 0))
-    followed = arrays.accepted[visited.row][:, None] > torch.arange(arrays.depth + 1)
-    return torch.stack([ratio, followed.float()], -1)
-
-
-def known_chances(arrays: TraceArrays, visited: Visits) -> Tensor | None:
-    """Return [R, K + 1, 2] the chances that x_j and x_{j+1} are accepted; None without `CHANCE_COLUMNS`."""
-    if not set(CHANCE_COLUMNS) <= set(arrays.extra):
-        return None
-    accept, next_ = (arrays.extra[name][visited.row].float() for name in CHANCE_COLUMNS)
-    # `next_chance` of node j refers to x_j before it was drawn: the label of `next` at depth j - 1. No token is drawn at
-    # depth 0, and none follows at depth K.
-    return torch.stack([pad(accept, (1, 0)), pad(next_, (0, 1))], -1)
 
 
 def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
@@ -273,17 +225,14 @@ def mixed_rows(
     # The state after Y_i is in the row of the next position, which must be of the same text.
     row = row[row + 1 < len(owner)]
     row = row[(owner[row + 1] == owner[row]) & arrays.extra[OWN][row + 1].bool()]
-    first, none = torch.zeros_like(row), torch.zeros_like(row).bool()
-    chances = label_chances(arrays, Visits.once(row), soft)
+    first = torch.zeros_like(row)
     stored = {name: arrays.hidden_state(name) for name in arrays.hidden}
     return FitRows(
         torch.zeros(len(row), 0),
         torch.ones_like(row),
-        arrays.accepted[row] >= 1,
-        none,
-        none,
+        round_labels(arrays, row, soft)[0][:, 1],
+        torch.tensor([True, False]).expand(len(row), 2),
         {name: states.at(row + 1, first if states.of_nodes else None) for name, states in stored.items()},
-        None if chances is None else chances[:, 1],
     )
 
 
@@ -298,8 +247,9 @@ def ranked_prompts(arrays: TraceArrays, seed: int, least: int = LEAST_PROMPTS) -
     """
     names = sorted(set(arrays.clusters), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
     if len(names) < least:
-        more = "" if least == LEAST_PROMPTS else "; --report-share 0 needs one less"
-        raise TraceError(f"--traces: expected at least {least} different prompts to split, got {len(names)}{more}")
+        raise TraceError(
+            f"--traces: expected at least {least} different prompts to split, got {len(names)}; collect more prompts"
+        )
     return names
 
 

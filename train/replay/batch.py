@@ -1,16 +1,18 @@
-"""Replay of a batch: texts side by side that share their verifications and the clock, refilled as the live loop does it.
+"""Replay of a batch: S streams share their verifications and a clock, and are refilled as in the live loop.
 
-The same rounds as of single streams (`run`), with S streams of which each has one text: a round of the batch lasts its draft
-steps and one verification of all tokens, by what the profile says that batches cost. A request that arrives while all
-streams are taken waits; one that ends gives its stream to the next.
+A round of the batch takes the time of its draft steps and of one verification of all tokens, as the profile measured for
+batches. A request that arrives while all streams are busy waits until a stream is free.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
@@ -19,207 +21,209 @@ from ...policies.errors import InputError, TraceError
 from ...policies.features import History
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
+from .arrays import TraceArrays
+from .checks import check_replayable
+from .rounds import Rounds
 from .source import TraceSource
-from .traces.arrays import TraceArrays
-from .traces.checking import check_replayable
 
-COLUMNS = (
-    "round",
-    "request",
-    "stream",
-    "anchor",
-    "context",
-    "drafted",
-    "verified",
-    "accepted",
-    "committed",
-    "backlog",
-    "decisions",
-)
-"""Of the log."""
+FULL = 4
+"""Number of batches that the requests fill at least: the last requests run in a batch that is not full."""
 
 
-@dataclass(frozen=True)
-class BatchReplayed:
-    """A policy replayed on a batch; arrays are by request [R], in the order in which they began.
+def deal(texts: int, size: int, seed: int) -> Array:
+    """Return the text of each request: all texts in random order, repeated for `FULL` batches; once for one stream."""
+    generator = np.random.default_rng(seed)
+    repeats = 1 if size == 1 else max(1, -(-FULL * size // texts))
+    # Whole permutations, so that every text is requested equally often.
+    return np.concatenate([generator.permutation(texts) for _ in range(repeats)])
+
+
+def at_once(count: int) -> Array:
+    """Return [count] float64 zeros: the batch is full until the last requests."""
+    return np.zeros(count)
+
+
+def poisson(count: int, rate: float, seed: int = 0) -> Array:
+    """Return [count] float64 arrival times in seconds of a Poisson process with `rate` requests per second.
+
+    Raises:
+        InputError: the rate is not a number above 0.
+    """
+    if not (np.isfinite(rate) and rate > 0):
+        raise InputError(f"arrivals: expected a rate above 0 requests a second, not {rate:g}")
+    # The gaps between arrivals are exponential with mean 1 / rate.
+    out: Array = np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum()
+    return out
+
+
+def recorded(times: Sequence[float], count: int) -> Array:
+    """Return [count] float64, the first `count` of these times as seconds since the first one.
+
+    Raises:
+        InputError: they decrease, are not finite, or are too few.
+    """
+    out = np.asarray(times, dtype=np.float64)
+    if out.ndim != 1 or not len(out) or not np.isfinite(out).all() or (np.diff(out) < 0).any():
+        raise InputError("arrivals: expected a list of times in seconds in ascending order")
+    if len(out) < count:
+        raise InputError(f"arrivals: expected {count} times, one per request, got {len(out)}")
+    since: Array = out[:count] - out[0]
+    return since
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class BatchRounds(Rounds):
+    """The rounds of a batch in the order of decoding. The texts of `Rounds` are the requests, in the order of their start.
 
     Attributes:
-        name: of the policy.
-        batch: S.
-        sequence: which text of the trace a request is.
-        tokens: of its text.
-        seconds: its share of what was done for several at once, its prompt included: they sum to the time that was not idle.
-        arrived, ended: when, on the clock of the batch.
-        log: [L, len(COLUMNS)] int64, a line by round and stream, in the order in which they were played.
+        call, stream: [R] number of the shared verification, and the stream, of each round.
+        text: [S] text of the trace of each request.
+        spent: [S] float64 seconds, each request's share of the time in which streams were busy, including its prompt.
+        arrived, ended: [S] float64 seconds on the clock of the batch.
     """
 
-    name: str
-    batch: int
-    sequence: Array
-    tokens: Array
-    seconds: Array
-    arrived: Array
-    ended: Array
-    log: Array
+    call: Tensor
+    stream: Tensor
+    text: Tensor
+    spent: Tensor
+    arrived: Tensor
+    ended: Tensor
 
     @property
-    def rate(self) -> float:
-        """Tokens per second of the time in which something was done."""
-        return float(self.tokens.sum() / self.seconds.sum())
+    def seconds(self) -> Tensor:  # type: ignore[override]
+        """See `spent`."""
+        return self.spent
 
     @property
-    def latency(self) -> Array:
-        """[R] seconds from a request's arrival to its last token."""
-        out: Array = self.ended - self.arrived
-        return out
-
-    @property
-    def calls(self) -> int:
-        """Verifications, each of all streams that had a round."""
-        return len(np.unique(self.log[:, 0]))
-
-    @property
-    def tokens_per_call(self) -> float:
-        """Committed tokens a stream per verification (block efficiency)."""
-        return float(self.log[:, COLUMNS.index("committed")].sum() / max(len(self.log), 1))
+    def latency(self) -> Tensor:
+        """[S] float64 seconds from a request's arrival to its last token."""
+        return self.ended - self.arrived
 
 
 def replay_batch(
-    arrays: TraceArrays,
-    policy: StopPolicy,
-    profile: Profile,
-    batch: int,
-    arrived: Array,
-    order: Array | None = None,
-    *,
-    beyond: bool = False,
-) -> BatchReplayed:
-    """Replay requests that are decoded side by side, a text of the trace each.
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int, arrived: Array, order: Array | None = None
+) -> BatchRounds:
+    """Replay requests that are decoded side by side.
 
     Args:
         arrays: a dense trace of chains.
-        policy: any policy but one that reads the clock; a joint one weighs the streams of the batch.
-        profile: measured with batches, unless the batch is one of a single stream.
-        batch: S, the texts side by side.
-        arrived: [R] seconds, not falling (`arrivals`).
-        order: [R] which text each request is; None = each once.
-        beyond: also batches larger than the largest measured one, whose costs go on as they rise (`BatchCosts`).
+        policy: any policy that does not read the clock; a joint policy receives the streams of the batch together.
+        profile: measured with batches, unless `batch` is 1.
+        batch: number of streams.
+        arrived: [S] arrival times in seconds, ascending (`at_once`, `poisson`, `recorded`).
+        order: [S] text of each request (`deal`); None = each text once.
 
     Raises:
         TraceError: as of `replay`.
-        InputError: the profile has no batches as large.
+        InputError: the profile did not measure batches of this size.
     """
     check_replayable(arrays, policy, profile)
-    check_batch(arrays, profile, batch, beyond=beyond)
-    sequences = np.arange(arrays.sequences) if order is None else np.asarray(order, dtype=np.int64)
-    if len(sequences) != len(arrived):
-        raise InputError(f"arrivals: expected {len(sequences)} times, one a request, not {len(arrived)}")
-    return _Batch(arrays, policy, profile, batch, sequences, arrived).played()
+    check_batch(arrays, profile, batch)
+    texts = np.arange(arrays.sequences) if order is None else np.asarray(order, dtype=np.int64)
+    if len(texts) != len(arrived):
+        raise InputError(f"arrivals: expected {len(texts)} times, one per request, got {len(arrived)}")
+    return _Batch(arrays, policy, profile, batch, texts, arrived).play()
 
 
-def check_batch(arrays: TraceArrays, profile: Profile, batch: int, *, beyond: bool = False) -> None:
-    """Refuse a batch that the trace or the profile cannot answer; `beyond` as of `replay_batch`."""
+def check_batch(arrays: TraceArrays, profile: Profile, batch: int) -> None:
+    """Raise if the trace is not of chains, or if the profile did not measure batches of this size."""
     if not arrays.tree.is_chain:
         raise TraceError(f"--batch: expected traces of chains, not of the tree {arrays.tree.name}")
     if batch < 1:
         raise InputError(f"--batch: expected 1 or more, not {batch}")
-    if batch == 1:  # what the tables of single streams are of
+    if batch == 1:  # priced by the costs of single streams
         return
     if profile.batch is None:
         raise InputError("--profile: it has no batches; measure them with `specstop profile --batch 1,2,4,8`")
     least, most = profile.batch.sizes[0], profile.batch.sizes[-1]
-    if batch < least or (batch > most and not beyond):
-        which = f"smallest batch measured is {least}" if batch < least else f"largest batch measured is {most}"
-        raise InputError(f"--profile: the {which}, not {batch}; measure it with --batch")
+    if not least <= batch <= most:
+        raise InputError(
+            f"--profile: expected a batch from {least} to {most}, as measured, got {batch}; measure it with --batch"
+        )
 
 
-class BatchSource(TraceSource):
-    """A trace as the source of rounds of S streams, each with one text at a time, that are verified together."""
+class _BatchSource(TraceSource):
+    """A trace as the source of rounds of S streams that are verified together, each with one text at a time."""
 
     def __init__(self, arrays: TraceArrays, policy: StopPolicy, streams: int) -> None:
-        # The queues go unused: texts are opened one by one as requests arrive, so no stream may begin with one.
+        # Texts are opened as requests arrive, not taken from queues.
         super().__init__(arrays, policy, np.zeros((streams, 1), dtype=np.int64))
         self.active = np.zeros(streams, dtype=bool)
 
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
-        shown = super().step(round, depth, alive, history)
-        # All that have a round share one verification, which is what joint policies go by.
-        together = np.where(self.active, 0, -1)
-        return DraftStep(shown.depth, shown.alive, shown.parent, shown.features, shown.hidden, together)
+        step = super().step(round, depth, alive, history)
+        # All streams with a round share one verification, on which the decisions of joint policies depend.
+        batch = np.where(self.active, 0, -1)
+        return DraftStep(step.depth, step.alive, step.parent, step.features, step.hidden, batch)
 
 
 class _Batch:
-    """A batch as it is played: who is in which stream, and the clock."""
+    """A batch while it is decoded: the request of each stream (-1 = none), the requests that wait, and the clock."""
 
     def __init__(
-        self, arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int, sequences: Array, arrived: Array
+        self, arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int, texts: Array, arrived: Array
     ) -> None:
-        self._arrays, self._profile, self._name, self._size = arrays, profile, policy.name, batch
-        self._source = BatchSource(arrays, policy, batch)
-        self._host = PolicyHost(policy, profile=profile, batch=batch)
-        self._sequences, self._arrived = sequences, arrived
-        self._waiting = deque(range(len(sequences)))
-        self._request = np.full(batch, -1, dtype=np.int64)
-        self._keys = arrays.keys.numpy()
-        self._spent, self._ended = np.zeros(len(sequences)), np.zeros(len(sequences))
-        self._clock, self._rounds = 0.0, 0
-        self._log: list[Array] = []
+        self.arrays, self.policy, self.profile, self.texts, self.arrived = arrays, policy, profile, texts, arrived
+        self.source, self.host = _BatchSource(arrays, policy, batch), PolicyHost(policy, profile=profile, batch=batch)
+        self.waiting, self.request = deque(range(len(texts))), np.full(batch, -1, dtype=np.int64)
+        self.spent, self.ended, self.clock = np.zeros(len(texts)), np.zeros(len(texts)), 0.0
+        self.columns: list[Array] = []
 
-    def played(self) -> BatchReplayed:
-        """Play all requests and return what came of them."""
-        while self._waiting or (self._request >= 0).any():
-            self._fill()
-            if self._source.active.any():
-                self._play()
-            # Also texts that ended with their first token, which have no round at all.
-            over = np.flatnonzero((self._request >= 0) & ~self._source.active)
-            self._ended[self._request[over]] = self._clock
-            self._request[over] = -1
-        log = np.concatenate([np.zeros((0, len(COLUMNS)), dtype=np.int64), *self._log])
-        tokens = self._arrays.text_tokens.numpy()[self._sequences]
-        return BatchReplayed(
-            self._name, self._size, self._sequences, tokens, self._spent, self._arrived, self._ended, log
+    def play(self) -> BatchRounds:
+        """Decode all requests."""
+        arrays, texts = self.arrays, torch.from_numpy(self.texts)
+        while self.waiting or (self.request >= 0).any():
+            self.fill()
+            if self.source.active.any():
+                self.play_round()
+            over = np.flatnonzero((self.request >= 0) & ~self.source.active)
+            self.ended[self.request[over]] = self.clock
+            self.request[over] = -1
+        columns = np.concatenate([np.zeros((0, 11), dtype=np.int64), *self.columns])
+        call, stream, *rounds, drafted = torch.from_numpy(np.column_stack([columns, columns[:, 5]])).unbind(1)
+        return BatchRounds(
+            self.policy, self.profile, arrays.prompt_tokens[texts], arrays.first_anchor[texts], *rounds, drafted,
+            call=call, stream=stream, text=texts, spent=torch.from_numpy(self.spent),
+            arrived=torch.from_numpy(np.asarray(self.arrived, dtype=np.float64)), ended=torch.from_numpy(self.ended),
         )  # fmt: skip
 
-    def _fill(self) -> None:
-        """Begin the texts that have arrived in the streams that are free, reading their prompts one after the other."""
-        if self._waiting and not (self._request >= 0).any():
-            # Nothing is decoded: the clock skips the idle time, which counts as nobody's.
-            self._clock = max(self._clock, float(self._arrived[self._waiting[0]]))
-        rows = []
-        for stream in np.flatnonzero(self._request < 0).tolist():
-            # The clock moves on with each prompt read, so that a request may arrive while this loop runs.
-            if not self._waiting or self._arrived[self._waiting[0]] > self._clock:
+    def fill(self) -> None:
+        """Begin the texts of arrived requests in free streams; their prompts are read one after the other."""
+        if self.waiting and not (self.request >= 0).any():
+            # No stream is busy: the clock skips the idle time, which is no request's share.
+            self.clock = max(self.clock, float(self.arrived[self.waiting[0]]))
+        begun = []
+        for stream in np.flatnonzero(self.request < 0).tolist():
+            # Reading a prompt advances the clock, so that a request may arrive during this loop.
+            if not self.waiting or self.arrived[self.waiting[0]] > self.clock:
                 break
-            number = self._waiting.popleft()
-            sequence = int(self._sequences[number])
-            self._source.open(stream, sequence)
-            self._request[stream] = number
-            rows.append(stream)
-            read = float(self._profile.prefill_seconds(self._arrays.prompt_tokens.numpy()[sequence : sequence + 1])[0])
-            self._spent[number] += read
-            self._clock += read
-            if not self._source.active[stream]:  # its first token ends it: it has no round, and waits for none
-                self._ended[number], self._request[stream] = self._clock, -1
-        if not rows:
-            return
-        begun = np.array(rows, dtype=np.int64)
-        self._host.refill(begun, self._keys[self._source.sequence[begun]])
+            request = self.waiting.popleft()
+            text = int(self.texts[request])
+            self.source.open(stream, text)
+            self.request[stream] = request
+            begun.append(stream)
+            read = float(self.profile.prefill_seconds(self.arrays.prompt_tokens.numpy()[text : text + 1])[0])
+            self.spent[request] += read
+            self.clock += read
+            if not self.source.active[stream]:  # the text ended with its first token
+                self.ended[request], self.request[stream] = self.clock, -1
+        if begun:
+            streams = np.array(begun, dtype=np.int64)
+            self.host.refill(streams, self.arrays.keys.numpy()[self.source.sequence[streams]])
 
-    def _play(self) -> None:
-        """Play a round of all that is running, and note it."""
-        source = self._source
-        on, anchor = source.active.copy(), source.anchor.copy()
-        made = play_round(source, self._host)
-        # The same number for every stream with a round, that of the shared one; 0 for the others.
-        seconds, rows = float(made.seconds.max()), np.flatnonzero(on)
-        self._clock += seconds
-        self._spent[self._request[rows]] += seconds / len(rows)
+    def play_round(self) -> None:
+        """Play and record a round of all active streams."""
+        source, calls, streams = self.source, len(self.columns), len(self.request)
+        active, anchor = source.active.copy(), source.anchor.copy()
+        round = play_round(source, self.host)
+        # All active streams have the seconds of the shared round; the others have 0.
+        seconds, rows = float(round.seconds.max()), np.flatnonzero(active)
+        self.clock += seconds
+        self.spent[self.request[rows]] += seconds / len(rows)
         columns = (
-            np.full(self._size, self._rounds), self._request, np.arange(self._size), anchor, made.context, made.drafted,
-            made.verified, made.accepted, made.committed, made.backlog, made.decisions,
+            np.full(streams, calls), np.arange(streams), self.request, anchor, round.context, round.drafted,
+            round.verified, round.accepted, round.committed, round.backlog, round.decisions,
         )  # fmt: skip
-        self._log.append(np.stack(columns, 1)[rows])
-        self._rounds += 1
-        source.active = on & ~source.over()
+        self.columns.append(np.stack(columns, 1)[rows])
+        source.active = active & ~source.over()

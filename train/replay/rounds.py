@@ -1,215 +1,262 @@
-"""Single rounds of a live trace whose text depends on the policy: what each would have brought, one by one."""
+"""The rounds of a replay and their prices.
+
+The rounds of a policy do not depend on what they cost, so that one replay serves every profile.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...collect.acceptance import DEPENDENT, FIXED, LENGTHS, identified_depth
-from ...decode.round_state import RoundState
-from ...decode.rounds import play_round
 from ...policies.contract import Array, StopPolicy
-from ...policies.errors import TraceError
-from ...policies.host import PolicyHost
+from ...policies.costs import CostTable
+from ...policies.display import Table
 from ...policies.profile import Profile
-from .log import Rounds
-from .source import TraceSource
-from .traces.arrays import TraceArrays
 
-ROUND_COLUMNS = ("draft_prob", "target_prob", "observed", "sent", "backlog", "explored")
-"""What `evaluate_rounds` wants of `trace_arrays` as `extra`."""
+Values = np.ndarray[Any, np.dtype[np.float64]]
 
-CAVEATS = (
-    "rounds are taken where the recorded run had them: this policy would have come to other anchors, because what follows a "
-    "round depends on where it stops; round values are no throughput of whole texts",
-    "earlier rounds, which HISTORY features and adaptive policies look at, are those recorded (of a run with --explore those "
-    "that explored), cut to this policy's length",
-)
-_IN_EXPECTATION = "acceptance is the expectation over the stored probabilities, min(1, p / q) by token"
-_AS_DRAWN = "acceptance is as it was drawn when the trace was recorded, candidates left out counting as rejected"
-_INDEPENDENT = (
-    "the engine varied its draft lengths, and rounds with fewer than {} drafted tokens are left out; this assumes that the "
-    "engine's choice of length does not depend on the tokens, which a test of the records did not reject"
-)
+BY_ROUND = (
+    "sequence", "anchor", "context", "drafted", "verified", "accepted", "committed", "backlog", "decisions", "steps",
+    "fed", "history",
+)  # fmt: skip
+"""Fields of `Rounds` with a row per round."""
 
 
-@dataclass(frozen=True)
-class RoundValues:
-    """What a policy's rounds are worth.
+@dataclass(frozen=True, repr=False)
+class Rounds:
+    """The rounds of R target calls over S texts, sorted by text, in each in the order of decoding.
 
     Attributes:
-        name: of the policy.
-        committed: [rounds] expected tokens, the target's own included.
-        seconds: [rounds] modelled.
-        caveats: what a reader must know; always to be printed.
-        taken: what they consisted of.
+        policy: that was replayed; None if the rounds are of a rule that is not a policy.
+        profile: of the costs.
+        prompt_tokens: [S] tokens of each prompt; 0 = the prompt is not priced.
+        first_tokens: [S] tokens of each text before its first round.
+        sequence, anchor: [R] the text and the anchor of each round.
+        context: [R] tokens committed before the round, including the prompt's.
+        drafted, verified, accepted, committed: [R] tokens.
+        backlog: [R] committed tokens that the draft had not read.
+        decisions: [R] calls of the policy.
+        steps: [R] draft steps: the depth that was drafted.
+        fed: [R, K] of trees, tokens read at each draft step; None for chains.
+        history: [R, 4], the HISTORY features when each round began; None if unknown.
+        caveats: what a reader of figures of these rounds must know.
     """
 
-    name: str
+    policy: StopPolicy | None
+    profile: Profile
+    prompt_tokens: Tensor
+    first_tokens: Tensor
+    sequence: Tensor
+    anchor: Tensor
+    context: Tensor
+    drafted: Tensor
+    verified: Tensor
+    accepted: Tensor
     committed: Tensor
-    seconds: Tensor
-    caveats: tuple[str, ...]
-    taken: Rounds
+    backlog: Tensor
+    decisions: Tensor
+    steps: Tensor
+    fed: Tensor | None = None
+    history: Tensor | None = None
+    caveats: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def name(self) -> str:
+        """Name of the policy."""
+        return "" if self.policy is None else self.policy.name
+
+    @property
+    def cost_name(self) -> str:
+        """Name of the price of the policy's decisions in a profile."""
+        return "" if self.policy is None else self.policy.cost_name
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[S] tokens of each text."""
+        counts = torch.zeros(len(self.prompt_tokens), dtype=self.committed.dtype)
+        return self.first_tokens + counts.index_add_(0, self.sequence, self.committed)
+
+    @cached_property
+    def seconds(self) -> Tensor:
+        """[S] float64 seconds of each text, including its prompt."""
+        return self.text_seconds(self.profile)
 
     @property
     def rate(self) -> float:
-        """Tokens per second of these rounds, a ratio of sums."""
-        return float(self.committed.sum() / self.seconds.sum())
+        """Tokens per second over all texts: a ratio of sums, never a mean of ratios."""
+        return float(self.tokens.sum() / self.seconds.sum())
 
+    @property
+    def block_efficiency(self) -> float:
+        """Committed tokens per target call."""
+        return float(self.committed.sum()) / max(len(self), 1)
 
-def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, depth: int | None = None) -> RoundValues:
-    """Call a policy at every recorded round that was drafted to full depth.
+    @property
+    def log(self) -> Tensor:
+        """[R, 5] int64: sequence, anchor, drafted, verified and accepted of each round."""
+        return torch.stack([self.sequence, self.anchor, self.drafted, self.verified, self.accepted], 1)
 
-    Args:
-        arrays: of a live trace, with `extra=ROUND_COLUMNS`.
-        policy: any policy but one that reads the clock.
-        profile: what rounds cost.
-        depth: of an engine's records, the draft length from which on rounds are used, so that several policies are compared
-            on the same rounds; None = the most that this policy drafts.
+    @property
+    def table(self) -> Table:
+        """One row: speed, tokens per target call, and means over rounds."""
+        means = {n: float(getattr(self, n).sum()) / max(len(self), 1) for n in ("drafted", "verified", "accepted")}
+        speed = {"policy": self.name, "tokens_per_s": self.rate, "tokens_per_call": self.block_efficiency}
+        return Table([speed | means | {"rounds": len(self), "texts": len(self.tokens)}])
 
-    Raises:
-        TraceError: the trace is dense, or censored: nothing was drafted as deep as the policy may want to; or what it would
-            bring is not identified (`check_identified`).
-    """
-    header = arrays.header
-    if header.collector != "live" or arrays.drawn is None:
-        raise TraceError("single rounds are of live traces; replay dense ones")
-    unknown = [name for name in policy.hidden if name not in arrays.hidden]
-    if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
-        raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
-    check_identified(arrays, policy)
-    source, host = RecordedRounds(arrays, policy), PolicyHost(policy, profile=profile)
-    host.start(arrays.keys.numpy())
-    # Only where acceptance is by token and the trace holds p and q, which an engine's records lack.
-    soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
-    lengths = header.facts.get(LENGTHS)
-    depth = policy.max_depth if depth is None else depth
-    # Without exploration every uncut round is used; `verify` refuses a policy that wants what was not drawn.
-    used = arrays.extra["explored"] | (header.explore == 0.0)
-    full = (used if lengths is None else arrays.drawn.sum(1) >= depth).numpy() & ~arrays.cut.numpy()
-    worth, counts, feeds = [], [], []
-    while source.visit(full):
-        on, sequence, anchor = source.active, source.sequence, source.anchor
-        made = play_round(source, host)
-        fed = made.fed_by_step
-        source.check_observed(made, soft)
-        expected = _expected(arrays, source.row, made) if soft else made.accepted
-        worth.append(np.stack([expected + 1.0, made.seconds], 1)[on])
-        columns = (sequence, anchor, made.context, made.drafted, made.verified, made.accepted, made.backlog)
-        steps = made.drafted if fed is None else (fed > 0).sum(1)
-        counts.append(np.stack([*columns, made.decisions, steps])[:, on])
-        feeds += [] if fed is None else [fed[on]]
-    committed, seconds = torch.from_numpy(np.concatenate(worth)).unbind(1)
-    if not len(committed):
-        raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
-    varied = () if lengths in (None, FIXED, DEPENDENT) else (_INDEPENDENT.format(depth),)
-    caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN, *varied)
-    fed_by_step = torch.from_numpy(np.concatenate(feeds)) if feeds else None
-    at, start, context, drafted, verified, accepted, backlog, asked, passes = torch.from_numpy(
-        np.concatenate(counts, 1)
-    )
-    taken = Rounds(
-        at, start, context, drafted, verified, accepted, backlog, asked, passes, fed_by_step, policy.cost_name
-    )
-    return RoundValues(policy.name, committed, seconds, caveats, taken)
+    def to_pandas(self) -> Any:
+        """Return the table as a `pandas.DataFrame`."""
+        return self.table.to_pandas()
 
+    def __repr__(self) -> str:
+        return repr(self.table)
 
-def check_identified(arrays: TraceArrays, policy: StopPolicy) -> None:
-    """Refuse a policy that may draft deeper than an engine's records identify.
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
 
-    Raises:
-        TraceError: the engine's draft lengths depend on acceptance, and one of its drafts was shorter.
-    """
-    limit = identified_limit(arrays)
-    if policy.max_depth > limit:
-        raise TraceError(
-            f"expected a policy of at most {limit} tokens, got {policy.name}: in this trace draft lengths depend on "
-            "acceptance, so that what longer drafts would bring is not identified; record with a fixed draft length, or with "
-            "random lengths"
+    def price(self, profile: Profile) -> Tensor:
+        """Return [R] float64 seconds of each round under a profile."""
+        return self._price(profile, self.backlog, profile.decision(self.cost_name))
+
+    def bare_seconds(self, profile: Profile) -> Tensor:
+        """Return [R] float64 seconds with free decisions and with a draft that has read all but the anchor."""
+        return self._price(profile, torch.ones_like(self.backlog), 0.0)
+
+    def decision_seconds(self, profile: Profile) -> Tensor:
+        """Return [R] float64 seconds of decisions."""
+        return profile.decision(self.cost_name) * self.decisions.double()
+
+    def _price(self, profile: Profile, backlog: Tensor, decision: float) -> Tensor:
+        columns = (self.context, self.drafted, self.verified, backlog, self.decisions)
+        fed = None if self.fed is None else self.fed.numpy()
+        return torch.from_numpy(profile.round_seconds(*(column.numpy() for column in columns), decision, fed))
+
+    def text_seconds(self, profile: Profile) -> Tensor:
+        """Return [S] float64 seconds of each text under a profile, including its prompt."""
+        read = torch.from_numpy(profile.prefill_seconds(self.prompt_tokens.numpy())) * (self.prompt_tokens > 0)
+        return read.double().index_add_(0, self.sequence, self.price(profile))
+
+    def by_sequence(self, values: Tensor) -> Tensor:
+        """Return [S] float64, the sums of values [R] over the rounds of each text."""
+        return torch.zeros(len(self.prompt_tokens), dtype=torch.float64).index_add_(0, self.sequence, values.double())
+
+    def subset(self, texts: Sequence[int]) -> Rounds:
+        """Return the rounds of these texts, numbered in this order."""
+        at = torch.as_tensor(list(texts), dtype=torch.int64)
+        number = torch.full((len(self.prompt_tokens),), -1)
+        number[at] = torch.arange(len(at))
+        keep = torch.nonzero(number[self.sequence] >= 0)[:, 0]
+        keep = keep[torch.argsort(number[self.sequence[keep]], stable=True)]
+        columns: dict[str, Any] = {n: v[keep] for n in BY_ROUND if (v := getattr(self, n)) is not None}
+        columns |= {"sequence": number[columns["sequence"]]}
+        return dataclasses.replace(
+            self, prompt_tokens=self.prompt_tokens[at], first_tokens=self.first_tokens[at], **columns
         )
 
 
-def identified_limit(arrays: TraceArrays) -> int:
-    """Return the depth to which a live trace identifies what policies would bring (`acceptance.identified_depth`)."""
-    assert arrays.drawn is not None
-    return identified_depth(arrays.header, arrays.drawn[~arrays.cut].numpy())
+def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: float = 1.0) -> Profile:
+    """Return a profile with costs of draft steps, verifications and decisions multiplied by these factors."""
+
+    def table(side: CostTable) -> CostTable:
+        return dataclasses.replace(
+            side,
+            draft_s=(side.draft_s[0] * draft, side.draft_s[1] * draft),
+            draft_token_s=side.draft_token_s * draft,
+            later_draft_s=None if side.later_draft_s is None else side.later_draft_s * draft,
+            verify_s=tuple(s * verify for s in side.verify_s),
+            tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
+        )
+
+    # `with_decisions` drops the timings of a price, so that unchanged prices must not be passed to it.
+    prices = {name: profile.decision(name) * decision for name in profile.decision_s if decision != 1.0}
+    return dataclasses.replace(profile.with_decisions(prices), low=table(profile.low), high=table(profile.high))
 
 
-class RecordedRounds(TraceSource):
-    """The rounds of a live trace as they were recorded: each text's one after the other, wherever a policy would have gone.
+_LONG = 2
+"""Backlogs beyond which each token of a first draft step costs as much as the one before."""
 
-    Args:
-        arrays: with the extra column `backlog`.
-        policy: that asks for what it holds.
+
+@dataclass(frozen=True)
+class RoundTypes:
+    """Rounds counted by type, so that pricing them by many profiles is a sum over few types; all [C].
+
+    Attributes:
+        drafted, verified, backlog: tokens.
+        fed: [C, K] of trees, tokens read at each draft step; None for chains.
     """
 
-    def __init__(self, arrays: TraceArrays, policy: StopPolicy) -> None:
-        super().__init__(arrays, policy, np.arange(arrays.sequences)[:, None])
-        self._anchors_at, self._unread = arrays.every_anchor.numpy(), arrays.extra["backlog"].numpy().astype(np.int64)
-        self._rounds, self._next = arrays.rows.numpy(), 0
+    drafted: Array
+    verified: Array
+    backlog: Array
+    fed: Array | None
 
-    def visit(self, wanted: Array) -> bool:
-        """Go on to the next round of each text; those that are `wanted` [N] are active. Return whether there was any."""
-        turn, self._next = self._next, self._next + 1
-        # A text that has no further round stays at its last one, inactive: every row must exist.
-        self.row = self._offset + np.minimum(turn, self._rounds - 1)
-        self.active = (turn < self._rounds) & wanted[self.row]
-        self.anchor, self.backlog = self._anchors_at[self.row], self._unread[self.row]
-        return turn < int(self._rounds.max())
+    def seconds(self, profile: Profile, counts: Values) -> Values:
+        """Return [R, C] seconds of model calls and of the overhead of rounds, without decisions.
 
-    def begin(self) -> RoundState:
-        """See `decode.rounds.RoundSource`."""
-        round = super().begin()
-        if round.limit is not None and self.arrays.drawn is not None and self.topology.is_chain:
-            # An engine drafts past the limit of a text, too.
-            round.limit = np.maximum(round.limit, self.arrays.drawn.numpy()[self.row].sum(1))
-        return round
-
-    def rows(self) -> Array:
-        """Return [R], the rows visited."""
-        return self.row
-
-    def check_observed(self, round: RoundState, in_expectation: bool) -> None:
-        """Refuse rounds that verify what was drafted and never verified: that is no rejection.
+        Rounds are priced at the mean context of their type. `Profile.round_seconds` is linear in the context, so that sums
+        are exact, except in contexts so far from the measured ones that costs are held at a quarter.
 
         Args:
-            round: the rounds.
-            in_expectation: probabilities serve, which the target gave of sent tokens, in the place of outcomes.
-
-        Raises:
-            TraceError: the trace does not say what became of a token.
+            profile: of the costs.
+            counts: [R, 2, C] number of rounds of each type, and sums of their contexts.
         """
-        arrays, tree, row = self.arrays, self.topology, self.row
-        sent = round.sent[:, 1:] & self.active[:, None]  # [R, nodes]
-        known = arrays.extra["sent"].numpy()[row, : tree.nodes].astype(bool)
-        if not in_expectation:
-            known |= arrays.extra["observed"].numpy()[row, : tree.nodes].astype(bool)
-            path = arrays.accepted_nodes(torch.from_numpy(row)).numpy()[:, : tree.nodes]
-            # After a rejection nothing is left to be observed.
-            sent &= np.concatenate([np.ones((len(row), 1), dtype=bool), path], 1)[:, tree.parents[1:]]
-        if (sent & ~known).any():
-            raise TraceError(
-                f"{self.policy.name} verifies tokens that {arrays.header.policy} drafted and did not send when the trace was "
-                "recorded; collect dense traces, or live ones with --explore"
-            )
+        rounds, context = counts[:, 0], counts[:, 1]
+        # Types with negative counts have negative sums of contexts: their mean is positive.
+        mean = np.divide(context, rounds, out=np.zeros_like(context), where=rounds != 0)
+        decisions = np.zeros_like(self.drafted)
+        seconds: Values = profile.round_seconds(
+            mean, self.drafted, self.verified, self.backlog, decisions, 0.0, self.fed
+        )
+        return rounds * seconds
 
-    def commit(self, round: RoundState) -> None:
-        """Stay: the next round is the one that was recorded."""
-        round.committed, round.ended = self._taken + 1, np.zeros(len(self.row), dtype=bool)
-
-
-def likelihood_ratios(arrays: TraceArrays, row: Array | slice = slice(None)) -> Array:
-    """Return [R, K] p / q of the tokens drawn in these rows, 0 where none was."""
-    q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
-    # `where` works out both sides, so that the division must not fail where q is 0.
-    return np.where(q > 0, p / np.maximum(q, 1e-300), 0.0)
+    @staticmethod
+    def joined(types: Sequence[RoundTypes]) -> tuple[RoundTypes, list[int]]:
+        """Return the types of several replays, all of chains or all of trees, and the index at which those of each begin."""
+        feeds = [one.fed for one in types if one.fed is not None]
+        deepest = max((fed.shape[1] for fed in feeds), default=0)
+        padded = [np.pad(fed, ((0, 0), (0, deepest - fed.shape[1]))) for fed in feeds]
+        begins = np.cumsum([0, *(len(one.drafted) for one in types[:-1])]).tolist()
+        drafted, verified, backlog = (
+            np.concatenate([getattr(one, name) for one in types]) for name in ("drafted", "verified", "backlog")
+        )
+        return RoundTypes(drafted, verified, backlog, np.concatenate(padded) if padded else None), begins
 
 
-def _expected(arrays: TraceArrays, row: Array, round: RoundState) -> Array:
-    """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
-    survival = np.minimum(likelihood_ratios(arrays, row), 1.0).cumprod(1)
-    out: Array = (survival * (np.arange(arrays.depth) < round.verified[:, None])).sum(1)
-    return out
+def count_rounds(rounds: Rounds) -> tuple[RoundTypes, Values]:
+    """Return the types of rounds and their counts by text.
+
+    A backlog of more than `_LONG` tokens is counted as one of `_LONG`. Each token beyond adds the difference between a round
+    with one token more and one without: one type counted up, another one counted down.
+
+    Returns:
+        C types, and [S, 2, C] rounds of each type and sums of their contexts.
+    """
+    texts, columns = len(rounds.prompt_tokens), (rounds.sequence, rounds.context, rounds.drafted, rounds.backlog)
+    sequence, context, drafted, backlog = (column.numpy() for column in columns)
+    fed = None if rounds.fed is None else rounds.fed.numpy()
+    beyond = np.maximum(backlog - _LONG, 0) * (drafted > 0)  # without drafting, the backlog is not read
+    short = np.where(drafted > 0, np.minimum(backlog, _LONG), 1)
+    rows = np.column_stack([drafted, rounds.verified.numpy(), short, *([] if fed is None else [fed])])
+    types, at = np.unique(rows, axis=0, return_inverse=True)
+    # With backlog b > 2: cost(b) = cost(2) + (b - 2) (cost(3) - cost(2)). What the two types draft and send cancels; they
+    # feed a token, or no first step would be priced.
+    one_more = np.zeros((2, types.shape[1]), dtype=np.int64)
+    one_more[:, 0], one_more[:, 2], one_more[:, 3:4] = 1, [_LONG + 1, _LONG], 1
+    types = np.concatenate([types, one_more])
+    counts = np.zeros((2, texts, len(types)))
+    for number, value in enumerate((np.ones_like(context), context)):
+        np.add.at(counts[number], (sequence, at.ravel()), value)  # numpy 2.0 keeps the axis in `at`
+        extra = np.bincount(sequence, value * beyond, texts)
+        counts[number, :, -2], counts[number, :, -1] = extra, -extra  # in the order of `one_more`
+    return RoundTypes(types[:, 0], types[:, 1], types[:, 2], None if fed is None else types[:, 3:]), counts.transpose(
+        1, 0, 2
+    )

@@ -1,12 +1,13 @@
-"""Replay: what a policy would have done on a trace, round by round, exactly, in the time of a profile.
+"""Exact replay of policies on a trace, with many streams side by side.
 
-The live loop's own rounds (`decode.rounds`), with many streams side by side and the trace as their source (`source`).
+The rounds are those of the live loop (`decode.rounds`), with the trace as their source.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,217 +18,237 @@ from torch import Tensor
 from ...collect.store import Trace
 from ...decode.rounds import play_round
 from ...policies.contract import Array, StopPolicy
-from ...policies.display import Table
-from ...policies.features import History
-from ...policies.host import PolicyHost
+from ...policies.features import HISTORY_FEATURES, History
+from ...policies.fixed import FeatureThreshold, FixedLength
+from ...policies.host import PolicyHost, is_trusted
+from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, as_profile
+from ...policies.published.online import Online
 from ...policies.registry import PolicySpec, as_policy
+from ...policies.rules import Rule
+from .arrays import TraceArrays, trace_arrays
+from .checks import check_replayable, load_traces
+from .rounds import Rounds
 from .source import TraceSource
-from .stacking import stacked
-from .traces.arrays import TraceArrays, trace_arrays
-from .traces.checking import check_replayable, load_traces
 
 MOST_STREAMS = 1 << 14
 """Streams side by side when many policies are replayed at once."""
 
 MOST_HIDDEN_BYTES = 1 << 26
-"""Of the hidden states that they are shown at once."""
+"""Bytes of the hidden states that these streams receive at once."""
 
 CROWDED = 0.75
-"""Share of the streams that still have a text below which the others are left out."""
+"""Share of the streams with a text below which the other streams are removed."""
 
 
-@dataclass(frozen=True, repr=False)
-class Replayed:
-    """A replayed policy.
-
-    Attributes:
-        name: of the policy.
-        tokens, seconds, rounds, drafted, verified, accepted: [S] sums by sequence; `tokens` and `seconds` include the
-            first token and the reading of the prompt.
-        log: [R, 5] int64, one line a round: sequence, anchor, drafted, verified, accepted; in order within a sequence.
-        history: [R, 4], what the HISTORY features were when each round began.
-        committed: [S] tokens committed by rounds.
-        details: [R, 3 + K] int64, further columns of the log, where they were asked for: context, backlog, decisions, and
-            the rows fed at each depth.
-    """
-
-    name: str
-    tokens: Tensor
-    seconds: Tensor
-    rounds: Tensor
-    drafted: Tensor
-    verified: Tensor
-    accepted: Tensor
-    committed: Tensor
-    log: Tensor
-    history: Tensor
-    details: Tensor | None = None
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second over all sequences: a ratio of sums, never a mean of ratios."""
-        return float(self.tokens.sum() / self.seconds.sum())
-
-    @property
-    def table(self) -> Table:
-        """One row: speed, tokens per target call, and means over rounds."""
-        rounds = int(self.rounds.sum())
-        means = {
-            name: float(getattr(self, name).sum()) / max(rounds, 1) for name in ("drafted", "verified", "accepted")
-        }
-        speed = {"policy": self.name, "tokens_per_s": self.rate, "tokens_per_call": self.block_efficiency}
-        return Table([speed | means | {"rounds": rounds, "texts": len(self.tokens)}])
-
-    def to_pandas(self) -> Any:
-        """Return the table as a `pandas.DataFrame`."""
-        return self.table.to_pandas()
-
-    def __repr__(self) -> str:
-        return repr(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
-
-    @property
-    def block_efficiency(self) -> float:
-        """Committed tokens per target call."""
-        return float(self.committed.sum() / self.rounds.sum().clamp_min(1))
-
-
-def replay(
-    traces: TraceArrays | Trace | str | Path,
-    policy: PolicySpec,
-    profile: Profile | str | Path,
-    details: bool = False,
-) -> Replayed:
-    """Replay a policy on all sequences; one that carries its state decodes them in their order, as the live loop does.
+def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile: Profile | str | Path) -> Rounds:
+    """Replay a policy on all texts of a trace. A policy that carries its state decodes them in order, as the live loop does.
 
     Args:
         traces: a trace, its folder, or its arrays.
         policy: a policy, a spec such as `fixed:4`, or a policy folder; it must not read the clock.
-        profile: prices the rounds; a profile or its file.
-        details: keep more of each round.
+        profile: costs of rounds; a profile or its file.
 
     Raises:
-        TraceError: the policy drafts deeper than the trace, reads what the trace does not hold, or comes where it has no
-            round.
+        TraceError: the policy drafts deeper than the trace, reads what the trace does not have, or comes to an anchor that
+            has no round.
     """
     arrays = traces if isinstance(traces, TraceArrays) else trace_arrays(load_traces(traces))
     policy, profile = as_policy(policy), as_profile(profile)
     check_replayable(arrays, policy, profile)
-    return _played(arrays, policy, profile, _queues(arrays, policy), [policy], details)[0]
+    return _play(arrays, policy, profile, _queues(arrays, policy), [policy])[0]
 
 
-def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
-    """Replay many policies; those that differ in a threshold only run side by side, which is what a sweep wants."""
-    most = min([MOST_STREAMS, *(_streams_of(arrays, policy) for policy in policies if policy.hidden)])
-    each = max(1, most // max(arrays.sequences, 1))
-    done: list[Replayed] = []
-    at = 0
-    while at < len(policies):
-        group = list(policies[at : at + each])
+def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Rounds]:
+    """Replay many policies. Neighbours that differ only in a threshold run side by side, which makes sweeps fast."""
+    each = max(
+        1, min([MOST_STREAMS, *(_most_streams(arrays, policy) for policy in policies)]) // max(arrays.sequences, 1)
+    )
+    results: list[Rounds] = []
+    while len(results) < len(policies):
+        group = list(policies[len(results) : len(results) + each])
         queues = _queues(arrays, group[0])
-        # A sweep has policies of one kind next to each other: halving soon leaves a run of such.
-        while len(group) > 1 and stacked(group, len(queues)) is None:
+        # Policies of one kind are neighbours in a sweep: a few halvings leave only such.
+        while (policy := _stacked(group, len(queues))) is None:
             group = group[: len(group) // 2]
-        one = stacked(group, len(queues)) if len(group) > 1 else None
-        if one is None:
-            done.append(replay(arrays, group[0], profile))
-            at += 1
-            continue
-        check_replayable(arrays, one, profile)
-        done += _played(arrays, one, profile, np.tile(queues, (len(group), 1)), group)
-        at += len(group)
-    return done
+        check_replayable(arrays, policy, profile)
+        results += _play(arrays, policy, profile, np.tile(queues, (len(group), 1)), group)
+    return results
+
+
+def _most_streams(arrays: TraceArrays, policy: StopPolicy) -> int:
+    """Return how many streams' hidden states of one depth fit into `MOST_HIDDEN_BYTES`."""
+    width = arrays.tree.width * sum(arrays.hidden_state(name).width for name in policy.hidden)
+    return MOST_HIDDEN_BYTES // (4 * width) if width else MOST_STREAMS
+
+
+def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profile: Profile) -> list[Rounds]:
+    """Replay C rules with draft lengths that are known for each anchor, side by side and without calling a policy.
+
+    Args:
+        arrays: a dense trace of chains.
+        drafted, verified: [C, N] tokens by anchor, cut to `TraceArrays.draft_bound`.
+        profile: costs of rounds.
+    """
+    texts, bound = arrays.sequences, arrays.draft_bound.numpy()
+    rule = np.arange(len(drafted)).repeat(texts)
+    # A policy of length 0 reads no feature.
+    source = TraceSource(arrays, FixedLength(0), np.tile(np.arange(texts), len(drafted))[:, None])
+    lengths, sends, turns = drafted.numpy(), verified.numpy(), []
+    while source.active.any():
+        left = np.flatnonzero(source.active)
+        source.take(left)
+        rule, sequence, anchor = rule[left], source.sequence, source.anchor
+        round = source.begin()
+        round.drafted = np.minimum(lengths[rule, source.row], bound[source.row])
+        round.verified = np.minimum(sends[rule, source.row], round.drafted)
+        round.decisions = np.zeros_like(round.drafted)
+        source.verify(round)
+        source.commit(round)
+        turns.append((round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
+        source.next_texts()
+    return _results(arrays, profile, [None] * len(drafted), turns, is_tree=False)
 
 
 def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
-    """Return [R, Q], the streams of a policy: one for each sequence, or where it carries its state one for each of N draws.
+    """Return [R, Q], the texts of each stream: one each, or all in order if the policy carries its state.
 
-    What carries its state meets a text once, not N draws of it.
+    A policy that carries its state decodes each text once, not N draws of it: there is a stream for each of the N draws.
     """
     every = np.arange(arrays.sequences)
-    # The N draws of a text are sequences that follow one another.
+    # The N draws of a text are consecutive sequences.
     return every.reshape(-1, arrays.header.draws).T.copy() if policy.carries else every[:, None]
 
 
-def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:
-    """Return how many streams' hidden states of one depth fit into `MOST_HIDDEN_BYTES`."""
-    return MOST_HIDDEN_BYTES // (4 * arrays.tree.width * sum(arrays.hidden_state(name).width for name in policy.hidden))
+def _columns(round: Any) -> tuple[Array, ...]:
+    """Return the columns of `Rounds` from context to decisions."""
+    return (
+        round.context, round.drafted, round.verified, round.accepted, round.committed, round.backlog, round.decisions
+    )  # fmt: skip
 
 
-def _played(
-    arrays: TraceArrays,
-    policy: StopPolicy,
-    profile: Profile,
-    queues: Array,
-    names: Sequence[StopPolicy],
-    details: bool = False,
-) -> list[Replayed]:
-    """Play all rounds; the streams fall into as many equal parts as there are names, each with every sequence once."""
+def _play(
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Array, policies: Sequence[StopPolicy]
+) -> list[Rounds]:
+    """Play all rounds. The streams are divided equally among `policies`; `policy` decides as each of them in its part."""
     source = TraceSource(arrays, policy, queues)
-    # Rounds are priced in one call after the replay, unless the policy reads their seconds.
+    # Rounds are priced after the replay, unless the policy observes their seconds.
     observes_seconds = policy.reads_seconds and type(policy).observe is not StopPolicy.observe
     host = PolicyHost(policy, profile=profile if observes_seconds else None)
     host.start(arrays.keys.numpy()[source.sequence])
-    bins = len(names) * arrays.sequences
-    part = np.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
-    by_stream = policy is not names[0]  # stacked: each stream has thresholds of its own, and no stream may move
+    part = np.arange(len(queues)) // (len(queues) // len(policies)) * arrays.sequences
+    is_stacked, is_tree = policy is not policies[0], not source.topology.is_chain
     turns: list[tuple[Array, ...]] = []
-    is_tree = not source.topology.is_chain
-    while on := int(np.count_nonzero(source.active)):
-        if not by_stream and on <= CROWDED * len(part):
+    while active := int(np.count_nonzero(source.active)):
+        if not is_stacked and active <= CROWDED * len(part):  # thresholds of stacked policies are by stream
             left = np.flatnonzero(source.active)
             part = part[left]
             source.take(left)
             host.take(left)
-        begin = source.active, part + source.sequence, host.history.record, source.sequence, source.anchor
-        made = play_round(source, host)
-        counts = made.drafted, made.verified, made.accepted, made.committed, made.context, made.backlog, made.decisions
-        turns.append((*begin, *counts, *(made.steps.T if details or is_tree else ())))
+        on, owner, history = source.active, part + source.sequence, host.history.record
+        sequence, anchor = source.sequence, source.anchor
+        round = play_round(source, host)
+        fed = round.steps.T if is_tree else ()
+        turns.append((on, owner, sequence, anchor, *_columns(round), *fed, history))
         begun = source.next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
-    columns = [np.concatenate(column) for column in zip(*turns, strict=True)] or _no_rounds(source.topology.deepest)
-    del turns
-    _, owner, history, *columns = [column[columns[0]] for column in columns]
-    history = History(history).values()
-    table = np.stack(columns, 1)  # [R, 9 + K]
-    context, drafted, verified, backlog, decisions = table[:, [6, 2, 3, 7, 8]].T
-    price, fed = profile.decision(policy.cost_name), table[:, 9:] if is_tree else None
-    spent = profile.round_seconds(context, drafted, verified, backlog, decisions, price, fed)
-    reading = np.tile(profile.prefill_seconds(arrays.prompt_tokens.numpy()), len(names))
-    seconds = np.bincount(np.concatenate([np.arange(bins), owner]), np.concatenate([reading, spent]), bins)
-    rounds = np.bincount(owner, minlength=bins)
-    sums = np.stack([np.bincount(owner, column, bins) for column in table.T[2:6]]).astype(np.int64)
-    order = np.argsort(owner, kind="stable")  # within a sequence in the order they were played
-    log, more, history = table[order, :5], table[order, 6:], history[order]
-    first = np.concatenate([[0], np.cumsum(rounds)])
-    out = []
-    for at, named in enumerate(names):
-        mine = slice(at * arrays.sequences, (at + 1) * arrays.sequences)
-        here = slice(first[mine.start], first[mine.stop])
-        drafted, verified, accepted, committed = torch.from_numpy(sums[:, mine])
-        out.append(
-            Replayed(
-                named.name,
-                arrays.first_anchor + committed,
-                torch.from_numpy(seconds[mine]),
-                torch.from_numpy(rounds[mine]),
-                drafted,
-                verified,
-                accepted,
-                committed,
-                torch.from_numpy(log[here]),
-                torch.from_numpy(history[here]),
-                torch.from_numpy(more[here]) if details else None,
+    return _results(arrays, profile, policies, turns, is_tree)
+
+
+def _results(
+    arrays: TraceArrays,
+    profile: Profile,
+    policies: Sequence[StopPolicy | None],
+    turns: list[tuple[Array, ...]],
+    is_tree: bool,
+) -> list[Rounds]:
+    """Return the rounds of each policy.
+
+    Args:
+        arrays: the trace, of S texts.
+        profile: of the costs.
+        policies: that were replayed.
+        turns: columns [R'] of the rounds that were played at the same time: whether the stream was active, owner =
+            policy * S + text, text, anchor, `_columns`, of trees the tokens fed at each draft step, and perhaps the history
+            [R', 5].
+        is_tree: whether there are tokens fed.
+    """
+    if not turns:
+        none, past = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(HISTORY_FEATURES))
+        empty = Rounds(None, profile, arrays.prompt_tokens, arrays.first_anchor, *[none] * 10, history=past)
+        return [dataclasses.replace(empty, policy=policy) for policy in policies]
+    columns = [np.concatenate(column) for column in zip(*turns, strict=True)]
+    history = columns.pop() if columns[-1].ndim > 1 else None
+    active, owner, *columns = columns
+    order = np.flatnonzero(active)
+    order = order[np.argsort(owner[order], kind="stable")]  # within a text in the order in which they were played
+    first = np.searchsorted(owner[order], np.arange(len(policies) + 1) * arrays.sequences)
+    table = torch.from_numpy(np.stack([column[order] for column in columns]))  # [9 + K, R]
+    values = None if history is None else torch.from_numpy(History(history[order]).values())
+    results = []
+    for policy, begin, end in zip(policies, first[:-1], first[1:], strict=True):
+        rows = table[:, begin:end]
+        fed = rows[9:].T.contiguous() if is_tree else None
+        drafted = rows[3]
+        steps = drafted if fed is None else (fed > 0).sum(1)
+        results.append(
+            Rounds(
+                policy, profile, arrays.prompt_tokens, arrays.first_anchor, *rows[:9], steps, fed,
+                None if values is None else values[begin:end],
             )
-        )
-    return out
+        )  # fmt: skip
+    return results
 
 
-def _no_rounds(depth: int) -> list[Array]:
-    """Return the columns of a replay without rounds."""
-    none = np.zeros(0, dtype=np.int64)
-    return [none.astype(bool), none, History.start(0).record, *[none] * (9 + depth)]
+def _stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
+    """Return one policy for `len(policies) * streams` streams, the first `streams` under the first policy, and so on.
+
+    Returns:
+        None if they differ in more than thresholds.
+    """
+    first = policies[0]
+    if len(policies) == 1:
+        return first
+    # The decisions of plugins may depend on more than the threshold.
+    if not is_trusted(first) or any(
+        (type(p), p.max_depth, p.first) != (type(first), first.max_depth, first.first) for p in policies
+    ):
+        return None
+    if isinstance(first, FeatureThreshold):
+        return _with_levels(first, [p.level for p in policies if isinstance(p, FeatureThreshold)], streams, np.float32)
+    if isinstance(first, Online):
+        online = [p for p in policies if isinstance(p, Online)]
+        if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
+            return None
+        return _with_levels(first, [p.level for p in online], streams, np.float64)
+    if type(first) is not LearnedPolicy:  # decisions of subclasses depend on more than a rule's levels
+        return None
+    learned = [p for p in policies if isinstance(p, LearnedPolicy)]
+    shared = ("head", "accept", "next", "survival")
+    rule = _stacked_rule([p.rule for p in learned], streams)
+    same = all(getattr(p, name) is getattr(first, name) for p in learned for name in shared)
+    return first.with_rule(rule) if same and rule is not None else None
+
+
+def _with_levels(
+    policy: FeatureThreshold | Online, levels: Sequence[float | Array], streams: int, dtype: type[np.floating]
+) -> StopPolicy:
+    """Return the policy with a level for each stream [R, 1], in the type in which it compares."""
+    stacked = copy.copy(policy)
+    stacked.level = np.repeat(np.array(levels, dtype=dtype), streams)[:, None]
+    return stacked
+
+
+def _stacked_rule(rules: Sequence[Rule], streams: int) -> Rule | None:
+    """Return a rule with a threshold for each stream; None if they differ in more, or in their depths."""
+    first = rules[0]
+    shape = type(first), first.kind, first.scales, len(first.levels)
+    if any((type(r), r.kind, r.scales, len(r.levels)) != shape for r in rules):
+        return None
+    rule = copy.copy(first)
+    # By depth: [1] of each policy -> [policies * streams].
+    rule.levels = tuple(
+        np.repeat(np.concatenate(levels), streams) for levels in zip(*(r.levels for r in rules), strict=True)
+    )
+    return rule

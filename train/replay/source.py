@@ -1,4 +1,4 @@
-"""A trace as the source of rounds: what a policy sees is looked up, and so is what the target accepts."""
+"""A trace as the source of rounds: features and accepted tokens are looked up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.features import History, Layout
 from ...policies.kernels import on_first_use
-from .traces.arrays import TraceArrays
+from .arrays import TraceArrays
 
 kernels = on_first_use("features")
 
@@ -23,24 +23,26 @@ _NO_HISTORY = np.zeros((0, 0), dtype=np.float32)
 
 
 class TraceSource:
-    """See `decode.rounds.RoundSource`. R streams, each with a queue of texts that are decoded one after the other.
+    """The `decode.rounds.RoundSource` of R streams, each with a queue of texts that are decoded one after the other.
 
-    The trace is tensors, replay works on views of them as arrays: what it does between two decisions is many small steps.
+    The tensors of the trace are viewed as numpy arrays, whose small operations between two decisions are faster.
 
     Args:
         arrays: a trace.
-        policy: that asks for what it holds.
+        policy: reads features and hidden states of it.
         queues: [R, Q] int64 sequences.
 
     Attributes:
         active: [R] bool, streams that have a round.
-        sequence, anchor, backlog: [R] int64, where they are, and the tokens that the draft has not read.
-        row: [R] int64, of the round, in the trace; any row of a stream without one.
+        sequence, anchor, backlog: [R] int64, position of each stream, and committed tokens that the draft has not read.
+        row: [R] int64, row of the round in the trace; any row of the text for a stream without a round.
     """
+
+    timer = NO_TIMER
 
     def __init__(self, arrays: TraceArrays, policy: StopPolicy, queues: Array) -> None:
         self.arrays, self.policy, self.queues = arrays, policy, queues
-        # As the live loop does under that verification; under `match` trimming may depend on anything.
+        # As in the live loop with this verification. Under `match`, trimming may depend on anything.
         hides = arrays.header.given_text and MODES[arrays.header.verification].hides
         self.decides_ended, self.selects_levels = hides and policy.trims, hides and is_trimming(policy)
         self._shows_tokens = type(policy).select is not StopPolicy.select and not hides
@@ -50,14 +52,14 @@ class TraceSource:
         columns = layout.anchor_at, layout.history_at, layout.node_at
         self._anchor_at, self._history_at, self._node_at = (np.array(at, dtype=np.int64) for at in columns)
         anchors, nodes = arrays.tensors(policy.features)
-        # The kernel takes nodes with strides: a contiguous copy would hold them in memory twice.
+        # The kernel accepts strided nodes: a contiguous copy would double their memory.
         self._anchors, self._nodes = anchors.float().contiguous().numpy(), nodes.float().numpy()
         self._hidden = {name: arrays.hidden_state(name) for name in policy.hidden}
         self._accepted, self._tokens = arrays.accepted.numpy(), arrays.tokens.numpy()
         self._first_anchor, self._offset = arrays.first_anchor.numpy(), arrays.offset.numpy()
         self._prompt, self._text = arrays.prompt_tokens.numpy(), arrays.text_tokens.numpy()
         self._turn = np.zeros(len(queues), dtype=np.int64)
-        # By kind of drafter (`drafters.base.READS_PATH`); a trace that does not say is one of a draft model.
+        # The kind of drafter (`drafters.base.READS_PATH`); the default is that of a draft model.
         self._reading = arrays.header.facts.get("reading", "path")
         self._reads = None if arrays.reads is None else arrays.reads.numpy()
         self.sequence = queues[:, 0]
@@ -68,28 +70,28 @@ class TraceSource:
         self.next_texts()
 
     def context(self) -> Array:
-        """Return [R], the tokens committed, the prompts' included."""
+        """Return [R], the number of committed tokens, including the prompts."""
         out: Array = self._prompt[self.sequence] + self.anchor
         return out
 
     def _unread_text(self, context: Array) -> Array:
-        """Return what a draft has to read where a text begins, by its length."""
+        """Return the backlog at the beginning of a text with so many committed tokens."""
         if self._reading == "nothing":
             return np.zeros_like(context)
-        # Before the first token there is no state of the target to read it on.
+        # A draft that reads all on the target's states has none for the first token.
         return context - 1 if self._reading == "all" else context
 
     def next_texts(self) -> Array:
-        """Go on to the next text of each stream whose text has ended; return the streams that have."""
+        """Move streams with ended texts to their next text; return the streams that begin one."""
         begun = np.zeros(len(self.queues), dtype=bool)
-        # Again and again, since a text that ended with its first token is over before it has had a round.
+        # Repeat, because a text that ends with its first token has no round.
         while True:
             ended = self.over()
             if not ended.any():
                 return np.flatnonzero(begun)
             self._turn = self._turn + ended
             self.active = self._turn < self.queues.shape[1]
-            at = np.minimum(self._turn, self.queues.shape[1] - 1)  # who is through stays at its last text
+            at = np.minimum(self._turn, self.queues.shape[1] - 1)  # a finished stream keeps its last text
             self.sequence = np.take_along_axis(self.queues, at[:, None], 1)[:, 0]
             begins = ended & self.active
             begun |= begins
@@ -97,58 +99,53 @@ class TraceSource:
             self.backlog = np.where(begins, self._unread_text(self.context()), self.backlog)
 
     def over(self) -> Array:
-        """Return [R] bool, the streams with a round whose texts have ended."""
+        """Return [R] bool, the active streams with ended texts."""
         out: Array = self.active & (self.anchor >= self._text[self.sequence])
         return out
 
     def open(self, stream: int, sequence: int) -> None:
-        """Begin a text in a stream; one that ended with its first token has no round."""
+        """Begin a text in a stream. The stream stays inactive if the text ends with its first token."""
         self.sequence[stream], self.anchor[stream] = sequence, self._first_anchor[sequence]
         self.backlog[stream] = self._unread_text(self._prompt[sequence] + self.anchor[stream])
         self.active[stream] = self.anchor[stream] < self._text[sequence]
 
     def take(self, streams: Array) -> None:
-        """Go on with these streams [R'] alone."""
+        """Keep only these streams [R']."""
         self.queues, self._turn, self.sequence = self.queues[streams], self._turn[streams], self.sequence[streams]
         self.anchor, self.backlog, self.active = self.anchor[streams], self.backlog[streams], self.active[streams]
-
-    timer = NO_TIMER
 
     def begin(self) -> RoundState:
         """See `decode.rounds.RoundSource`."""
         self.row = self.rows()
-        allowed = self.arrays.header.max_new_tokens - self.anchor - 1  # one place is the target's
+        allowed = self.arrays.header.max_new_tokens - self.anchor - 1  # the target's own token takes one place
         limit = np.minimum(allowed, self.topology.deepest)
-        limit[~self.active] = self.topology.deepest  # who has no round holds nobody back
+        limit[~self.active] = self.topology.deepest  # the loop reads the smallest limit
         round = RoundState(self.topology, self.active, self.context(), self.backlog, limit)
         if self._shows_tokens:
             round.tokens[:, 1:] = self._tokens[self.row, : self.topology.nodes]
         return round
 
     def rows(self) -> Array:
-        """Return [R], the row of each stream's anchor; any row for those without a round.
+        """Return [R], the row of each stream's anchor; any row of the text for inactive streams.
 
         Raises:
-            TraceError: the trace has no round there: it was recorded under a policy that did not visit it.
+            TraceError: the trace has no round there, as it was recorded under a policy that did not visit the anchor.
         """
         row = self.arrays.find(self.sequence, self.anchor)
         missing = self.active & (row < 0)
         if missing.any():
-            at = int(missing.argmax())
+            at, header = int(missing.argmax()), self.arrays.header
             name = self.arrays.prompt_ids[int(self.sequence[at])]
+            origin = f"was recorded under {header.policy}" if header.policy else f"has texts of {header.texts}"
             raise TraceError(
                 f"{self.policy.name} comes to anchor {int(self.anchor[at])} of {name!r}, where the trace has no round "
-                f"({self._origin()}); collect dense traces to replay any policy"
+                f"(it {origin}); collect dense traces to replay any policy"
             )
         return np.where(self.active, row, self._offset[self.sequence])
 
-    def _origin(self) -> str:
-        header = self.arrays.header
-        return f"it was recorded under {header.policy}" if header.policy else f"its texts are {header.texts}"
-
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
-        first = self.topology.spans[depth].start - 1 if depth else -1  # node = row - 1: the root is none
+        first = self.topology.spans[depth].start - 1 if depth else -1  # node = row - 1; the root is not a node
         features = np.zeros((*alive.shape, self._width), dtype=np.float32)
         if self._width:
             past = history.values(self._names) if self._names else _NO_HISTORY
@@ -156,7 +153,7 @@ class TraceSource:
                 self._anchors, self._anchor_at, past, self._history_at, self._nodes, self._node_at, self.row, first,
                 np.ascontiguousarray(alive), features,
             )  # fmt: skip
-        # Added to zeros, since a broadcast view would not be C-contiguous, as compiled policies want it.
+        # Added to zeros: a broadcast view would not be C-contiguous, as compiled policies require.
         parent = np.zeros(alive.shape, dtype=np.int64)
         parent += self.topology.parent_in_level[depth]
         hidden = {name: self._states(name, first, alive) for name in self._hidden}
@@ -164,20 +161,20 @@ class TraceSource:
         return DraftStep(depth, alive.copy(), parent, features, hidden, batch)
 
     def _states(self, name: str, first: int, alive: Array) -> Array:
-        """Return [R, B, H] float32, a hidden state of the branches that are alive, which begin at node `first`."""
+        """Return [R, B, H] float32, a hidden state of the alive branches, which begin at node `first`."""
         recorded = self._hidden[name]
-        full = np.zeros((*alive.shape, recorded.width), dtype=np.float32)
+        states = np.zeros((*alive.shape, recorded.width), dtype=np.float32)
         if first >= 0 or not recorded.of_nodes:
             stream, branch = alive.nonzero()
             at = None if first < 0 else torch.from_numpy(first + branch)
-            full[stream, branch] = recorded.at(torch.from_numpy(self.row[stream]), at).float().numpy()
-        return full
+            states[stream, branch] = recorded.at(torch.from_numpy(self.row[stream]), at).float().numpy()
+        return states
 
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `decode.rounds.RoundSource`."""
         span = self.topology.spans[depth + 1]
         nodes = slice(span.start - 1, span.stop - 1)
-        # Below a row that is fed all of its children are drawn, as in the trace.
+        # All children of a row that is fed are drawn, as in the trace.
         drawn = feeding if self.topology.is_chain else feeding[:, self.topology.parent_in_level[depth + 1]]
         if self._missing is not None:
             drawn = drawn & ~self._missing[self.row, nodes]
@@ -186,29 +183,33 @@ class TraceSource:
 
     @cached_property
     def _missing(self) -> Array | None:
-        """[N, K] bool, nodes for which a filter had left no token; None where there are none."""
+        """[N, K] bool, nodes for which a filter left no token; None if there are none."""
         missing: Array = self._tokens == NO_TOKEN
         return missing if missing.any() else None
 
     @cached_property
     def _ends(self) -> Array | None:
-        """[N, K] bool, nodes that drew an end of text; None where none did."""
+        """[N, K] bool, nodes that drew EOS; None if there are none."""
         ends: Array = self.arrays.ends.numpy()
         return ends if ends.any() else None
 
     def verify(self, round: RoundState) -> None:
-        """See `decode.rounds.RoundSource`; candidates that a live run did not draft are a `TraceError`."""
+        """See `decode.rounds.RoundSource`.
+
+        Raises:
+            TraceError: the round drafts candidates that the recorded live run did not.
+        """
         arrays, nodes = self.arrays, self.topology.nodes
-        if self._reads is not None:  # a drafter that reads nothing may have drafted the round
+        if self._reads is not None:  # rounds of the drafter that does not read the text
             round.backlog = np.where(~self._reads[self.row] & (round.drafted > 0), 0, round.backlog)
         if arrays.drawn is not None and (round.drawn[:, 1:] & ~arrays.drawn.numpy()[self.row, :nodes]).any():
             raise TraceError(
                 f"{self.policy.name} drafts what {arrays.header.policy} did not when the trace was recorded; "
                 "collect dense traces, or live ones with --explore"
             )
-        if arrays.path is None:  # a chain, of which a first part is sent
+        if arrays.path is None:  # a chain: a prefix of the draft is sent
             self._taken = np.minimum(self._accepted[self.row], round.verified)
-            # The last token drawn is never fed, so the draft has not read it even where it was accepted.
+            # The last token drawn is never fed: the draft has not read it even if it was accepted.
             self._read = np.minimum(self._taken, round.drafted - 1)
         else:
             path = round.on_path[:, 1:]
@@ -219,40 +220,40 @@ class TraceSource:
         round.accepted = self._taken * self.active
 
     def _check_siblings(self, round: RoundState) -> None:
-        """Refuse a round that sends some of the candidates after a token and not others.
+        """Refuse a round that sends only a part of the candidates after a token.
 
-        How a candidate fares under rejection depends on which were tried before it, and in the trace that was all of them.
+        Under rejection, the acceptance of a candidate depends on which ones were tried before it. In the trace all were.
         """
         parents = self.topology.parents[1:]
         drawn, sent = round.drawn[:, 1:] & self.active[:, None], round.sent[:, 1:]
         for parent in np.unique(parents):
             level = parents == parent
-            some = (drawn & sent)[:, level].any(1) & (drawn & ~sent)[:, level].any(1)
-            if some.any():
+            partial = (drawn & sent)[:, level].any(1) & (drawn & ~sent)[:, level].any(1)
+            if partial.any():
                 raise TraceError(
-                    f"{self.policy.name} leaves out some of the candidates after a token and sends others: under "
-                    f"{self.arrays.header.verification} that changes how those fare, which a dense trace cannot say; use "
-                    "match verification, or measure it live (`specstop bench`)"
+                    f"{self.policy.name} sends only a part of the candidates after a token: under "
+                    f"{self.arrays.header.verification} that changes which are accepted, which a dense trace cannot show; "
+                    "use match verification, or measure it live (`specstop bench`)"
                 )
 
     def commit(self, round: RoundState) -> None:
         """See `decode.rounds.RoundSource`."""
         left = self._text[self.sequence] - self.anchor
-        # An end of text or the limit takes the target's own token, and what was accepted beyond.
+        # The end of the text cuts the target's own token, and accepted tokens beyond it.
         round.committed = np.minimum(self._taken + 1, left) * self.active
         round.ended = round.committed >= left
         drafting = round.drafted > 0
         if self._reads is not None:
             drafting = drafting & self._reads[self.row]
-        self.backlog = np.where(self.active, self._left_unread(round.committed, drafting), self.backlog)
+        self.backlog = np.where(self.active, self._next_backlog(round.committed, drafting), self.backlog)
         self.anchor = self.anchor + round.committed
 
-    def _left_unread(self, committed: Array, drafting: Array) -> Array:
-        """Return what the draft has to read before the next round; where another one drafted, what it had to and more."""
+    def _next_backlog(self, committed: Array, drafting: Array) -> Array:
+        """Return the backlog of the next round. It grows by what was committed if another drafter drafted this round."""
         if self._reading == "nothing":
             return np.zeros_like(committed)
-        # A draft model has read what was fed of the accepted path, and what was rejected is forgotten. One that reads all on
-        # the target's states has read nothing of this round but for itself, its root included.
+        # A draft model has read the accepted candidates that it was fed. A draft that reads all on the target's states has
+        # read nothing of this round, nor its root.
         kept = -np.ones_like(committed) if self._reading == "all" else self._read
         out: Array = committed + np.where(drafting, -kept, self.backlog)
         return out

@@ -171,7 +171,7 @@ def test_a_bad_choice_is_one_line_and_exit_code_2(
 def test_the_prompts_of_the_shipped_pair_are_used_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for side in ("train", "test"):
         (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
-    monkeypatch.setattr("specstop.train.demo.pair.shipped_pair", lambda: tmp_path)
+    monkeypatch.setattr("specstop.train.shipped_pair.shipped_pair", lambda: tmp_path)
     for side in ("train", "test"):
         prompts = PromptSource(limit=2).read(Models(), side)
         assert [prompt.text for prompt in prompts] == [f"{side} 0", f"{side} 1"]

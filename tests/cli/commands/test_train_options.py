@@ -37,7 +37,7 @@ def test_the_same_configuration_gives_the_same_policy(start: list[object], tmp_p
     assert again.code == 0, again.err
     assert files(tmp_path / "p")["weights.safetensors"] == files(tmp_path / "q")["weights.safetensors"]
     metrics = json.loads(again.out)
-    assert metrics["survival_maps"]
+    assert metrics["accept_calibration"]
     assert metrics["held_out_ratio_to_best_fixed"] < 1.0
     assert "slower than the best fixed length" in first.out + first.err
 

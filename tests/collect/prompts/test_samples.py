@@ -18,7 +18,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.train.drafters.texts import record_texts
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
 

@@ -20,8 +20,8 @@ from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.profile import Profile
-from specstop.train.replay.log import play
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 
 DEPTH = 3
 
@@ -108,7 +108,7 @@ def test_replay_charges_what_the_live_loop_charges(
     options: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
     given = {"policy": policy} if collector == "live" else {}
     trace = collect(alone, texts, tmp_path / "trace", collector=collector, **options, **given)
-    played = play(trace_arrays(trace), policy.limited(DEPTH), profile).rounds
+    played = replay(trace_arrays(trace), policy.limited(DEPTH), profile)
     live: list[Round] = []
     run = Speculator(alone, policy, Settings(0.7, NEW, DEPTH, verification="match"))
     for ids, key in zip(prompt_ids, trace_arrays(trace).keys.tolist(), strict=False):
@@ -117,4 +117,4 @@ def test_replay_charges_what_the_live_loop_charges(
     assert played.backlog.tolist() == [r.backlog for r in live]
     columns = ([getattr(r, name) for r in live] for name in ("context", "drafted", "verified", "backlog", "decisions"))
     seconds = profile.round_seconds(*map(np.array, columns), profile.decision(policy.cost_name))
-    np.testing.assert_allclose(played.seconds(profile).numpy(), seconds, rtol=1e-12)
+    np.testing.assert_allclose(played.price(profile).numpy(), seconds, rtol=1e-12)

@@ -26,8 +26,8 @@ from specstop.policies.features import (
 from specstop.policies.host import PolicyHost
 from specstop.policies.profile import Profile
 from specstop.train import TraceArrays, train
+from specstop.train.replay.arrays import seen_features, trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import seen_features, trace_arrays
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from feature_head import with_ranges
 import torch
 import xgboost
 from head_tensors import (
@@ -30,7 +31,7 @@ from specstop.policies.heads import HEADS, build_head
 from specstop.policies.heads.base import Basis
 from specstop.policies.heads.layers import LinearHead, MLPHead
 from specstop.policies.heads.tables import TreesHead
-from specstop.train.heads.base import basis_columns, with_ranges
+from specstop.train.heads.base import basis_columns
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:

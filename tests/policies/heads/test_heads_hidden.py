@@ -19,10 +19,9 @@ from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.learned import Calibrator, LearnedPolicy, build_rule
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.heads.base import with_ranges
 from specstop.train.released import unbiased
 from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
-from told_head import biased, kept_by
+from feature_head import biased, kept_by, with_ranges
 from torch import Tensor, nn
 
 NEAR = 1e-4  # float32 sums in another order

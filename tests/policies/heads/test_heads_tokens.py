@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from feature_head import with_ranges
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.heads.tables import HashedFeatures, TokenHead
-from specstop.train.heads.base import with_ranges
 from token_tensors import NAMES, SIZE, STRIDES, WIDTH, rows, tensors
 
 

@@ -11,7 +11,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.learned import build_rule
 from specstop.policies.rules import Derived, Threshold
 from specstop.train.fit.rules import derived_thresholds
-from told_head import kept_by
+from feature_head import kept_by
 
 
 @pytest.mark.parametrize("seed", range(6))

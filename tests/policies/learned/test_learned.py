@@ -20,7 +20,7 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from told_head import told_policy
+from feature_head import feature_policy
 
 
 def asked(depth: int, x: Array, alive: Array | None = None, parent: Array | None = None) -> DraftStep:
@@ -35,7 +35,7 @@ def survivals(first: int, accepts: Sequence[Sequence[float]], parents: list[list
     """Return S_1, S_2, ... by branch of one stream whose branches at each depth have these parents."""
     rule = Rule()
     rule.first = first
-    policy = told_policy(rule, 4)
+    policy = feature_policy(rule, 4)
     state, found = policy.start(1, np.zeros(1, dtype=np.int64)), []
     for depth in range(first, len(accepts) + 1):
         accept = np.array([1.0] if depth == 0 else accepts[depth - 1])

@@ -42,11 +42,10 @@ from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
 from specstop.train.replay import run
-from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds
-from specstop.train.replay.bounds.regret import judge
-from specstop.train.replay.log import play, scaled
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import judge, oracle_plan, oracle_seconds
+from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from synthetic import synthetic_trace
 from trees import make_tree_policy
 
@@ -81,25 +80,25 @@ def arrays(request: pytest.FixtureRequest) -> TraceArrays:
 
 @pytest.mark.parametrize("name", TEST_POLICIES)
 def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: Profile, name: str) -> None:
-    played = play(arrays, TEST_POLICIES[name], profile)
+    played = replay(arrays, TEST_POLICIES[name], profile)
     plain = replay(arrays, TEST_POLICIES[name], profile)
-    assert torch.equal(played.result.log, plain.log)
-    assert played.rounds.of_texts(profile, arrays.prompt_tokens).numpy() == pytest.approx(
+    assert torch.equal(played.log, plain.log)
+    assert played.text_seconds(profile).numpy() == pytest.approx(
         plain.seconds.numpy(), rel=EXACT
     )
-    assert torch.equal(played.rounds.accepted, plain.log[:, 4])
-    assert torch.equal(played.rounds.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
+    assert torch.equal(played.accepted, plain.log[:, 4])
+    assert torch.equal(played.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
 
 
 def test_a_policy_that_carries_its_state_is_logged_in_its_order(chains: TraceArrays, profile: Profile) -> None:
     class Carrying(Confidence):
         carries = True
 
-    one, other = play(chains, Carrying(0.4, DEPTH), profile), play(chains, Confidence(0.4, DEPTH), profile)
-    assert torch.equal(one.rounds.backlog, other.rounds.backlog)
-    assert torch.equal(one.rounds.decisions, other.rounds.decisions)
-    assert one.rounds.of_texts(profile, chains.prompt_tokens).numpy() == pytest.approx(
-        other.rounds.of_texts(profile, chains.prompt_tokens).numpy(), rel=EXACT
+    one, other = replay(chains, Carrying(0.4, DEPTH), profile), replay(chains, Confidence(0.4, DEPTH), profile)
+    assert torch.equal(one.backlog, other.backlog)
+    assert torch.equal(one.decisions, other.decisions)
+    assert one.text_seconds(profile).numpy() == pytest.approx(
+        other.text_seconds(profile).numpy(), rel=EXACT
     )
 
 
@@ -108,7 +107,7 @@ def test_rounds_under_another_latency_cost_what_a_replay_says(
     arrays: TraceArrays, profile: Profile, factors: tuple[float, float, float]
 ) -> None:
     policy, other = Confidence(0.4, DEPTH), scaled(profile, *factors)
-    again = play(arrays, policy, profile).rounds.of_texts(other, arrays.prompt_tokens)
+    again = replay(arrays, policy, profile).text_seconds(other)
     assert again.numpy() == pytest.approx(replay(arrays, policy, other).seconds.numpy(), rel=EXACT)
     assert not torch.equal(again, replay(arrays, policy, profile).seconds)
 
@@ -125,19 +124,19 @@ def test_the_plan_is_the_bounds(arrays: TraceArrays, profile: Profile) -> None:
 def test_what_rounds_lost_adds_up_to_the_distance_from_the_bound(
     arrays: TraceArrays, profile: Profile, name: str
 ) -> None:
-    played, plan = play(arrays, TEST_POLICIES[name], profile), oracle_plan(arrays, profile)
-    found = judge(arrays, played.rounds, plan, profile)
+    played, plan = replay(arrays, TEST_POLICIES[name], profile), oracle_plan(arrays, profile)
+    found = judge(arrays, played, plan, profile)
     lost = found.choice_s + found.decision_s + found.backlog_s
-    by_text = played.rounds.by_sequence(lost, arrays.sequences)
-    assert by_text.numpy() == pytest.approx((played.result.seconds - plan.seconds).numpy(), abs=SUMS)
+    by_text = played.by_sequence(lost)
+    assert by_text.numpy() == pytest.approx((played.seconds - plan.seconds).numpy(), abs=SUMS)
     assert float(found.choice_s.min()) > -SUMS
     assert float(found.backlog_s.min()) > -SUMS
     assert not bool((found.early & found.late).any())
     right = ~found.early & ~found.late
     if arrays.tree.is_chain and not TEST_POLICIES[name].trims and "select" not in name:
-        assert torch.equal(played.rounds.steps[right], found.ideal[right]) or float(found.choice_s[right].max()) < SUMS
+        assert torch.equal(played.steps[right], found.ideal[right]) or float(found.choice_s[right].max()) < SUMS
     total = stop_cost(name, found, int(arrays.text_tokens.sum()))
-    assert total["total_s"] == pytest.approx(float((played.result.seconds - plan.seconds).sum()), abs=SUMS)
+    assert total["total_s"] == pytest.approx(float((played.seconds - plan.seconds).sum()), abs=SUMS)
     assert (total["rounds"], total["early_rounds"] + total["late_rounds"]) == (len(right), int((~right).sum()))
     assert sum(total["ms_per_token"]) == pytest.approx(1e3 * total["total_s"] / int(arrays.text_tokens.sum()), abs=1e-6)
 
@@ -152,10 +151,10 @@ def test_stops_are_early_or_late_as_they_are(profile: Profile) -> None:
     arrays = synthetic_trace([[3, 0, 0, 0, 0, 2, 1, 0, 0, 0]], 4)
     costs = steep(0.1)
     plan = oracle_plan(arrays, costs)
-    early = judge(arrays, play(arrays, FixedLength(1), costs).rounds, plan, costs)
+    early = judge(arrays, replay(arrays, FixedLength(1), costs), plan, costs)
     assert (bool(early.early[0]), bool(early.late[0])) == (True, False)
-    played = play(arrays, FixedLength(4), costs)
-    found = judge(arrays, played.rounds, plan, costs)
+    played = replay(arrays, FixedLength(4), costs)
+    found = judge(arrays, played, plan, costs)
     assert not bool(found.early.any())
     assert found.late[:2].tolist() == [True, True]
     assert found.choice_s[:2].tolist() == pytest.approx([0.1, 0.4])
@@ -169,53 +168,53 @@ def test_stops_are_early_or_late_as_they_are(profile: Profile) -> None:
 
 
 def test_time_taken_apart_is_all_of_it(arrays: TraceArrays, profile: Profile) -> None:
-    played = play(arrays, Confidence(0.4, DEPTH), profile)
+    played = replay(arrays, Confidence(0.4, DEPTH), profile)
     share = time_share("x", arrays, played, profile)
     parts = [share[f"{part}_ms"] for part in ("draft", "verify", "decision", "outside", "prompt")]
     assert min(parts) > 0
     tokens = int(arrays.text_tokens.sum())
     assert sum(parts) == pytest.approx(share["total_ms"], rel=1e-9)
-    assert share["total_ms"] == pytest.approx(1e3 * float(played.result.seconds.sum()) / tokens, rel=1e-9)
-    decisions = int(played.rounds.decisions.sum())
+    assert share["total_ms"] == pytest.approx(1e3 * float(played.seconds.sum()) / tokens, rel=1e-9)
+    decisions = int(played.decisions.sum())
     assert share["decision_ms"] == pytest.approx(1e3 * 6.0e-5 * decisions / tokens)
-    plain = time_share("plain", arrays, play(arrays, FixedLength(0), profile), profile)
+    plain = time_share("plain", arrays, replay(arrays, FixedLength(0), profile), profile)
     assert plain["draft_ms"] == pytest.approx(0.0, abs=1e-9)
     assert plain["decision_ms"] == 0.0
 
 
 def test_the_draft_pays_for_its_steps(chains: TraceArrays) -> None:
     costs = steep(0.25)
-    played = play(chains, FixedLength(2), costs)
+    played = replay(chains, FixedLength(2), costs)
     share = time_share("x", chains, played, costs)
     tokens = int(chains.text_tokens.sum())
-    assert share["draft_ms"] == pytest.approx(250.0 * int(played.rounds.drafted.sum()) / tokens)
-    assert share["verify_ms"] == pytest.approx(1000.0 * len(played.rounds.drafted) / tokens)
+    assert share["draft_ms"] == pytest.approx(250.0 * int(played.drafted.sum()) / tokens)
+    assert share["verify_ms"] == pytest.approx(1000.0 * len(played.drafted) / tokens)
 
 
 # Groups, prompts, latencies
 
 
 def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, profile: Profile) -> None:
-    fixed = [play(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
-    entry = Entry("mine", "rule", "", play(chains, Confidence(0.4, DEPTH), profile))
-    best = max(fixed, key=lambda one: one.result.rate)
+    fixed = [replay(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
+    entry = Entry("mine", "rule", "", replay(chains, Confidence(0.4, DEPTH), profile))
+    best = max(fixed, key=lambda one: one.rate)
     replays = Replays(chains, ProfileBootstrap(profile), [entry], fixed, best, oracle_plan(chains, profile))
     groups = by_group(replays, 0)
     assert sorted(group["name"] for group in groups) == ["g0", "g1"]
     for group in groups:
         at = [i for i, name in enumerate(chains.groups) if name == group["name"]]
-        expected = float(best.result.seconds[at].sum() / entry.played.result.seconds[at].sum())
+        expected = float(best.seconds[at].sum() / entry.played.seconds[at].sum())
         ratio = group["ratios"]["mine"]
         assert ratio["value"] == pytest.approx(expected)
         assert ratio["low"] <= expected <= ratio["high"]
         assert (group["prompts"], group["tokens"]) == (4, int(chains.text_tokens[at].sum()))
     points = by_prompt(replays, entry.played, 0)
     assert [point["prompt"] for point in points] == chains.prompt_ids
-    assert points[2]["policy"] == pytest.approx(float(fixed[0].result.seconds[2] / entry.played.result.seconds[2]))
+    assert points[2]["policy"] == pytest.approx(float(fixed[0].seconds[2] / entry.played.seconds[2]))
     rows = {(row["what"], row["factor"]): row for row in sensitivity(replays, Resamples(chains.prompt_ids, 0))}
     ratios = {case: row["ratios"]["mine"]["value"] for case, row in rows.items()}
     centre = ("as measured", 1.0)
-    assert ratios[centre] == pytest.approx(float(best.result.seconds.sum() / entry.played.result.seconds.sum()))
+    assert ratios[centre] == pytest.approx(float(best.seconds.sum() / entry.played.seconds.sum()))
     assert ratios["decisions", 0.0] > ratios[centre]
     costly, same, cheap = (int(rows[case]["best_fixed"][6:]) for case in (("draft", 2.0), centre, ("draft", 0.5)))
     assert costly <= same <= cheap
@@ -223,7 +222,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
 
 def test_one_group_is_no_section(profile: Profile) -> None:
     arrays = synthetic_trace([[1, 0, 2, 0, 0, 0, 0]] * 3, 4)
-    played = play(arrays, FixedLength(1), steep(0.1))
+    played = replay(arrays, FixedLength(1), steep(0.1))
     plan = oracle_plan(arrays, steep(0.1))
     assert by_group(Replays(arrays, ProfileBootstrap(profile), [], [played], played, plan), 0) == []
 
@@ -259,10 +258,10 @@ def test_survival_is_what_the_policy_keeps_in_mind(
         learned.name, learned.features, learned.head, learned.accept, learned.next, learned.rule,
         learned.max_depth, learned.metadata, learned.survival,
     )  # fmt: skip
-    played = play(arrays, watched, full_profile)
-    log = played.result.log
+    played = replay(arrays, watched, full_profile)
+    log = played.log
     row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
-    guess = survival(learned, arrays, row, played.result.history)
+    guess = survival(learned, arrays, row, played.history)
     asked = 0
     for stream in range(arrays.sequences):
         mine = guess[log[:, 0] == stream]
@@ -286,9 +285,9 @@ def test_reliability_counts_what_was_accepted(
 ) -> None:
     arrays = trace_arrays(sides[1])
     learned = for_batches(learned, profile=full_profile) if rule == "batch" else learned
-    played = play(arrays, learned, full_profile)
+    played = replay(arrays, learned, full_profile)
     found = reliability("x", arrays, played, 0)
-    log = played.result.log
+    log = played.log
     row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
     length = arrays.accepted[row][~arrays.cut[row]]
     assert found["rounds"] == len(length)
@@ -320,13 +319,13 @@ def test_calibration_error_tells_true_predictions_from_wrong_ones() -> None:
 
 
 def test_the_largest_losses_are_the_largest(chains: TraceArrays, profile: Profile, pair_folder: Path) -> None:
-    played, plan = play(chains, Confidence(0.4, DEPTH), profile), oracle_plan(chains, profile)
-    best = play(chains, FixedLength(2), profile)
-    regret = judge(chains, played.rounds, plan, profile)
+    played, plan = replay(chains, Confidence(0.4, DEPTH), profile), oracle_plan(chains, profile)
+    best = replay(chains, FixedLength(2), profile)
+    regret = judge(chains, played, plan, profile)
     found = largest_losses(Replays(chains, ProfileBootstrap(profile), [], [best], best, plan), played)
     totals = [one["early_ms"] + one["late_ms"] for one in found]
     assert totals == sorted(totals, reverse=True)
-    wrong = played.rounds.by_sequence(regret.choice_s * (regret.early | regret.late), chains.sequences)
+    wrong = played.by_sequence(regret.choice_s * (regret.early | regret.late))
     assert totals[0] == pytest.approx(1e3 * float(wrong.max()))
     for one in found:
         text = chains.prompt_ids.index(one["prompt"])

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from contract_policies import DEPTH
 from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
@@ -24,15 +23,15 @@ from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.demo.live import compare_live
+from specstop.train.demo import compare_live
 from specstop.train.evaluate.evaluate import _jobs, evaluate
 from specstop.train.evaluate.records import DEPLOY, Line, Report
 from specstop.train.evaluate.report import FILES, write_report
 from specstop.train.fit.settle import settle_for
-from specstop.train.replay.bounds.oracle import oracle_seconds
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.checks import load_traces
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.checking import load_traces
 
 EXACT = 1e-12  # the same sums, in another order
 
@@ -388,12 +387,10 @@ def test_live_lines_are_ratios_to_the_first_policy(sides: tuple[Trace, Trace], f
     fast[0] = dataclasses.replace(fast[0], tokens=(1, 2, 4))
     lines = compare_live([slow, fast], policies, arrays, full_profile)
     assert [line.measured for line in lines] == pytest.approx([1.0, 2.0])
-    assert lines[1].spread == pytest.approx((2.0, 2.0))
     assert [line.same_text for line in lines] == [count, count - 1]
     rates = [replay(arrays, policy, full_profile).rate for policy in policies]
     assert lines[1].predicted == pytest.approx(rates[1] / rates[0])
     assert lines[1].miss == pytest.approx(2.0 / lines[1].predicted - 1)
-    assert torch.tensor(lines[0].spread).tolist() == [1.0, 1.0]
 
 
 def test_the_primary_policy_has_an_interval_of_one_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

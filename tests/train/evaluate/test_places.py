@@ -21,9 +21,9 @@ from specstop.train.evaluate.statistics import FEWEST, Resamples
 from specstop.train.evaluate.sweep import with_cost_ratio
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.rules import fixed_grid
-from specstop.train.replay.log import scaled
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 EXACT = 1e-12
 

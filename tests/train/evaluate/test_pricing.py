@@ -19,10 +19,10 @@ from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import Priced, ProfileBootstrap, ResampleSource
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.replay.bounds.oracle import oracle_plan
-from specstop.train.replay.bounds.regret import planned_rounds
-from specstop.train.replay.log import Played, play, scaled
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import oracle_plan, planned_rounds
+from specstop.train.replay.rounds import Rounds, scaled
+from specstop.train.replay.run import replay
 from timed import timed_profile
 
 EXACT = 1e-12  # the same sums, in another order
@@ -46,11 +46,11 @@ def tree(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFac
 
 
 def brute(
-    boot: Resamples, draws: ProfileBootstrap, arrays: TraceArrays, replays: list[Played], row: int
+    boot: Resamples, draws: ProfileBootstrap, arrays: TraceArrays, replays: list[Rounds], row: int
 ) -> list[float]:
     """Return what the texts of a resample take under its draw, round by round."""
     profile = draws.profiles[(row - 1) % len(draws.profiles)]
-    return [float(boot.total(one.rounds.of_texts(profile, arrays.prompt_tokens))[row]) for one in replays]
+    return [float(boot.total(one.text_seconds(profile))[row]) for one in replays]
 
 
 @pytest.mark.parametrize("shape", ["chains", "tree"])
@@ -60,32 +60,32 @@ def test_every_resample_is_priced_by_its_own_profile(
     arrays: TraceArrays = request.getfixturevalue(shape)
     depth = min(arrays.depth, noisy.max_depth)
     policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), TEST_POLICIES["trimming"].limited(depth)]
-    replays = [play(arrays, policy, noisy) for policy in policies]
+    replays = [replay(arrays, policy, noisy) for policy in policies]
     boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
-    spent = Priced(boot, draws, [one.rounds for one in replays], arrays.prompt_tokens).seconds()
+    spent = Priced(boot, draws, replays, arrays.prompt_tokens).seconds()
     assert spent.shape == (1 + REPLICATES, len(policies))
-    assert spent[0] == pytest.approx([float(one.result.seconds.sum()) for one in replays], rel=EXACT)
+    assert spent[0] == pytest.approx([float(one.seconds.sum()) for one in replays], rel=EXACT)
     for row in (1, DRAWS, DRAWS + 1, REPLICATES):
         assert spent[row] == pytest.approx(brute(boot, draws, arrays, replays, row), rel=EXACT)
 
 
 def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> None:
-    replays = [play(chains, policy, noisy) for policy in (FixedLength(2), Confidence(0.4, DEPTH))]
+    replays = [replay(chains, policy, noisy) for policy in (FixedLength(2), Confidence(0.4, DEPTH))]
     boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
-    priced = Priced(boot, draws, [one.rounds for one in replays], chains.prompt_tokens)
+    priced = Priced(boot, draws, replays, chains.prompt_tokens)
     prompts, profile, decisions = (
         priced.seconds(vary) for vary in (ResampleSource.PROMPTS, ResampleSource.PROFILE, ResampleSource.DECISIONS)
     )
     for at, one in enumerate(replays):
-        assert prompts[:, at] == pytest.approx(boot.total(one.result.seconds), rel=EXACT)
+        assert prompts[:, at] == pytest.approx(boot.total(one.seconds), rel=EXACT)
         for number, drawn in enumerate(draws.profiles, 1):
             own = noisy.decision_s["confidence"], drawn.decision_s["confidence"]
             calls, decided = drawn.with_decisions({"confidence": own[0]}), noisy.with_decisions({"confidence": own[1]})
             assert profile[number, at] == pytest.approx(
-                float(one.rounds.of_texts(calls, chains.prompt_tokens).sum()), rel=EXACT
+                float(one.text_seconds(calls).sum()), rel=EXACT
             )
             assert decisions[number, at] == pytest.approx(
-                float(one.rounds.of_texts(decided, chains.prompt_tokens).sum()), rel=EXACT
+                float(one.text_seconds(decided).sum()), rel=EXACT
             )
     assert np.ptp(decisions[:, 0]) == 0.0 < np.ptp(decisions[:, 1]), "fixed lengths decide nothing"
 
@@ -101,24 +101,24 @@ def test_draws_of_model_calls_are_the_same_whatever_decisions_were_timed(noisy: 
 
 
 def test_changes_are_made_to_every_draw(chains: TraceArrays, noisy: Profile) -> None:
-    replays = [play(chains, FixedLength(3), noisy)]
+    replays = [replay(chains, FixedLength(3), noisy)]
     boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
-    priced = Priced(boot, draws, [replays[0].rounds], chains.prompt_tokens)
+    priced = Priced(boot, draws, [replays[0]], chains.prompt_tokens)
     twice = partial(scaled, draft=2.0)
     spent = priced.seconds(change=twice)
     for row in (1, 5):
         under = twice(draws.profiles[(row - 1) % DRAWS])
         assert spent[row, 0] == pytest.approx(
-            float(boot.total(replays[0].rounds.of_texts(under, chains.prompt_tokens))[row]), rel=EXACT
+            float(boot.total(replays[0].text_seconds(under))[row]), rel=EXACT
         )
 
 
 def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:
-    replays = [play(chains, Confidence(0.4, DEPTH), full_profile)]
+    replays = [replay(chains, Confidence(0.4, DEPTH), full_profile)]
     boot, draws = Resamples(chains.prompt_ids), ProfileBootstrap(full_profile)
-    priced = Priced(boot, draws, [replays[0].rounds], chains.prompt_tokens, replays[0].result.seconds[:, None])
+    priced = Priced(boot, draws, [replays[0]], chains.prompt_tokens, replays[0].seconds[:, None])
     assert draws.profiles == () and "kept no repeated timings" in draws.describe()
-    assert np.array_equal(priced.seconds()[:, 0], boot.total(replays[0].result.seconds))
+    assert np.array_equal(priced.seconds()[:, 0], boot.total(replays[0].seconds))
     assert priced.seconds(ResampleSource.PROFILE).shape == (1, 1)
 
 
@@ -126,7 +126,7 @@ def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: Tr
     for arrays in (chains, tree):
         plan = oracle_plan(arrays, profile)
         rounds = planned_rounds(arrays, plan)
-        torch.testing.assert_close(rounds.of_texts(profile, arrays.prompt_tokens), plan.seconds, rtol=EXACT, atol=0.0)
+        torch.testing.assert_close(rounds.text_seconds(profile), plan.seconds, rtol=EXACT, atol=0.0)
 
 
 # The verdict

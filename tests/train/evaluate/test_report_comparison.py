@@ -17,8 +17,9 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.evaluate.report_comparison import Change, ReportComparison, compare_reports, read_report
-from specstop.train.replay.log import play, scaled
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.rounds import scaled
+from specstop.train.replay.run import replay
 from timed import timed_profile
 
 
@@ -323,8 +324,8 @@ def test_a_report_holds_what_each_draw_of_the_timings_changes(reports: Path, sid
     factors = report["details"]["per_prompt"]["profile"]["factors"]
     assert set(factors) == {line["name"] for line in report["lines"]}
     for name, policy in (("plain decoding", FixedLength(0)), ("confidence:0.6", Confidence(0.6, DEPTH))):
-        rounds = play(arrays, policy, profile).rounds
-        measured, *under = (float(rounds.of_texts(costs, arrays.prompt_tokens).sum()) for costs in (profile, *drawn))
+        rounds = replay(arrays, policy, profile)
+        measured, *under = (float(rounds.text_seconds(costs).sum()) for costs in (profile, *drawn))
         assert factors[name] == pytest.approx([seconds / measured for seconds in under], abs=1e-8)
 
 

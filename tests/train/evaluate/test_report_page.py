@@ -27,9 +27,9 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import TOO_FEW, Report
 from specstop.train.evaluate.report import run_facts, sections, to_csv, to_html, to_markdown, write_report
 from specstop.train.fit.achievable import achievable_estimate
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}$y$ '
@@ -361,7 +361,7 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
     report = evaluate(live, profile, [Confidence(0.7, DEPTH)], out=tmp_path / "out")
     arrays = trace_arrays(live, extra=ROUND_COLUMNS)
     rounds = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
-    assert len(rounds.taken.sequence) == len(rounds.committed) == report.facts["rounds"]
+    assert len(rounds.sequence) == len(rounds.committed) == report.facts["rounds"]
     found = report["confidence:0.7"]
     assert found.tokens_per_s == pytest.approx(rounds.rate)
     assert found.block_efficiency == pytest.approx(float(rounds.committed.mean()))

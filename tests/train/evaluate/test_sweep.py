@@ -22,8 +22,8 @@ from specstop.train.evaluate.pricing import ProfileBootstrap, with_prices
 from specstop.train.evaluate.statistics import Clusters
 from specstop.train.evaluate.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.fit.rules import fixed_grid
+from specstop.train.replay.arrays import trace_arrays, typical_context
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays, typical_context
 
 EXACT = 1e-12
 POINTS = (0.02, 0.2, 2.0)

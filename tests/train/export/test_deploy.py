@@ -30,7 +30,7 @@ from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train import train
 from specstop.train.evaluate.batches import by_batch
-from specstop.train.export.basis import Basis, _replay_thresholds, largest_share
+from specstop.train.export.basis import Basis, largest_share, replay_thresholds
 from specstop.train.export.deploy import deploy
 from specstop.train.export.engines import (
     CLAMP,
@@ -42,9 +42,8 @@ from specstop.train.export.engines import (
     vllm_obstacle,
     vllm_policy,
 )
-from specstop.train.fit.settle import settle_for
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 PARTS = ("## Use", "## Expected speed", "## What is lost", "## Assumptions", "## Origin")
 EXACT = 1e-9
@@ -182,11 +181,12 @@ def reference(arrays: TraceArrays, p_min: float, n_max: int) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize("rule", [(0.3, 4), (0.45, 5), (0.0, 3)])
-def test_the_threshold_drafts_as_llama_cpp_does(rule: tuple[float, int], traces: dict[float, Trace]) -> None:
+def test_the_threshold_drafts_as_llama_cpp_does(
+    rule: tuple[float, int], traces: dict[float, Trace], profile: Profile
+) -> None:
     arrays = trace_arrays(traces[0.0])
-    replayed = _replay_thresholds(arrays, [rule])
-    order = torch.argsort(replayed.every.sequence, stable=True)
-    drafts = list(zip(replayed.every.drafted[order].tolist(), replayed.every.verified[order].tolist(), strict=True))
+    (rounds,) = replay_thresholds(arrays, [rule], profile)
+    drafts = list(zip(rounds.drafted.tolist(), rounds.verified.tolist(), strict=True))
     assert drafts == reference(arrays, *rule)
     assert len(set(drafts)) > 1 or rule[0] == 0.0
 
@@ -199,14 +199,18 @@ def test_the_share_is_of_the_ten_likeliest(traces: dict[float, Trace]) -> None:
     assert torch.equal(largest_share(bare), arrays.column("top1"))
 
 
-def test_prompts_of_choice_and_report_are_disjoint(sides: tuple[Trace, Trace], profile: Profile) -> None:
-    basis = Basis(sides[0], profile)
+def test_prompts_of_choice_and_report_are_disjoint(
+    sides: tuple[Trace, Trace], learned: LearnedPolicy, full_profile: Profile
+) -> None:
+    basis = Basis(sides[0], full_profile)
     assert not set(basis.fit.clusters) & set(basis.held.clusters)
-    assert Basis(sides[0], profile, held_out=sides[1]).prompts.endswith(
-        f"made on {len(set(trace_arrays(sides[0]).clusters))}"
-    )
-    with pytest.raises(TraceError, match="prompts are in `traces` too"):
-        Basis(sides[0], profile, held_out=sides[0])
+    assert basis.fit.sequences + basis.held.sequences == trace_arrays(sides[0]).sequences
+    for held_out, policy in ((sides[0], None), (sides[0], learned)):
+        with pytest.raises(TraceError, match="prompts are in"):
+            Basis(sides[0], full_profile, policy, held_out=held_out)
+    few = Trace(sides[0].folder, sides[0].header, sides[0].rows.select(range(20)))
+    with pytest.raises(TraceError, match="prompts"):
+        Basis(few, full_profile)
 
 
 @pytest.mark.parametrize("change", [{"collector": "live"}, {"topology": (-1, -1, 0)}])
@@ -230,6 +234,22 @@ def test_a_folder_with_files_is_not_replaced(
     with pytest.raises(InputError, match="not empty"):
         deploy(engine, tmp_path, "fixed:2", traces=sides[0], profile=profile)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "noun"),
+    [
+        ({"to": "floppy"}, "vllm"),
+        ({"to": "onnx"}, "policy"),
+        ({"to": "hf"}, "policy"),
+        ({"to": "vllm", "drafter": "suffix"}, "drafter"),
+        ({"to": "vllm"}, "traces"),
+        ({"to": "hf", "policy": "fixed:2", "held_out": "held"}, "traces"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_runtime_are_refused(options: dict[str, Any], noun: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=noun):
+        deploy(out=tmp_path / "x", **options)
 
 
 def test_traces_without_the_probability_are_refused(
@@ -292,13 +312,6 @@ def test_vllm_gets_the_policy_that_was_replayed(
     settings = read_settings(json.loads((tmp_path / "out" / "additional_config.json").read_text()))
     assert settings.policy == str(tmp_path / "out" / "policy") and settings.temperature == 0.0
     assert "ends the draft of each request" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_policies_without_costs_and_of_this_profile_stay(
-    learned: LearnedPolicy, sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
-    for policy in (Confidence(0.3, 4), learned):
-        assert settle_for(policy, trace_arrays(sides[0]), full_profile) == (policy, "")
 
 
 @pytest.mark.parametrize("spec", ["confidence:0.3", "load?table=1:4,8:2"])

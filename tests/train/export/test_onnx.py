@@ -16,8 +16,8 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.storage import save_policy
 from specstop.train.export import onnx_model
+from specstop.train.export.deploy import deploy
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
-from specstop.train.heads.base import with_ranges
 from trees import make_tree_policy
 
 
@@ -33,7 +33,7 @@ def test_onnxruntime_answers_as_the_policy_does(kind: str, ranged: bool) -> None
     runtime = pytest.importorskip("onnxruntime")
     policy = learned(kind)
     if ranged:
-        policy = with_head(policy, with_ranges(policy.head.tensors(), LOW, HIGH))
+        policy = with_head(policy, policy.head.tensors() | {"low": LOW, "high": HIGH})
     session = runtime.InferenceSession(build_onnx(policy).SerializeToString(), providers=["CPUExecutionProvider"])
     x = features(300)
     x[:3, 1] = [0.0, 1.0, 0.5]
@@ -84,15 +84,6 @@ def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "m.onnx").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--policy", "fixed:4"], "has no head to deploy"),
-        (["--policy", "fixed:4", "--to", "floppy"], "--to: expected one of onnx"),
-        (["--policy", "nowhere/x"], "does not exist"),
-    ],
-)
-def test_what_cannot_be_deployed_is_told_why(tmp_path: Path, arguments: list[str], message: str) -> None:
-    answer = cli("deploy", *arguments, "--out", tmp_path / "m.onnx")
-    assert answer.code == 2
-    assert message in answer.err
+def test_a_rule_without_a_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="no head"):
+        deploy("onnx", tmp_path / "m.onnx", "fixed:4")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from batch_profile import with_batches
 from contract_policies import DEPTH
 from joint_policies import batch_policy
@@ -21,9 +22,8 @@ from specstop.train.fit.batch_rules import SCALES, batch_rate, settle_batch, set
 from specstop.train.fit.rules import Part
 from specstop.train.fit.run import train
 from specstop.train.fit.settle import MIN_GAIN_IN_SAMPLE, settle_for
-from specstop.train.replay.arrivals import at_once, deal
-from specstop.train.replay.batch import COLUMNS, replay_batch
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.batch import at_once, deal, replay_batch
 
 EXACT = 1e-9
 
@@ -48,8 +48,8 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float
         fixed = [
             replay_batch(held, FixedLength(k), settled.profile, size, at_once(held.sequences)) for k in range(DEPTH + 1)
         ]
-        assert played.seconds.sum() == pytest.approx(fixed[length].seconds.sum(), rel=EXACT)
-        assert not played.log[:, COLUMNS.index("decisions")].any()
+        assert float(played.seconds.sum()) == pytest.approx(float(fixed[length].seconds.sum()), rel=EXACT)
+        assert not played.decisions.any()
 
 
 def test_what_was_settled_stays_where_only_decisions_have_another_price(
@@ -82,10 +82,12 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     for size, length in lengths:
         played = replay_batch(held, settled, paid, size, at_once(held.sequences))
         fixed = replay_batch(held, FixedLength(length), paid, size, at_once(held.sequences))
-        decided = played.log[:, COLUMNS.index("decisions")] > 0
-        streams = np.bincount(played.log[:, 0])[played.log[:, 0]]
+        decided = played.decisions > 0
+        streams = played.call.bincount()[played.call]
         assert not decided[streams > 1].any()
-        assert (played.log[streams > 1] == fixed.log[: (streams > 1).sum()]).all()
+        shared = int((streams > 1).sum())
+        assert torch.equal(played.log[streams > 1], fixed.log[:shared])
+        assert torch.equal(played.committed[streams > 1], fixed.committed[:shared])
     save_policy(settled, tmp_path / "p")
     assert load_policy_folder(tmp_path / "p").unasked == settled.unasked
     drafts = ", ".join(f"{size} (drafts {length})" for size, length in lengths)
@@ -122,9 +124,9 @@ def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
     for half, head in zip(halves, heads, strict=True):
         order = deal(half.sequences, 4, 0)[:24]
         played = replay_batch(half, with_head(policy, head), free, 4, at_once(len(order)), order)
-        tokens += played.log[:, COLUMNS.index("committed")].sum()
-        seconds += played.seconds.sum() - free.prefill_seconds(half.prompt_tokens.numpy()[order]).sum()
-    assert batch_rate(policy, apart, free, 4) == pytest.approx(tokens / seconds, rel=EXACT)
+        tokens += float(played.committed.sum())
+        seconds += float(played.seconds.sum()) - free.prefill_seconds(half.prompt_tokens.numpy()[order]).sum()
+    assert batch_rate(policy, apart, free, 4) == pytest.approx(float(tokens / seconds), rel=EXACT)
     # On prompts that were left out the heads know nothing, whatever the policy's own head may know of its own prompts.
     unaware = [Part(held, Certain(30.0)), Part(held, Certain(30.0))]
     costly = free.with_decisions({name: 2e-4 for name in free.decision_s})

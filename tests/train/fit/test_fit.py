@@ -17,13 +17,13 @@ from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
 from specstop.policies.profile import Profile
 from specstop.train.heads import make_head
-from specstop.train.heads.base import basis_columns, fit_basis, ranges
+from specstop.train.heads.base import basis_columns, feature_ranges, fit_basis
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
-from specstop.train.heads.networks import MLPEstimator, NetworkModule, flagged_columns, perceptron
+from specstop.train.heads.networks import MLPEstimator, acceptance_loss, flagged_columns, perceptron
 from specstop.train.heads.rows import FitRows, Visits, conditional_acceptance, fit_rows, split_prompts, visits
+from specstop.train.replay.arrays import TraceArrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 
 DEPTH = 3
@@ -87,10 +87,11 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
     assert rows.depth.tolist() == [row[1] for row in slow]
     drawn = rows.drawn.tolist()
     assert drawn == [row[1] > 0 for row in slow]
-    assert rows.followed_known.tolist() == [row[4] for row in slow]
-    assert rows.accepted[rows.drawn].tolist() == [row[2] for row, use in zip(slow, drawn, strict=True) if use]
-    assert rows.followed[rows.followed_known].tolist() == [row[3] for row in slow if row[4]]
-    for label in (rows.accepted[rows.drawn], rows.followed[rows.followed_known]):
+    assert rows.known.T.tolist() == [drawn, [row[4] for row in slow]]
+    accept, following = (rows.labels[rows.known[:, at], at] for at in (0, 1))
+    assert accept.tolist() == [row[2] for row, use in zip(slow, drawn, strict=True) if use]
+    assert following.tolist() == [row[3] for row in slow if row[4]]
+    for label in (accept, following):
         assert 0 < int(label.sum()) < len(label)
 
 
@@ -175,7 +176,7 @@ def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float,
     """Return (loss of the head, of the truth, of the constant) for both outputs."""
     truth = true_logits(rows.features, rows.depth == 0)
     found = []
-    for column, label, use in ((0, rows.accepted, rows.drawn), (1, rows.followed, rows.followed_known)):
+    for column, (label, use) in enumerate(zip(rows.labels.T, rows.known.T, strict=True)):
         constant = np.full(int(use.sum()), float(label[use].double().mean()))
         logits = (head_logits[use, column], truth[use, column])
         chances = (*(torch.sigmoid(x).numpy() for x in logits), constant)
@@ -188,8 +189,7 @@ def test_the_basis_standardises_the_rows_with_a_token(parts: tuple[FitRows, FitR
     columns = torch.from_numpy(basis_columns(fit_basis(rows, NAMES), rows.features, rows.depth)[rows.drawn])
     torch.testing.assert_close(columns.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(columns.std(0), torch.ones(3), atol=1e-4, rtol=0)
-    same = FitRows(torch.ones_like(rows.features), *(getattr(rows, n) for n in
-                   ("depth", "accepted", "followed", "followed_known")))  # fmt: skip
+    same = FitRows(torch.ones_like(rows.features), rows.depth, rows.labels, rows.known)
     assert fit_basis(same, NAMES).scale.tolist() == [1.0] * 3
 
 
@@ -212,10 +212,12 @@ def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRo
 def test_ranges_are_those_of_the_rows_that_know_the_feature() -> None:
     names = ("top1", "anchor_top1", "depth", "drawn_token", "mean_full")
     features = torch.tensor([[0.0, 0.9, 0.0, 0.0, 0.5], [0.3, 0.2, 1.0, 7.0, 0.5], [0.6, float("nan"), 2.0, 9.0, 0.7]])
-    low, high = ranges(names, features, torch.tensor([0, 1, 2]))
-    np.testing.assert_allclose(low, [0.3, 0.2, np.nan, np.nan, 0.5], rtol=1e-6)
-    np.testing.assert_allclose(high, [0.6, 0.9, np.nan, np.nan, 0.7], rtol=1e-6)
-    assert np.isnan(ranges(names, features[:1], torch.tensor([0]))[0][0]), "no row knows it"
+    rows = FitRows(features, torch.tensor([0, 1, 2]), torch.zeros(3, 2), torch.ones(3, 2).bool())
+    low, high = feature_ranges(names, rows).values()
+    most = np.finfo(np.float32).max
+    np.testing.assert_allclose(low, [0.3, 0.2, -most, -most, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(high, [0.6, 0.9, most, most, 0.7], rtol=1e-6)
+    assert feature_ranges(names, rows.subset(torch.tensor([0])))["low"][0] == -most, "no row knows it"
 
 
 @pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
@@ -236,8 +238,7 @@ def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str)
 @pytest.mark.parametrize("label", [True, False])
 def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
     rows = synthetic_rows(50)
-    flat = torch.full_like(rows.accepted, label)
-    alike = FitRows(rows.features, rows.depth, flat, flat, rows.depth < 3)
+    alike = FitRows(rows.features, rows.depth, torch.full_like(rows.labels, label), rows.known)
     head = fitted("logistic", alike, alike)
     for depth in (0, 1):
         chance = torch.sigmoid(torch.from_numpy(head.scores(rows.features.numpy(), depth)))
@@ -314,15 +315,11 @@ def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) 
     columns = flagged_columns(Basis(NAMES, tensors["mean"], tensors["scale"]), rows)
     with torch.no_grad():
         torch.testing.assert_close(network(columns), scored(head, rows).float(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(rows.known.bool(), torch.stack([rows.drawn, rows.followed_known], 1))
-    assert torch.equal(rows.labels.bool(), torch.stack([rows.accepted, rows.followed], 1))
 
 
 def test_a_batch_without_labels_weighs_nothing() -> None:
-    module = NetworkModule(perceptron([4, 8, 2], torch.nn.SiLU))
-    loss = module.training_step([torch.randn(5, 4), torch.ones(5, 2), torch.zeros(5, 2)], 0)
-    assert loss.item() == 0.0
-    known = torch.tensor([[1.0, 0.0]])
-    columns = torch.randn(1, 4)
-    expected = torch.nn.functional.softplus(-module(columns)[0, 0])
-    torch.testing.assert_close(module.training_step([columns, torch.ones(1, 2), known], 0), expected)
+    network = perceptron([4, 8, 2], torch.nn.SiLU)
+    assert acceptance_loss(network, (torch.randn(5, 4), torch.ones(5, 2), torch.zeros(5, 2)))[0].item() == 0.0
+    known, columns = torch.tensor([[1.0, 0.0]]), torch.randn(1, 4)
+    expected = torch.nn.functional.softplus(-network(columns)[0, 0])
+    torch.testing.assert_close(acceptance_loss(network, (columns, torch.ones(1, 2), known))[0], expected)

@@ -12,12 +12,11 @@ from specstop.collect.store import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.plan import REPORT_SHARE, Plan, split_report
-from specstop.train.fit.run import train, train_arrays
+from specstop.train.fit.plan import REPORT_SHARE, Plan, TrainOptions, split_report
+from specstop.train.fit.run import fit_policy, train
 from specstop.train.fit.settle import settle_for, unfitted_prompts
 from specstop.train.heads import make_head
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.traces.concatenate import joined_arrays
+from specstop.train.replay.arrays import TraceArrays, joined_arrays, trace_arrays
 
 NAMES = ("top1", "noisy_margin", "depth")
 
@@ -51,11 +50,11 @@ def parts(policy: LearnedPolicy) -> list[Any]:
 def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Profile, head: str, rule: str) -> None:
     profile = full_profile.with_decisions({head: 1e-5})
     short = make_head(head, {"epochs": 2} if head == "mlp" else {})
-    plan = Plan(short, rule, None, NAMES, head, passes=2, report_share=REPORT_SHARE)
-    one, other = (train_arrays(plan, of, profile, [0.7]) for of in (arrays, other_report(arrays)))
-    assert parts(one.policy) == parts(other.policy)
+    plan = Plan(short, rule, NAMES, options=TrainOptions(passes=2, report_share=REPORT_SHARE))
+    one, other = (fit_policy(plan, of, profile)[0] for of in (arrays, other_report(arrays)))
+    assert parts(one) == parts(other)
     figure = "held_out_tokens_per_s"
-    assert one.metrics[figure] != other.metrics[figure], "while the figures are of these prompts"
+    assert one.metadata.metrics[figure] != other.metadata.metrics[figure], "while the figures are of these prompts"
 
 
 def test_a_search_sees_no_report_prompt(
@@ -121,7 +120,8 @@ def test_labels_that_are_noise_have_no_auc(arrays: TraceArrays, full_profile: Pr
     generator = torch.Generator().manual_seed(0)
     accepted = torch.randint(0, arrays.depth + 1, arrays.accepted.shape, generator=generator)
     noise = dataclasses.replace(arrays, accepted=accepted)
-    plan = Plan(make_head("xgboost"), "survival", 0.5, NAMES, "xgboost", report_share=0.3, passes=1)
-    metrics = train_arrays(plan, noise, full_profile, [0.7]).metrics
+    options = TrainOptions(threshold=0.5, report_share=0.3, passes=1)
+    policy, _ = fit_policy(Plan(make_head("xgboost"), "survival", NAMES, options=options), noise, full_profile)
+    metrics = policy.metadata.metrics
     error = np.sqrt(1.0 / (3.0 * metrics["held_out_rounds"]))  # at least that of Hanley and McNeil at .5
     assert abs(metrics["accept_auc"] - 0.5) < 4 * error

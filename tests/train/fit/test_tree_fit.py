@@ -21,6 +21,7 @@ from specstop.decode.benchmark import bench
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
+from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.contract import DraftStep, StopPolicy
@@ -29,28 +30,20 @@ from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
-from specstop.policies.learned import TreeGain
+from specstop.policies.learned import PathCalibrator, TreeGain
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
-from specstop.train.fit.settle import settle
-from specstop.train.fit.tree_calibration import (
-    accepted_children,
-    accepted_nodes,
-    fit_paths,
-    fit_shares,
-    path_chances,
-    tree_rows,
-)
-from specstop.train.fit.tree_rules import solve_tree, tree_seconds
+from specstop.train.fit.settle import settle_for
+from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, solve_tree, tree_seconds
 from specstop.train.heads.rows import Visits
-from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
-from specstop.train.replay.run import Replayed, replay, replay_many
-from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays, typical_context
-from specstop.train.replay.traces.subtrees import on_subtree, subtree
+from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
+from specstop.train.replay.rounds import Rounds
+from specstop.train.replay.run import replay, replay_many
+from specstop.train.replay.static_trees import StaticTree, best_static_tree, likeliest_nodes, on_subtree, subtree
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -120,7 +113,6 @@ def test_training_leaves_a_folder_that_plays_the_same(
     arrays = trace_arrays(forest[0.7])
     assert torch.equal(replay(arrays, loaded, profile).log, replay(arrays, made.policy, profile).log)
     assert loaded.metadata.provenance["tree"] == TREE and loaded.metadata.rho > 0.0
-    assert {row["depth"] for row in made.metrics["reliability"]} >= {2, 3}
 
 
 def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
@@ -151,20 +143,17 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
     )
     report = evaluate(forest[0.7], costly, [made.policy], allow_overlap=True)
     assert "rho as saved" in report["tree"].note
-    assert made.path is not None
-    rho = load_policy_folder(made.path).metadata.rho
-    settled = settle(made.path, forest[0.7], costly)
-    assert isinstance(settled, TreeGain) and settled.metadata.rho != rho
-    assert load_policy_folder(made.path).metadata.rho == settled.metadata.rho
+    settled, note = settle_for(made.policy, trace_arrays(forest[0.7]), costly)
+    assert isinstance(settled, TreeGain) and settled.metadata.rho != made.policy.metadata.rho
+    assert "not fitted on" in note and costly.same_costs(settled.metadata.profile)
 
 
 def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> None:
     """Counted out one by one."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
-    rows = tree_rows(arrays, ("top1", "branch_rank", "depth"), visited)
-    tree, at = arrays.tree, 0
-    children, width = accepted_children(tree, accepted_nodes(arrays, visited.row))
-    assert width.tolist() == [len(below) for below in tree.children]
+    rounds = TreeRounds.of(arrays, ("top1", "branch_rank", "depth"), visited)
+    rows, tree, at, children = rounds.fit_rows(), arrays.tree, 0, rounds.accepted_children
+    assert rounds.width.tolist() == [len(below) for below in tree.children]
     for number, row in enumerate(visited.row.tolist()):
         accepted = [True, *arrays.path[row].tolist()]  # type: ignore[index]
         ended = [False, *arrays.ends[row].tolist()]
@@ -174,11 +163,11 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
                 continue
             below = tree.children[node]
             assert rows.depth[at] == tree.depth[node]
-            assert bool(rows.accepted[at]) == accepted[node]
-            assert bool(rows.followed_known[at]) == (accepted[node] and bool(below))
+            assert bool(rows.labels[at, 0]) == accepted[node]
+            assert bool(rows.known[at, 1]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
-                assert bool(rows.followed[at]) == accepted[below[0]]
+                assert bool(rows.labels[at, 1]) == accepted[below[0]]
             if node:
                 assert rows.features[at, 1:].tolist() == [tree.children[parent].index(node), tree.depth[node]]
             at += 1
@@ -190,8 +179,8 @@ def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     blank = {"mean": np.zeros(1), "scale": np.ones(1), "weight": np.zeros((3, 1)), "bias": np.zeros(3)}
     head = LinearHead(("depth",), {name: values.astype(np.float32) for name, values in blank.items()})
-    accept, next_ = fit_paths([(head, visited)], arrays, ("depth",))
-    accepted = accepted_nodes(arrays, visited.row)[:, 1:]
+    accept, next_ = fit_paths([(head, TreeRounds.of(arrays, ("depth",), visited))])
+    accepted = arrays.accepted_nodes(visited.row)
     there = ~arrays.ends[visited.row]
     ranks = np.array([0, 1, 2])
     chance = accept.of(np.ones(3), np.zeros(3), 1, ranks)
@@ -208,9 +197,9 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[flo
     weight = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
     blank = {"mean": np.zeros(3), "scale": np.ones(3), "bias": np.zeros(3)}
     head = LinearHead(names, {"weight": weight, **{name: v.astype(np.float32) for name, v in blank.items()}})
-    accept, next_ = fit_paths([(head, visited)], arrays, names)
-    seen = seen_features(arrays, names, visited.row, visited.history).numpy()
-    survival, next_chance = path_chances(head, accept, next_, tree, seen)
+    rounds = TreeRounds.of(arrays, names, visited)
+    accept, next_ = fit_paths([(head, rounds)])
+    seen, (survival, next_chance) = rounds.seen, path_chances(head, accept, next_, rounds)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
     policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)
@@ -225,11 +214,21 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[flo
 
 
 def test_shares_follow_the_chance_of_the_best_child() -> None:
-    generator = torch.Generator().manual_seed(2)
-    chance = torch.rand(4000, generator=generator).clamp(0.05, 0.95)
-    second = torch.sigmoid(-1.0 - 0.8 * torch.logit(chance))
-    children = torch.stack([chance > 0.5, torch.rand(4000, generator=generator) < second, torch.zeros(4000) > 0], 1)
-    (u, v), (rare, _) = fit_shares(chance, children, torch.full((4000,), 3))
+    """Of three children of the anchor the second is accepted with a known law of `next`, and the third never."""
+    generator = np.random.default_rng(2)
+    logit_next = generator.uniform(-3.0, 3.0, 4000)
+    chance = 1 / (1 + np.exp(-np.column_stack([logit_next, -1.0 - 0.8 * logit_next])))
+    accepted = np.ones((4000, 4), dtype=bool)
+    accepted[:, 1:3], accepted[:, 3] = generator.random(chance.shape) < chance, False
+    seen = np.zeros((4000, 4, 1), dtype=np.float32)
+    seen[:, 0, 0] = logit_next
+    weight = np.array([[0.0], [1.0], [1.0]], dtype=np.float32)  # `next` is the feature
+    names = ("anchor_entropy",)
+    values = {"mean": np.zeros(1), "scale": np.ones(1), "bias": np.zeros(3)}
+    head = LinearHead(names, {"weight": weight, **{name: value.astype(np.float32) for name, value in values.items()}})
+    rounds = TreeRounds(parse_tree("3"), seen, accepted, np.ones_like(accepted))
+    same = PathCalibrator(np.array([[1.0, 0.0, 0.0, 0.0, 0.0]] * 2, dtype=np.float32))
+    (u, v), (rare, _) = sibling_shares([(head, rounds)], same, same)
     assert u == pytest.approx(-1.0, abs=0.15) and v == pytest.approx(-0.8, abs=0.15)
     assert rare < -2.0
 
@@ -263,32 +262,19 @@ def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profi
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
 ) -> None:
-    two = SamplingParams(top_k=2)  # for which a third sibling is never there
-    options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "shaping": two}
-    filtered = collect(pair, prompts, tmp_path / "filtered", tree=TREE, **options)
-    for temperature, trace, shaping in (
-        *((t, trace, SamplingParams()) for t, trace in forest.items()),
-        (0.7, filtered, two),
-    ):
+    filtered = SamplingParams(top_k=2)  # for which a third sibling is never there
+    options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "progress": silent}
+    large = collect(pair, prompts, tmp_path / "large", tree=TREE, shaping=filtered, **options)
+    for trace, shaping in ((forest[0.7], SamplingParams()), (large, filtered)):
         small = on_subtree(trace_arrays(trace), SMALL)
-        name = subtree(trace.header.tree, SMALL).name
-        folder = tmp_path / f"{temperature} {shaping.options}"
-        options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
-        whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
-        assert small.tree.parent == whole.tree.parent
-        assert small.path is not None and whole.path is not None
+        name, folder = subtree(trace.header.tree, SMALL).name, tmp_path / f"small {shaping.options}"
+        whole = trace_arrays(collect(pair, prompts, folder, tree=name, shaping=shaping, **options))
+        assert small.tree.parent == whole.tree.parent and small.path is not None and whole.path is not None
         same = ~whole.cut & ~small.cut  # how near the end a round is cut depends on the depth
-        assert torch.equal(small.path[same], whole.path[same]) and torch.equal(
-            small.accepted[same], whole.accepted[same]
-        )
+        assert torch.equal(small.path[same], whole.path[same])
+        assert torch.equal(small.accepted[same], whole.accepted[same])
         for feature in TREE_FEATURES:
             torch.testing.assert_close(small.column(feature), whole.column(feature), atol=1e-5, rtol=1e-5, msg=feature)
-
-
-@pytest.mark.parametrize("nodes", [[1], [0, 2], [0, 9]])
-def test_what_is_no_smaller_tree_is_refused(forest: dict[float, Trace], nodes: list[int]) -> None:
-    with pytest.raises(TraceError, match="a smaller tree"):
-        on_subtree(trace_arrays(forest[0.0]), nodes)
 
 
 def test_of_smaller_trees_the_fastest_is_kept(
@@ -314,9 +300,6 @@ def test_of_smaller_trees_the_fastest_is_kept(
     assert sum(map(len, rule.children)) <= 1 + max(4, static)  # the root and as many as were allowed
     assert made.metrics["trees tried"] == len({1, 4, static})
     assert load_policy_folder(tmp_path / "policy").metadata.provenance["tree"] == made.metrics["tree"]
-    for rule_name, nodes in (("derived", [4]), ("gain", [0])):
-        with pytest.raises(InputError, match="nodes"):
-            train(forest[0.7], profile, rule=rule_name, nodes=nodes, progress=silent)
 
 
 def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(
@@ -332,11 +315,11 @@ def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head": "nothing"}, "unknown head"),
         ({"head": "dynasd-soft"}, "hidden states"),
         ({"passes": 0}, "passes"),
-        ({"threshold": 0.5}, "no threshold"),
-        ({"features": ["top0"]}, "unknown feature"),
+        ({"threshold": 0.5}, "threshold"),
+        ({"nodes": [0]}, "nodes"),
+        ({"cross_fit": False}, "cross_fit"),
     ],
 )
 def test_what_it_cannot_be_asked_for(
@@ -361,7 +344,7 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
 ) -> None:
     played: dict[int, set[str]] = {}
 
-    def watched(arrays: TraceArrays, policies: Sequence[StopPolicy], costs: Profile) -> list[Replayed]:
+    def watched(arrays: TraceArrays, policies: Sequence[StopPolicy], costs: Profile) -> list[Rounds]:
         for policy in policies:
             assert isinstance(policy, TreeGain)
             played.setdefault(id(policy.head), set()).update(arrays.clusters)

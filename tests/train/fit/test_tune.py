@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from contract_policies import DEPTH
@@ -15,7 +14,6 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
-from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.fit.rules import (
     FIRST,
     LOOK_AHEAD,
@@ -29,10 +27,10 @@ from specstop.train.fit.rules import (
     tune_confidence,
 )
 from specstop.train.fit.run import train
-from specstop.train.fit.settle import settle, solve_rate
+from specstop.train.fit.settle import retune, solve_rate
 from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 
@@ -87,7 +85,6 @@ def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, prof
     tuned = tune_confidence(arrays, costs)
     assert rates[tuned.threshold] == max(rates.values()) > min(rates.values())
     assert tuned.max_depth == DEPTH
-    assert tune_confidence(arrays, costs, (0.9, 0.1)).threshold == max((0.9, 0.1), key=rates.__getitem__)
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
@@ -139,7 +136,7 @@ def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
             replay(arrays.subset(folds.sequences(fold)), with_head(policy.with_rule(rule), heads[fold]), full_profile)
             for fold in (0, 1, 2)
         ]
-        assert int(played[2].drafted.max()) <= int(played[2].rounds.max()) < int(played[1].drafted.max())
+        assert played[2].drafted.double().mean() <= 1.0 < played[1].drafted.double().mean()
         tokens, seconds = (sum(float(getattr(one, of).sum()) for one in played) for of in ("tokens", "seconds"))
         assert rate == pytest.approx(tokens / seconds, rel=1e-6)  # sums of float32
     assert policy.head is learned.head
@@ -160,21 +157,23 @@ def test_another_first_decision_has_to_be_clearly_better(
         assert rate == (100.0 if expected else 100.0 * better)
 
 
-def test_settling_for_measured_decisions_leaves_the_first_one(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
+def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speeds(
+    arrays: TraceArrays, full_profile: Profile, learned: LearnedPolicy
 ) -> None:
     late = learned.with_rule(Derived([0.4] * DEPTH, 2))
-    save_policy(late, tmp_path / "late", {})
-    settled = settle(tmp_path / "late", sides[0], full_profile)
-    assert settled.rule.first == 2
-    assert settled.metadata.rho > 0.0
-    assert load_policy_folder(tmp_path / "late").rule.to_dict() == settled.rule.to_dict()
+    late.metadata = dataclasses.replace(learned.metadata, metrics={"rows": 3, "held_out_rounds": 5})
+    costs = with_draft_times(full_profile, 3.0)
+    tuned = retune(late, arrays, costs, [2])
+    assert tuned.rule.first == 2 and tuned.rule.to_dict() != late.rule.to_dict()
+    assert tuned.metadata.metrics == {"rows": 3} and costs.same_costs(tuned.metadata.profile)
+    assert tuned.metadata.rho == replay(arrays, tuned, costs).rate
+    assert late.metadata.rho == learned.metadata.rho, "the policy itself does not change"
 
 
 def test_a_policy_that_lacks_the_mean_acceptance_is_refused(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
 ) -> None:
-    with pytest.raises(PolicyError, match=f"logistic: expected the mean acceptance at {DEPTH} depths .* got 1; train"):
+    with pytest.raises(PolicyError, match="mean acceptance"):
         solve_rate(learned, arrays, full_profile, learned.metadata.acceptance[:1])
 
 
@@ -186,12 +185,6 @@ def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
     solved, rate = solve_rate(learned, arrays, full_profile, acceptance)
     assert rate == replay(arrays, solved, full_profile).rate > 0.0
     assert solved.rule.first <= before + 1
-
-
-def test_the_typical_context_is_the_middle_of_the_texts(arrays: TraceArrays) -> None:
-    middles = sorted((arrays.prompt_tokens + arrays.text_tokens / 2).tolist())
-    assert middles[0] < typical_context(arrays) < middles[-1]
-    assert sum(m <= typical_context(arrays) for m in middles) >= len(middles) / 2
 
 
 def test_an_expensive_decision_comes_later(sides: tuple[Trace, Trace], profile: Profile) -> None:

@@ -13,8 +13,8 @@ from specstop.policies.errors import PolicyFailure
 from specstop.policies.profile import Profile
 from specstop.policies.published.bandit import Bandit
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.run import Replayed, replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.run import replay
 
 
 class Good(StopPolicy):
@@ -24,6 +24,9 @@ class Good(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.features[..., 0] > 0.3), state
+
+
+METHODS = ("start", "keep", "select", "observe")
 
 
 def fail(*args: Any) -> Any:
@@ -38,10 +41,7 @@ def arrays(traces: dict[float, Trace]) -> TraceArrays:
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ({"start": fail}, r"^mine: start\(\) failed: SystemExit: bye$"),
-        ({"keep": fail}, r"^mine: keep\(\) failed: SystemExit: bye$"),
-        ({"select": fail}, r"^mine: select\(\) failed: SystemExit: bye$"),
-        ({"observe": fail}, r"^mine: observe\(\) failed: SystemExit: bye$"),
+        *(({method: fail}, rf"^mine: {method}\(\) failed: SystemExit: bye$") for method in METHODS),
         ({"keep": lambda *args: 1 / 0}, r"^mine: keep\(\) failed: ZeroDivisionError: division by zero$"),
         ({"keep": lambda self, step, state: None}, r"^mine: keep\(\) must return \(mask, state\)"),
         (
@@ -92,12 +92,11 @@ def scribbling(write: Callable[[Any], Any]) -> StopPolicy:
 
 
 @pytest.mark.parametrize("value", [0, 1])
-def test_what_it_writes_into_what_it_is_shown_changes_nothing(
+def test_what_a_plugin_writes_into_its_arguments_changes_nothing(
     arrays: TraceArrays, profile: Profile, value: int
 ) -> None:
-    def figures(policy: StopPolicy) -> Replayed:
-        return replay(arrays, policy, profile)
-
-    good, bad = figures(Good()), figures(scribbling(lambda shown: shown.fill(value)))
-    for field in ("tokens", "seconds", "drafted", "verified", "accepted", "log", "history"):
-        assert torch.equal(getattr(good, field), getattr(bad, field)), field
+    good, bad = (
+        replay(arrays, policy, profile) for policy in (Good(), scribbling(lambda argument: argument.fill(value)))
+    )
+    for name in ("tokens", "seconds", "log", "history"):
+        assert torch.equal(getattr(good, name), getattr(bad, name)), name

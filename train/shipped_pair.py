@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...policies.errors import InputError
-from ...policies.files import cache_folder, read_json, sha256, staged_folder, write_json
+from ..policies.errors import InputError
+from ..policies.files import cache_folder, read_json, sha256, staged_folder, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "shipped"
 """Package data: `target/`, `draft/`, one tokenizer, prompts, `pair.json` and the model card."""
 
 WEIGHTS = "model.int8.safetensors"

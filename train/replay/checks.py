@@ -1,4 +1,4 @@
-"""Whether a trace and a profile can answer a policy."""
+"""Whether a trace and a profile fit a policy, and whether sets of prompts are disjoint."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from ....collect.schema import Header
-from ....collect.store import Trace, load_trace
-from ....decode.verify.modes import check_mode, find_mode
-from ....policies.contract import StopPolicy
-from ....policies.errors import SpecstopWarning, TraceError
-from ....policies.features import check_sizes
-from ....policies.host import validate_policy
-from ....policies.learned import LearnedPolicy, shaping_text, warn_other_conditions
-from ....policies.profile import Profile
+from ...collect.schema import Header
+from ...collect.store import Trace, load_trace
+from ...decode.verify.modes import check_mode, find_mode
+from ...policies.contract import StopPolicy
+from ...policies.errors import SpecstopWarning, TraceError
+from ...policies.features import check_sizes
+from ...policies.host import validate_policy
+from ...policies.learned import LearnedPolicy, shaping_text, warn_other_conditions
+from ...policies.profile import Profile
 from .arrays import TraceArrays
 
 
@@ -54,13 +54,23 @@ def check_training_traces(training: Trace, trace: Trace) -> None:
         warnings.warn(f"{text}: what is tuned there is for other rounds", SpecstopWarning, stacklevel=3)
 
 
+def warn_other_rounds(profile: Profile, header: Header) -> None:
+    """Warn if a profile timed other rounds than a trace has: of another drafter, or of chains with another verification."""
+    from ...decode.verify.conditions import warn_other_profile  # imports transformers, which replay does not need
+
+    if "device" in header.facts:  # without it the trace does not describe how it was recorded
+        warn_other_profile(profile, "the trace holds", drafter=str(header.facts.get("drafter", "model")))
+    if header.tree.is_chain and header.temperature > 0:
+        warn_other_profile(profile, "the trace holds", verification=header.verification)
+
+
 def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:
-    """Refuse a policy that the trace or the profile cannot answer.
+    """Refuse a policy that cannot be replayed exactly on a trace, or priced by a profile.
 
     Raises:
-        TraceError: the message says what is missing.
-        PolicyError: it is not what a policy must be, reads hidden states of another size than the trace's, or would bias
-            the verification.
+        TraceError: the trace or the profile lacks something that the message names.
+        PolicyError: the policy is invalid, reads hidden states of another size than the trace's, or would bias the
+            verification.
     """
     validate_policy(policy)
     header = arrays.header
@@ -78,7 +88,7 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
             f"{policy.name} drafts up to {policy.max_depth} tokens, but the trace was recorded to depth {arrays.depth}; "
             f"limit the policy (max_depth={arrays.depth}) or collect with --depth {policy.max_depth}"
         )
-    # Trees are priced by points between and beyond which costs are linear: no depth is out of range.
+    # Prices of trees are interpolated and extrapolated, so that no depth is out of range.
     if arrays.tree.is_chain and profile.max_depth < policy.max_depth:
         raise TraceError(
             f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}"
@@ -95,11 +105,10 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
 
 
 def check_whole(arrays: TraceArrays, instead: str) -> None:
-    """Refuse a trace whose texts cannot be replayed where a rule is settled so; the message says what to do instead."""
+    """Refuse a trace without whole texts, on which no rule can be chosen by replay; `instead` says what to do."""
     if arrays.only_positions:
-        why = (
-            "mixes draft samples into the text (--mix)" if arrays.header.mix else "has not every position of its texts"
-        )
+        mixed = arrays.header.mix > 0
+        why = "mixes draft samples into the text (--mix)" if mixed else "has not every position of its texts"
         raise TraceError(f"the trace {why}, so that no text can be replayed to settle a rule: {instead}")
 
 
@@ -111,16 +120,16 @@ def require_disjoint(
     Args:
         option: of the trace.
         arrays: the trace.
-        others: name of what it is compared with.
-        prompts: of that, as in `TraceArrays.clusters`: equal texts are the same prompt, whatever their ids.
+        others: name of the training data.
+        prompts: of the training data, as in `TraceArrays.clusters`: equal texts are the same prompt under any id.
         allow: warn instead of raising; None if the command has no such option.
 
     Raises:
-        TraceError: some prompts are in both.
+        TraceError: a prompt is in both.
     """
-    mine = set(arrays.clusters)
-    if shared := mine & set(prompts):
-        text = f"{option}: {len(shared)} of {len(mine)} prompts are in {others} too (compared by text)"
+    evaluated = set(arrays.clusters)
+    if shared := evaluated & set(prompts):
+        text = f"{option}: {len(shared)} of {len(evaluated)} prompts are in {others} too (compared by text)"
         if not allow:
             hint = "" if allow is None else ", or use --allow-overlap if the figures need not be held-out"
             raise TraceError(f"{text}; collect other prompts{hint}")
@@ -130,7 +139,7 @@ def require_disjoint(
 def require_disjoint_prompts(
     arrays: TraceArrays, tuning: TraceArrays | None, policies: Sequence[StopPolicy], *, allow: bool = False
 ) -> None:
-    """Refuse evaluated prompts on which thresholds are tuned, or on which a policy was trained; see `require_disjoint`."""
+    """Refuse evaluated prompts on which thresholds are tuned or a policy was trained; see `require_disjoint`."""
     if tuning is not None:
         require_disjoint("--traces", arrays, "--train-traces", tuning.clusters, allow=allow)
     require_disjoint_policies("--traces", arrays, policies, allow=allow)
@@ -142,16 +151,6 @@ def require_disjoint_policies(
     """Refuse prompts on which a policy was trained; see `require_disjoint`."""
     for policy in policies:
         if isinstance(policy, LearnedPolicy):
-            # Report prompts influenced nothing.
+            # The prompts of the report group had no influence on the policy.
             prompts = [name for group in ("fit", "select") for name in policy.metadata.prompts.get(group, ())]
             require_disjoint(option, arrays, f"the training prompts of {policy.name}", prompts, allow=allow)
-
-
-def tell_other_rounds(profile: Profile, header: Header) -> None:
-    """Warn where a profile timed other rounds than a trace holds: of another drafter, or of chains verified otherwise."""
-    from ....decode.verify.conditions import warn_other_profile  # imports transformers, which replay does not need
-
-    if "device" in header.facts:  # else nothing is told of how it was recorded
-        warn_other_profile(profile, "the trace holds", drafter=str(header.facts.get("drafter", "model")))
-    if header.tree.is_chain and header.temperature > 0:
-        warn_other_profile(profile, "the trace holds", verification=header.verification)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from specstop.policies.errors import InputError
-from specstop.train.demo import pair as module
-from specstop.train.demo.pair import DATA, expand_weights, quantize_weights, shipped_pair
+from specstop.train import shipped_pair as module
+from specstop.train.shipped_pair import DATA, expand_weights, quantize_weights, shipped_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MEGABYTES = 12

@@ -1,0 +1,367 @@
+"""Replay plays, round for round, what the live loop plays, in the seconds of the profile."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW
+from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates, ReadsStates, SelectingByToken
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.models.pair import Pair
+from specstop.decode.records import Generation
+from specstop.decode.topology import Topology
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.features import HIDDEN_STATES, TOKEN_FEATURES
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.heads.tables import TokenHead
+from specstop.policies.learned import Calibrator, LearnedPolicy
+from specstop.policies.profile import Profile
+from specstop.policies.registry import load_policy
+from specstop.policies.rules import Derived
+from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.rounds import Rounds
+from specstop.train.replay.run import replay
+from specstop.train.replay.static_trees import StaticTree
+
+TREES = {
+    None: None,
+    "widths": "3,2,1,1,1",
+    "fork": "fork:2x5",
+    # Not closed: a branch is wider than the corresponding one at the root.
+    "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9",
+}
+
+
+class Siblings(StopPolicy):
+    """Reads what distinguishes siblings, and keeps the second only if it is close."""
+
+    name, features, max_depth = "siblings", ("branch_rank", "noisy_lead", "noisy_margin", "mean_accepted"), DEPTH
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        rank, lead, margin, mean = np.moveaxis(step.features, -1, 0)
+        assert not step.features[~step.alive].any()
+        return step.alive & ((rank == 0) | (lead > -0.8)) & (margin < 2.5 + mean), state
+
+
+class ByParent(StopPolicy):
+    """Passes a number from parent to child, and trims what it does not keep."""
+
+    name, features, trims, max_depth = "by-parent", ("drawn_prob",), True, DEPTH
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        chance = step.features[..., 0]
+        if step.depth > 1:
+            chance = chance * np.take_along_axis(state, step.parent, 1)
+        return step.alive & (chance > 0.05), chance
+
+
+class Pruning(StopPolicy):
+    """Drafts all, and verifies the nodes whose path has no token divisible by three."""
+
+    name, max_depth = "pruning", DEPTH
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        kept = tree.drawn & (tree.tokens % 3 != 0)
+        for node in range(kept.shape[1]):
+            parent = tree.parent[:, node : node + 1]
+            kept[:, node] &= (parent[:, 0] < 0) | np.take_along_axis(kept, np.maximum(parent, 0), 1)[:, 0]
+        return kept
+
+
+class Carrying(StopPolicy):
+    """Drafts deeper after each round, across texts."""
+
+    name, carries, max_depth = "carrying", True, DEPTH
+
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(streams, dtype=np.int64)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.depth <= state // 9)[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return state + outcome.active
+
+
+def token_policy(vocabulary: int) -> LearnedPolicy:
+    """A policy that reads all tokens it may read through random tables."""
+    names = ("mean_accepted", "noisy_margin", "noisy_score", *TOKEN_FEATURES)
+    generator, size = np.random.default_rng(0), 97
+    strides = generator.integers(0, 3, (5, len(names) + 1))
+    strides[:, 0] = 0  # the running mean is not crossed
+    tensors = {
+        "mean": np.zeros(3, dtype=np.float32),
+        "scale": np.ones(3, dtype=np.float32),
+        "weight": 0.1 * generator.standard_normal((3, 3), dtype=np.float32),
+        "bias": np.ones((2, DEPTH + 1), dtype=np.float32),
+        "table": generator.standard_normal((2, len(TOKEN_FEATURES), vocabulary), dtype=np.float32),
+        "strides": strides,
+        "edges": np.array([[0.5, 1.0, 2.0], [-1.0, 0.0, 1.0]], dtype=np.float32),
+        "hashed": generator.standard_normal((2, len(strides), size), dtype=np.float32),
+    }
+    head, flat = TokenHead(names, tensors), Calibrator()
+    return LearnedPolicy("by-tokens", names, head, flat, flat, Derived([0.3] * DEPTH), DEPTH)
+
+
+POLICIES: dict[str, StopPolicy] = {
+    **TEST_POLICIES,
+    **{p.name: p for p in (SelectingByToken(), Siblings(), ByParent(), Pruning(), Carrying())},
+    **{p.name: p for p in (ReadsStates(), ReadsDraftStates())},
+    "confidence:0.1": Confidence(0.1).limited(DEPTH),
+}
+SPECS = (
+    "heuristic:2",
+    "heuristic-transient:2",
+    "roc:0.2?samples=3",
+    "entropy:2.5",
+    "adaedl:0.3?eps=0.2",
+    "maxprob:0.2",
+    "product:0.03",
+    "online:0.1?prior=2",
+    "bandit:0.5?arms=fixed:0,fixed:2,confidence:0.2,heuristic:1",
+    "bandit?kind=thompson&arms=fixed:1,product:0.05,roc",
+    "ddd:-1.5?begin=1&every=1",
+    "eagle:3?top=2",
+    "opt:0.2?nodes=6",
+    "c2t:3",
+    "gain:0.2?power=0.5",
+)
+"""Published rules, with settings that stop now and then on the tiny pair."""
+
+FOR_TREES = ("ddd", "eagle", "opt", "c2t", "gain")
+CASES = [
+    *(
+        (name, None, t)
+        for name in (*TEST_POLICIES, "selecting-by-token", "by-tokens", "confidence:0.1")
+        for t in (0.0, 0.7)
+    ),
+    *((name, tree, t) for name in ("reads-states", "reads-draft-states") for tree in (None, "odd") for t in (0.0, 0.7)),
+    # Each at one temperature, in turn.
+    *((name, "odd", (0.7, 0.0)[at % 2]) for at, name in enumerate(POLICIES)),
+    *((name, tree, 0.7) for name in ("fixed:4", "trimming", "siblings", "adaptive") for tree in ("widths", "fork")),
+    # Rules for trees on a tree at both temperatures; on a chain at one, in turn, and the others on a tree at the other one.
+    *(
+        (spec, tree, t)
+        for at, spec in enumerate(SPECS)
+        for tree in (None, "odd")
+        for t in (0.0, 0.7)
+        if (tree and spec.startswith(FOR_TREES)) or t == (0.0, 0.7)[(at + (tree is not None)) % 2]
+    ),
+]
+Trees = Callable[[str | None, float], TraceArrays]
+Live = Callable[[StopPolicy, str | None, float], list[Generation]]
+
+
+@pytest.fixture(scope="module")
+def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trees:
+    """Collect a dense trace with hidden states, once for each tree and temperature."""
+    folder, done = tmp_path_factory.mktemp("recorded"), {}
+
+    def run(tree: str | None, temperature: float) -> TraceArrays:
+        if (tree, temperature) not in done:
+            options = {"depth": DEPTH, "tree": TREES[tree], "temperature": temperature, "verification": "match"}
+            out = folder / f"{tree}-{temperature}"
+            trace = collect(pair, prompts, out, **options, max_new_tokens=NEW, shards=2, hidden=tuple(HIDDEN_STATES))
+            done[tree, temperature] = trace_arrays(trace)
+        return done[tree, temperature]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile) -> Live:
+    """Run a policy live on the prompts of the trace, once for each policy, tree and temperature."""
+    done: dict[object, list[Generation]] = {}
+
+    def run(policy: StopPolicy, tree: str | None, temperature: float) -> list[Generation]:
+        key = (policy.name, tree, temperature)
+        if key not in done:
+            settings = Settings(temperature, NEW, tree=TREES[tree], verification="match")
+            speculator = Speculator(pair, policy, settings, profile)
+            done[key] = [
+                speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)
+            ]
+            assert speculator.policy is policy, "the policy failed and was replaced"
+        return done[key]
+
+    return run
+
+
+def live_rounds(generations: list[Generation]) -> list[list[list[int]]]:
+    return [[[r.anchor, r.drafted, r.verified, r.accepted] for r in g.rounds] for g in generations]
+
+
+def by_text(rounds: Rounds) -> list[list[list[int]]]:
+    return [rounds.log[rounds.sequence == s, 1:].tolist() for s in range(len(rounds.tokens))]
+
+
+@pytest.mark.parametrize(("name", "tree", "temperature"), dict.fromkeys(CASES))
+def test_rounds_and_seconds_are_those_of_the_live_loop(
+    recorded: Trees, live: Live, profile: Profile, name: str, tree: str | None, temperature: float
+) -> None:
+    arrays = recorded(tree, temperature)
+    policy = POLICIES.get(name) or (
+        token_policy(arrays.header.vocabulary) if name == "by-tokens" else load_policy(name).limited(DEPTH)
+    )
+    played, generations = replay(arrays, policy, profile), live(policy, tree, temperature)
+    assert by_text(played) == live_rounds(generations)
+    assert [g.prompt_tokens for g in generations] == arrays.prompt_tokens.tolist()
+    rounds = [r for g in generations for r in g.rounds]
+    for column in ("context", "backlog", "decisions", "committed"):
+        assert getattr(played, column).tolist() == [getattr(r, column) for r in rounds], column
+    if name in SPECS or name.startswith("reads-") or name == "by-tokens":
+        assert len({r.verified for r in rounds}) > 1, "the policy decides something"
+    if tree is None:
+        columns = [np.array([getattr(r, n) for r in rounds]) for n in ("context", "drafted", "verified", "backlog")]
+        decisions = np.array([r.decisions for r in rounds])
+        seconds = profile.round_seconds(*columns, decisions, profile.decision(policy.cost_name))
+        owner = np.repeat(np.arange(len(generations)), [len(g.rounds) for g in generations])
+        total = profile.prefill_seconds(arrays.prompt_tokens.numpy()) + np.bincount(owner, seconds, len(generations))
+        assert played.seconds.tolist() == pytest.approx(total.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fixed:0", "fixed:4", "by-parent", "siblings", "adaptive"])
+def test_seconds_of_trees_are_those_that_the_live_loop_hands_to_observe(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], recorded: Trees, profile: Profile, name: str
+) -> None:
+    observed: list[float] = []
+
+    class Listening(type(POLICIES[name])):  # type: ignore[misc]
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            observed.append(outcome.seconds.item())
+            return super().observe(outcome, state)
+
+    listening = copy.copy(POLICIES[name])
+    listening.__class__ = Listening
+    played = replay(recorded("odd", 0.7), POLICIES[name], profile)
+    speculator = Speculator(pair, listening, Settings(0.7, NEW, tree=TREES["odd"], verification="match"), profile)
+    for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
+        observed.clear()
+        speculator.generate(ids, stream_key(0, prompt.id))
+        total = sum(observed) + profile.prefill_seconds(np.array([len(ids)])).item()
+        assert float(played.seconds[s]) == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fixed:4", "siblings", "by-parent"])
+def test_the_cases_distinguish_trees_from_chains(live: Live, name: str) -> None:
+    """Rounds draft several branches, stop a part of them early, and the second candidate is accepted now and then."""
+    tree, chain = ([r for g in live(POLICIES[name], kind, 0.7) for r in g.rounds] for kind in ("odd", None))
+    assert len({r.drafted for r in tree}) > 3 and len(tree) < len(chain)
+
+
+def test_a_static_tree_is_drafted_live_as_in_replay(recorded: Trees, live: Live, profile: Profile) -> None:
+    arrays = recorded("widths", 0.7)
+    policy = StaticTree(arrays.tree, [0, 1, 3, 4, 9])
+    assert policy.shape.parent == Topology([-1, 0, 0, 1, 1, 3]).parent
+    children = arrays.tree.children
+    assert policy.drawn.nodes == sum(len(children[row]) for row in (0, 1, 4)) and not policy.drawn.is_chain
+    assert StaticTree(arrays.tree, []).drawn.nodes == len(children[0])
+    played = replay(arrays, policy, profile)
+    assert by_text(played) == live_rounds(live(policy, "widths", 0.7)) and int(played.verified.max()) <= 5
+
+
+@pytest.mark.parametrize("tree", [None, "odd"])
+@pytest.mark.parametrize("name", ["reads-states", "reads-draft-states"])
+def test_a_live_trace_is_replayed_by_its_own_policy(
+    pair: Pair, prompts: list[Prompt], recorded: Trees, profile: Profile, tmp_path: Path, tree: str | None, name: str
+) -> None:
+    options = {"depth": DEPTH, "tree": TREES[tree], "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
+    live = {"collector": "live", "policy": POLICIES[name], "hidden": tuple(HIDDEN_STATES)}
+    arrays = trace_arrays(collect(pair, prompts, tmp_path / "t", **options, **live))
+    dense = replay(recorded(tree, 0.7), POLICIES[name], profile)
+    assert by_text(replay(arrays, POLICIES[name], profile)) == by_text(dense)
+
+
+@pytest.mark.parametrize("tree", [None, "widths"])
+def test_a_text_is_replayed_alike_with_any_others(recorded: Trees, profile: Profile, tree: str | None) -> None:
+    arrays = recorded(tree, 0.7)
+    for name in ("reads-history", "adaptive", "trimming", "by-parent", "randomised", "reads-states"):
+        whole, part = (replay(a, POLICIES[name], profile) for a in (arrays, arrays.subset([2, 5]).subset([1, 0])))
+        assert by_text(part) == [by_text(whole)[s] for s in (5, 2)]
+        assert torch.equal(part.seconds, whole.seconds[[5, 2]])
+        assert by_text(whole.subset([5, 2])) == by_text(part)
+        assert torch.equal(whole.subset([5, 2]).seconds, part.seconds)
+
+
+def test_a_chain_is_a_tree_of_width_one(traces: dict[float, Trace], profile: Profile) -> None:
+    """A chain with accepted nodes instead of accepted lengths has the same rounds."""
+    import dataclasses
+
+    arrays = trace_arrays(traces[0.7])
+    path = torch.arange(arrays.depth) < arrays.accepted[:, None]
+    for policy in (p for p in POLICIES.values() if not p.hidden):
+        one, other = (replay(a, policy, profile) for a in (arrays, dataclasses.replace(arrays, path=path)))
+        assert torch.equal(one.log, other.log) and torch.equal(one.seconds, other.seconds), policy.name
+
+
+@pytest.mark.parametrize("spec", ["heuristic:2", "online:0.1?prior=2", "bandit:0.5?arms=fixed:0,fixed:2"])
+def test_a_rule_that_carries_its_state_passes_it_from_text_to_text(
+    recorded: Trees, profile: Profile, spec: str
+) -> None:
+    policy, arrays = load_policy(spec).limited(DEPTH), recorded(None, 0.7)
+    assert policy.carries
+    assert by_text(replay(arrays, policy, profile))[5] != by_text(replay(arrays.subset([5]), policy, profile))[0]
+
+
+class Recording(StopPolicy):
+    """Drafts all it may and records (row, depth, features)."""
+
+    features = ("anchor_margin", "mean_full", "top3", "noisy_margin", "last_verified", "depth")
+    name, first, max_depth = "recording", 0, DEPTH
+
+    def __init__(self, arrays: TraceArrays) -> None:
+        self.arrays = arrays
+        self.seen: list[tuple[int, int, Array]] = []
+
+    def start(self, streams: int, keys: Array) -> State:
+        return self.arrays.offset.numpy()
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        self.seen += [(int(state[s]), step.depth, step.features[s, 0]) for s in step.alive[:, 0].nonzero()[0].tolist()]
+        return step.alive, state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return state + (outcome.accepted + 1) * outcome.active
+
+
+def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Profile) -> None:
+    arrays = recorded(None, 0.7)
+    policy = Recording(arrays)
+    played = replay(arrays, policy, profile)
+    row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
+    assert played.history is not None
+    table = seen_features(arrays, policy.features, row, played.history)
+    assert table.shape == (len(played), DEPTH + 1, len(policy.features))
+    at = {int(r): i for i, r in enumerate(row)}
+    assert len(at) == len(row), "no anchor is visited twice"
+    for r, depth, features in policy.seen:
+        assert features.tolist() == table[at[r], depth].tolist()
+    assert bool((table[:, 0, [1, 4]] > 0).any())
+    assert not table[:, 0, [2, 3, 5]].any(), "depth 0 has ANCHOR and HISTORY features only"
+
+
+def test_replay_loads_no_model_library() -> None:
+    """transformers would take 140 MiB and most of the start-up time."""
+    code = "import sys, specstop.train.replay.run; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_a_fixed_length_of_zero_is_plain_decoding(recorded: Trees, profile: Profile) -> None:
+    arrays = recorded(None, 0.7)
+    plain = replay(arrays, FixedLength(0), profile)
+    assert len(plain) == int((arrays.text_tokens - arrays.first_anchor).sum())
+    assert plain.block_efficiency == 1.0 and plain.tokens.tolist() == arrays.text_tokens.tolist()

@@ -1,0 +1,311 @@
+"""Traces as arrays: what is read, joined and cut, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW, make_prompts
+from contract_policies import DEPTH, ReadsDraftStates, ReadsStates
+from hypothesis import HealthCheck, given, settings, strategies as st
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace, load_trace
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.models.pair import Pair
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.contract import StopPolicy
+from specstop.policies.errors import PolicyError, SpecstopWarning, TraceError
+from specstop.policies.features import HIDDEN_STATES
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.profile import Profile
+from specstop.policies.storage import load_policy_folder
+from specstop.train.fit.run import train
+from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.heads.rows import fit_rows, visits
+from specstop.train.replay import columns as columns_module
+from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
+from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
+from specstop.train.replay.columns import seen_states
+from specstop.train.replay.run import replay
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.static_trees import on_subtree
+from synthetic import synthetic_trace
+
+TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"
+TEMPERATURES = (0.0, 0.7)
+
+
+@pytest.fixture(scope="module")
+def arrays(traces: dict[float, Trace]) -> TraceArrays:
+    return trace_arrays(traces[0.7])
+
+
+@pytest.fixture(scope="module")
+def states(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Trace]:
+    """Traces with hidden states, of a chain and of a tree."""
+    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2, "hidden": tuple(HIDDEN_STATES)}
+    folder = tmp_path_factory.mktemp("states")
+    return {
+        tree: collect(pair, prompts, folder / str(at), tree=tree, **options) for at, tree in enumerate((None, TREE))
+    }
+
+
+@pytest.fixture(scope="module")
+def both(pair: Pair, sides: tuple[Trace, Trace], tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
+    """The training prompts at two temperatures, the warmer one first."""
+    folder = tmp_path_factory.mktemp("cold")
+    return [sides[0], collect(pair, make_prompts(24, "fit", 21), folder, depth=DEPTH, max_new_tokens=NEW, shards=2)]
+
+
+class Clocked(FixedLength):
+    reads_clock = True
+
+
+class Hidden(FixedLength):
+    hidden = ("draft_hidden",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "noun"),
+    [(FixedLength(DEPTH + 1), "depth"), (Confidence(), "depth"), (Clocked(2), "clock"), (Hidden(2), "draft_hidden")],
+)
+def test_a_policy_that_the_trace_cannot_answer_is_refused(
+    arrays: TraceArrays, profile: Profile, policy: StopPolicy, noun: str
+) -> None:
+    with pytest.raises(TraceError, match=noun):
+        replay(arrays, policy, profile)
+
+
+def test_a_profile_that_ends_above_the_policy_is_refused(arrays: TraceArrays, profile: Profile) -> None:
+    sides = {n: dataclasses.replace(getattr(profile, n), verify_s=(1.0, 2.0, 3.0)) for n in ("low", "high")}
+    with pytest.raises(TraceError, match="profile ends at 2"):
+        replay(arrays, FixedLength(3), dataclasses.replace(profile, **sides))
+
+
+def test_a_feature_that_was_not_recorded_is_refused_by_name(traces: dict[float, Trace], profile: Profile) -> None:
+    few = trace_arrays(traces[0.7], ["entropy"])
+    assert set(few.columns) == {"entropy"}
+    with pytest.raises(TraceError, match="'drawn_prob'"):
+        replay(few, Confidence(0.4, DEPTH), profile)
+    with pytest.raises(TraceError, match="'top1'"):
+        seen_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "noun"),
+    [
+        ("anchor", None, "misses anchors"),
+        ("accepted_length", -1, "accepted lengths"),  # would commit nothing, forever
+        ("accepted_length", DEPTH + 1, "accepted lengths"),
+        ("tokens", None, "without tokens"),
+        ("top1", None, "without top1"),
+    ],
+)
+def test_an_impossible_trace_is_refused(traces: dict[float, Trace], column: str, value: int | None, noun: str) -> None:
+    trace = traces[0.0]
+    if column == "anchor":
+        rows = trace.rows.select([i for i in range(len(trace.rows)) if i != 3])
+    else:
+        rows = trace.rows.map(lambda row, at: {column: value if at == 3 else row[column]}, with_indices=True)
+    with pytest.raises(TraceError, match=f"traces.*{noun}"):
+        trace_arrays(Trace(trace.folder, trace.header, rows))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataObject) -> None:
+    keep = data.draw(st.lists(st.integers(0, arrays.sequences - 1), min_size=1, max_size=6))
+    part = arrays.subset(keep)
+    rows = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep])
+    assert part.prompt_ids == [arrays.prompt_ids[s] for s in keep]
+    assert torch.equal(part.text_tokens, arrays.text_tokens[keep])
+    for name in ("accepted", "tokens", "ends", "cut", "every_anchor", "draft_bound"):
+        assert torch.equal(getattr(part, name), getattr(arrays, name)[rows]), name
+    anchors = dataclasses.replace(part, anchors=part.every_anchor)
+    for one in (part, anchors) if len(set(keep)) == len(keep) else (part,):
+        at = one.find(one.owner.numpy(), one.every_anchor.numpy())
+        assert at.tolist() == list(range(len(rows)))
+        assert one.find(np.array([0]), np.array([10_000])).tolist() == [-1]
+        assert one.find(np.array([0]), np.array([0])).tolist() == [-1], "the first anchor is 1"
+
+
+def test_columns_of_nodes_are_looked_up_without_a_copy(arrays: TraceArrays) -> None:
+    names = ["entropy", "top1"]
+    whole = arrays.tensors(arrays.header.features)[1]
+    assert whole.untyped_storage().data_ptr() == arrays.columns["top1"].untyped_storage().data_ptr()
+    for picked in (names, names[::-1], ["top1"], ["top1", "top1"]):
+        expected = torch.stack([arrays.columns[name] for name in picked], -1)
+        assert torch.equal(arrays.tensors(picked)[1], expected)
+
+
+def test_traces_with_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
+    part, other = arrays.subset([0, 1]), arrays.subset([2, 3])
+    same_text = dataclasses.replace(part, prompt_ids=["x", "y"])
+    require_disjoint("--traces", part, "--train-traces", other.clusters)
+    for shared in (part, same_text):
+        with pytest.raises(TraceError, match="2 of 2 prompts"):
+            require_disjoint_prompts(shared, part, [])
+        with pytest.warns(SpecstopWarning, match="not held-out"):
+            require_disjoint_prompts(shared, part, [], allow=True)
+
+
+@pytest.mark.parametrize("tree", [None, TREE])
+def test_hidden_states_are_read_on_first_use_and_shared(
+    states: dict[str | None, Trace], monkeypatch: pytest.MonkeyPatch, tree: str | None
+) -> None:
+    trace, read = states[tree], []
+    batches = Trace.batches
+    monkeypatch.setattr(Trace, "batches", lambda self, names, rows: read.extend(names) or batches(self, names, rows))
+    monkeypatch.setattr(columns_module, "_BLOCK_BYTES", 2 * 16 * 11 * 7)
+    arrays, in_memory = trace_arrays(trace), trace_arrays(Trace(trace.folder, trace.header, trace.rows))
+    assert read and not set(read) & set(HIDDEN_STATES)
+    read.clear()
+    rows = trace.rows.with_format("numpy")
+    order = np.lexsort((rows["anchor"], rows["sequence"]))
+    part, nodes = arrays.subset([3, 1]), arrays.tree.nodes
+    picked = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in (3, 1)])
+    for name, shape in (("draft_hidden", (-1, nodes, 16)), ("target_hidden", (-1, 16))):
+        expected = torch.from_numpy(np.stack(list(rows[name]))[order].reshape(shape))
+        for one, at in ((arrays, torch.arange(len(order))), (in_memory, torch.arange(len(order))), (part, picked)):
+            row = torch.arange(len(at))
+            for node in range(nodes) if name == "draft_hidden" else (None,):
+                state = one.hidden_state(name).at(row, None if node is None else torch.full_like(row, node))
+                assert state.dtype == torch.float16
+                assert torch.equal(state, expected[at] if node is None else expected[at, node])
+    assert [read.count(name) for name in HIDDEN_STATES] == [2, 2], "once for each trace, whole or in part"
+    before = seen_states(arrays.hidden_state("draft_hidden"), torch.tensor([4]), None)
+    assert before.shape == (1, 1, 16) and not before.any()
+
+
+def test_fit_rows_have_the_states_that_a_policy_receives(states: dict[str | None, Trace], profile: Profile) -> None:
+    arrays = trace_arrays(states[None])
+    visited = visits(arrays, [replay(arrays, FixedLength(3), profile)])
+    rows, plain = (fit_rows(arrays, ["top1"], visited, names) for names in (tuple(HIDDEN_STATES), ()))
+    assert plain.hidden == {} and torch.equal(plain.features, rows.features)
+    draft, target = rows.hidden["draft_hidden"], rows.hidden["target_hidden"]
+    assert draft.shape == target.shape == (len(rows), 16) and draft.dtype == torch.float16
+    assert not draft[rows.depth == 0].any() and draft[rows.depth > 0].any(-1).all()
+    owner = (rows.depth == 0).cumsum(0) - 1  # the rows of a round follow one another
+    for depth in range(1, 4):
+        at = (rows.depth == depth).nonzero()[:, 0]
+        row = visited.row[owner[at]]
+        assert len(at) > 5
+        assert torch.equal(draft[at], arrays.hidden_state("draft_hidden").at(row, rows.depth[at] - 1))
+        assert torch.equal(target[at], arrays.hidden_state("target_hidden").at(row))
+
+
+def test_missing_hidden_states_are_refused(
+    arrays: TraceArrays, traces: dict[float, Trace], states: dict[str | None, Trace], profile: Profile
+) -> None:
+    with pytest.raises(TraceError, match="draft_hidden, target_hidden"):
+        replay(arrays, ReadsStates(), profile)
+    with pytest.raises(TraceError, match="no draft_hidden"):
+        trace_arrays(traces[0.7], hidden=["draft_hidden"])
+    with pytest.raises(TraceError, match="no target_hidden"):
+        fit_rows(arrays, ["top1"], visits(arrays, [replay(arrays, FixedLength(2), profile)]), ["target_hidden"])
+    with pytest.raises(TraceError, match="draft_hidden"):
+        replay(trace_arrays(states[None], hidden=["target_hidden"]), ReadsDraftStates(), profile)
+    policy = ReadsDraftStates()
+    policy.sizes = {"draft_hidden": 8}  # type: ignore[attr-defined]
+    with pytest.raises(PolicyError, match=r"draft_hidden of 8 .*16"):
+        replay(trace_arrays(states[None]), policy, profile)
+
+
+def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Profile) -> None:
+    joined, alone = joined_arrays(both), [trace_arrays(trace) for trace in both]
+    assert joined.sequences == sum(part.sequences for part in alone) > 40
+    together, parts = replay(joined, FixedLength(3), profile), [replay(part, FixedLength(3), profile) for part in alone]
+    for name in ("tokens", "seconds", "anchor", "accepted", "committed", "backlog"):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(part, name) for part in parts])), name
+    first, temperature = len(alone[0].accepted), joined.column("temperature")
+    assert set(temperature[:first].tolist()) == {float(torch.tensor(0.7))} and not temperature[first:].any()
+    assert temperatures(both) == TEMPERATURES
+    folds = prompt_folds(joined, 4, 0)
+    owner: dict[str, int] = {}
+    assert all(owner.setdefault(n, f) == f for n, f in zip(joined.prompt_ids, folds.of.tolist(), strict=True))
+    assert joined.sequences > len(owner) > 20, "a prompt is in one fold at all temperatures"
+
+
+def test_joined_hidden_states_are_those_of_each_part(states: dict[str | None, Trace]) -> None:
+    trace = states[None]
+    joined, alone = joined_arrays([trace, trace]), trace_arrays(trace)
+    count = len(alone.accepted)
+    row, node = torch.tensor([3, count + 3, count + 5, 0]), torch.tensor([0, 0, 1, 2])
+    state = alone.hidden_state("draft_hidden").at(row % count, node)
+    assert torch.equal(joined.hidden_state("draft_hidden").at(row, node), state)
+    part = joined.subset([alone.sequences + 1]).hidden_state("target_hidden")
+    assert torch.equal(part.at(torch.tensor([0])), alone.hidden_state("target_hidden").at(alone.offset[1:2]))
+
+
+@pytest.mark.parametrize(
+    ("change", "noun"),
+    [
+        ({"pair": {"target": "x"}}, "pair"),
+        ({"max_new_tokens": 9}, "max_new_tokens"),
+        ({"verification": "rejection"}, "verification"),
+    ],
+)
+def test_traces_that_differ_are_not_joined(
+    both: list[Trace], full_profile: Profile, change: dict[str, Any], noun: str
+) -> None:
+    other = Trace(both[1].folder, dataclasses.replace(both[1].header, **change), both[1].rows)
+    with pytest.raises(TraceError, match=f"differ in {noun}"):
+        train([both[0], other], full_profile)
+    with pytest.raises(TraceError, match="at least one trace"):
+        joined_arrays([])
+
+
+def test_the_temperature_is_a_feature_that_is_live_as_in_replay(
+    pair: Pair, both: list[Trace], full_profile: Profile, tmp_path: Any
+) -> None:
+    """A policy with a head that reads nothing else."""
+    options = {"features": ("temperature", "depth"), "rule": "step", "threshold": 0.55}
+    trained = train(both, full_profile, **options, out=tmp_path / "p")
+    policy = load_policy_folder(tmp_path / "p")
+    assert policy.metadata.temperature == TEMPERATURES and trained.path is not None
+    assert policy.metadata.provenance["traces"] == ", ".join(str(trace.folder) for trace in both)
+    cold, warm = (policy.probabilities(np.array([[t, 1.0]], dtype=np.float32), 1)[0].item() for t in TEMPERATURES)
+    assert abs(cold - warm) > 1e-3
+    for trace in both:
+        check_fit(policy, trace)  # warnings are errors in this suite
+        log, arrays = replay(trace, policy, full_profile).log.tolist(), trace_arrays(trace)
+        speculator = Speculator(pair, policy, Settings(trace.header.temperature, NEW, verification="match"))
+        for prompt in make_prompts(24, "fit", 21)[:4]:
+            text = speculator.generate(pair.tokenizer(prompt.text)["input_ids"], stream_key(0, prompt.id))
+            s = arrays.prompt_ids.index(prompt.id)
+            live = [[s, r.anchor, r.drafted, r.verified, r.accepted] for r in text.rounds]
+            assert live == [line for line in log if line[0] == s]
+    other = Trace(both[0].folder, dataclasses.replace(both[0].header, temperature=1.3), both[0].rows)
+    with pytest.warns(SpecstopWarning, match="temperature"):
+        check_fit(policy, other)
+
+
+def test_a_smaller_tree_keeps_first_candidates_and_parents(states: dict[str | None, Trace], profile: Profile) -> None:
+    arrays = trace_arrays(states[TREE])
+    for nodes in ([1], [0, 5]):
+        with pytest.raises(TraceError, match="smaller tree"):
+            on_subtree(arrays, nodes)
+    assert replay(on_subtree(arrays, []), FixedLength(0), profile).block_efficiency == 1.0
+
+
+def test_single_rounds_read_hidden_states(pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Any) -> None:
+    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live"}
+    trace = collect(pair, prompts, tmp_path / "x", **options, verification="rejection", hidden=tuple(HIDDEN_STATES))
+    rounds = evaluate_rounds(trace_arrays(load_trace(trace.folder), extra=ROUND_COLUMNS), ReadsStates(), profile)
+    assert len(rounds) > 20 and 0 < float(rounds.drafted.double().mean()) < DEPTH
+    with pytest.raises(TraceError, match="does not hold"):
+        evaluate_rounds(trace_arrays(trace, extra=ROUND_COLUMNS, hidden=()), ReadsStates(), profile)
+
+
+def test_a_trace_of_mixed_texts_has_positions_only(profile: Profile) -> None:
+    arrays = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
+    assert not arrays.only_positions
+    mixed = dataclasses.replace(arrays, header=dataclasses.replace(arrays.header, mix=0.5))
+    shorter = dataclasses.replace(arrays, text_tokens=arrays.text_tokens + 1)
+    assert mixed.only_positions and shorter.only_positions
+    with pytest.raises(TraceError, match="mix"):
+        replay(mixed, FixedLength(1), profile)

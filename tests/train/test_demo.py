@@ -1,0 +1,163 @@
+"""The demo: every stage once, small; its verdict in plain words; live speeds beside predicted ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import specstop.train.demo as module
+from conftest import make_prompts
+from specstop.collect.store import load_trace
+from specstop.decode.benchmark import Ratio, run_alternating
+from specstop.decode.loop import Speculator
+from specstop.decode.models.pair import Pair
+from specstop.decode.profile.measuring import Effort
+from specstop.decode.settings import Settings
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
+from specstop.policies.profile import Profile
+from specstop.policies.published.hugging_face import Heuristic
+from specstop.policies.storage import load_policy_folder
+from specstop.train.demo import Demo, Sizes, demo, explain
+from specstop.train.evaluate.records import Answer, Line, Report
+from specstop.train.evaluate.verdict import verdict
+from specstop.train.heads.networks import MLPEstimator
+
+EFFORT = Effort(repetitions=1)
+SIZES = Sizes(
+    train=14, test=4, live=3, tokens=16, depth=3, heads=("logistic", "mlp"), effort=EFFORT, decision_effort=EFFORT
+)
+
+
+@pytest.fixture(scope="module")
+def pair_with_prompts(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory, few_draws: None) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "pair"
+    shutil.copytree(pair_folder, folder)
+    for side, seed in (("train", 21), ("test", 22)):
+        lines = [json.dumps({"id": p.id, "prompt": p.text}) for p in make_prompts(30, side, seed)]
+        (folder / f"prompts-{side}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(pair_with_prompts: Path) -> Demo:
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MLPEstimator.__init__.__kwdefaults__, "epochs", 6)  # its quality does not matter here
+        out = pair_with_prompts.parent / "out"
+        result = demo(out, pair=pair_with_prompts, sizes=SIZES, announce=lines.append)
+    assert [line.partition(":")[0] for line in lines] == ["collect", "profile", "train", "evaluate", "decode"]
+    return result
+
+
+def test_the_folder_has_traces_profile_policies_and_report(result: Demo) -> None:
+    for side, count in (("train", SIZES.train), ("test", SIZES.test)):
+        header = load_trace(result.folder / f"traces-{side}").header
+        assert (header.prompts, header.depth, header.max_new_tokens) == (count, SIZES.depth, SIZES.tokens)
+    profile = Profile.load(result.folder / "profile.json")
+    assert profile.max_depth == SIZES.depth and {"confidence", *SIZES.heads} <= set(profile.decision_s)
+    for kind in SIZES.heads:
+        policy = load_policy_folder(result.folder / "policies" / kind)
+        # Tuned for the final profile, with the measured price of its decisions.
+        assert policy.head.kind == kind and profile.same_costs(policy.metadata.profile) and policy.metadata.rho > 0
+        assert policy.metadata.profile["decision_s"][kind] == profile.decision(kind)
+    written = json.loads((result.folder / "report" / "report.json").read_text())
+    report = json.loads(json.dumps(result.report.to_dict()))
+    assert report["lines"] == written["lines"]
+    text = (result.folder / "report" / "report.html").read_text()
+    assert str(result.folder / "traces-test") in text and ".specstop-" not in text, "names that files have at the end"
+
+
+def test_every_head_is_in_the_report_and_all_policies_decode_the_same_text(result: Demo) -> None:
+    assert {"plain decoding", "best fixed", *SIZES.heads} <= {line.name for line in result.report.lines}
+    assert len(result.live) == 3 and result.live[0].measured == result.live[0].predicted == 1.0
+    for line in result.live:
+        assert line.same_text == line.tally.texts == SIZES.live
+        assert line.measured > 0 < line.predicted and line.miss == line.measured / line.predicted - 1
+
+
+def test_an_interrupted_or_refused_demo_leaves_nothing(
+    pair_with_prompts: Path, tmp_path: Path
+) -> None:
+    def interrupt(task: str, done: int, total: int) -> None:
+        if task == "profile":
+            raise KeyboardInterrupt
+
+    small = replace(SIZES, train=8, test=2, live=2, heads=("logistic",))
+    with pytest.raises(KeyboardInterrupt):
+        demo(tmp_path / "out", pair=pair_with_prompts, sizes=small, progress=interrupt)
+    with pytest.raises(InputError, match="pair"):
+        demo(tmp_path / "out", pair=pair_with_prompts / "target")
+    with pytest.raises(InputError, match="temperature"):
+        demo(tmp_path / "out", pair=pair_with_prompts, temperature=-1.0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("slower", "train"), [(0.5, 160), (2.0, 80), (100.0, 56)])
+def test_a_slow_machine_gets_fewer_prompts(
+    slower: float, train: int, pair_with_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_seconds_per_token", lambda *_: slower * module.REFERENCE_TOKEN_S)
+    monkeypatch.setattr(module, "Sizes", lambda: Sizes(train=160))
+    monkeypatch.setattr(module, "collect", stop)
+    with pytest.raises(KeyboardInterrupt):
+        demo(tmp_path / "out", pair=pair_with_prompts, announce=lines.append)
+    assert f"{train} training" in lines[0] and "tokens/s" in lines[0]
+
+
+def report_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) -> Report:
+    one = Ratio(1.0, 1.0, 1.0)
+    lines = (
+        Line("best fixed", "fixed", 100.0, one, one, one),
+        Line("mlp", "learned", 101.0, one, ratio, one),
+        Line("oracle bound", "bound", 120.0, one, Ratio(bound, bound, bound), one),
+    )
+    stops = (
+        {"name": "best fixed", "ms_per_token": (0.1, 0.1, 0.0, 0.0)},
+        {"name": "mlp", "ms_per_token": (0.1, 0.1 - saved_ms / 100, decided_ms / 100, 0.0)},
+    )
+    answer = Answer(verdict(ratio, 40), "mlp", "mlp", "The headline.", "")
+    return Report(lines, (), {"prompts": 40}, (), answer, (), (), {"stops": stops})
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bound", "decided_ms", "saved_ms", "reason"),
+    [
+        (Ratio(1.0, 0.98, 1.02), 1.02, 1.0, 2.0, "1.020"),
+        (Ratio(0.97, 0.95, 0.99), 1.3, 5.0, 3.0, "5.0 ms"),
+        (Ratio(1.01, 0.99, 1.03), 1.3, 1.0, 3.0, "40 prompts"),
+        (Ratio(1.08, 1.05, 1.11), 1.3, 1.0, 5.0, ""),  # a gain needs no reason
+    ],
+)
+def test_the_verdict_explains_a_refusal_with_numbers(
+    ratio: Ratio, bound: float, decided_ms: float, saved_ms: float, reason: str
+) -> None:
+    headline, *reasons = explain(report_with(ratio, bound, decided_ms, saved_ms))
+    assert headline == "The headline." and len(reasons) == bool(reason)
+    assert reason in "".join(reasons)
+
+
+def test_policies_alternate_and_carry_nothing_from_the_warm_up(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    calls: list[tuple[str, int, int]] = []
+    settings, prompts = (
+        Settings(0.7, 10, verification="match"),
+        [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])],
+    )
+    runs = [Speculator(pair, policy, settings) for policy in (FixedLength(0), FixedLength(2), Heuristic(2))]
+    plain, fixed, carried = run_alternating(runs, prompts, progress=lambda *call: calls.append(call))
+    assert [g.tokens for g in plain] == [g.tokens for g in fixed] == [g.tokens for g in carried]
+    assert all(r.drafted == 0 for g in plain for r in g.rounds)
+    assert calls == [("live", i, 3) for i in (1, 2, 3)]
+    alone = Speculator(pair, Heuristic(2), settings)
+    expected = [alone.generate(ids, stream_key(0, name)) for name, ids in prompts]
+    assert [[r.drafted for r in g.rounds] for g in carried] == [[r.drafted for r in g.rounds] for g in expected]
+    assert len({r.drafted for g in expected for r in g.rounds}) > 1

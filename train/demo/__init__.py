@@ -1,1 +1,0 @@
-"""The shipped pair and the demo."""

@@ -1,1 +1,0 @@
-"""What no policy can beat, and what each round lost against it."""

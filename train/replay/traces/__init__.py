@@ -1,1 +1,0 @@
-"""Traces as arrays: read, joined, cut down to smaller trees, checked."""
