@@ -123,22 +123,23 @@ class Rounds:
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
 
-    def price(self, profile: Profile) -> Tensor:
-        """Return [R] float64 seconds of each round under a profile."""
-        return self._price(profile, self.backlog, profile.decision(self.cost_name))
+    def price(self, profile: Profile, *, bare: bool = False) -> Tensor:
+        """Return [R] float64 seconds of each round under a profile.
 
-    def bare_seconds(self, profile: Profile) -> Tensor:
-        """Return [R] float64 seconds with free decisions and with a draft that has read all but the anchor."""
-        return self._price(profile, torch.ones_like(self.backlog), 0.0)
+        Args:
+            profile: of the costs.
+            bare: with free decisions, and with a draft that has read all but the anchor.
+        """
+        backlog, decision = (
+            (torch.ones_like(self.backlog), 0.0) if bare else (self.backlog, profile.decision(self.cost_name))
+        )
+        columns = (self.context, self.drafted, self.verified, backlog, self.decisions)
+        fed = None if self.fed is None else self.fed.numpy()
+        return torch.from_numpy(profile.round_seconds(*(column.numpy() for column in columns), decision, fed))
 
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
         return profile.decision(self.cost_name) * self.decisions.double()
-
-    def _price(self, profile: Profile, backlog: Tensor, decision: float) -> Tensor:
-        columns = (self.context, self.drafted, self.verified, backlog, self.decisions)
-        fed = None if self.fed is None else self.fed.numpy()
-        return torch.from_numpy(profile.round_seconds(*(column.numpy() for column in columns), decision, fed))
 
     def text_seconds(self, profile: Profile) -> Tensor:
         """Return [S] float64 seconds of each text under a profile, including its prompt."""

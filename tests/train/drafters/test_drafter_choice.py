@@ -23,8 +23,8 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import best_static_tree
 from specstop.train.replay.run import replay
-from specstop.train.replay.static_trees import best_static_tree
 
 TREE, DEPTH, NEW = "4,2,1", 3, 14
 SIDES = ("low", "high")

@@ -48,9 +48,9 @@ from specstop.train.fit.tree_calibration import (
 from specstop.train.fit.tree_rules import solve_tree, tree_seconds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays, typical_context
+from specstop.train.replay.bounds import StaticTree, best_static_tree, likeliest_nodes, on_subtree, subtree
 from specstop.train.replay.rounds import Rounds
 from specstop.train.replay.run import replay, replay_many
-from specstop.train.replay.static_trees import StaticTree, best_static_tree, likeliest_nodes, on_subtree, subtree
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]

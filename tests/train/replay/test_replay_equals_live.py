@@ -30,9 +30,9 @@ from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived
 from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.bounds import StaticTree
 from specstop.train.replay.rounds import Rounds
 from specstop.train.replay.run import replay
-from specstop.train.replay.static_trees import StaticTree
 
 TREES = {
     None: None,

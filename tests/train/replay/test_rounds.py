@@ -76,7 +76,7 @@ def test_prices_are_linear_in_the_costs_of_a_profile(
     torch.testing.assert_close(doubled[2], rounds.decision_seconds(profile), rtol=1e-9, atol=EXACT)
     everything = rounds.price(scaled(profile, draft=2.0, verify=2.0, decision=2.0))
     torch.testing.assert_close(everything, spent + sum(doubled), rtol=1e-9, atol=EXACT)
-    bare = rounds.bare_seconds(profile) + rounds.decision_seconds(profile)
+    bare = rounds.price(profile, bare=True) + rounds.decision_seconds(profile)
     assert bool((bare <= spent + EXACT).all()), "a larger backlog is not cheaper"
     one = rounds.backlog == 1
     torch.testing.assert_close(bare[one], spent[one], rtol=1e-9, atol=EXACT)
