@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,11 @@ from ...decode.topology import Topology
 from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ...policies.costs import MIN_CALL_S, CostTable
 from ...policies.errors import InputError, TraceError
+from ...policies.features import HISTORY_FEATURES
 from ...policies.fixed import FixedLength
 from ...policies.profile import Profile
 from .arrays import TraceArrays, typical_context
-from .rounds import Rounds
+from .rounds import COUNTS, KnownPlan, Rounds
 from .run import replay
 
 SAME_S = 1e-12
@@ -78,14 +80,15 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> OraclePlan:
         else (torch.arange(arrays.depth) < steps[:, None]).long().repeat(streams, 1).numpy()
     )
     path = ((k.flatten() == sent) & (sent <= cheap.max_depth)).numpy()  # these can also be drafted as a chain
-    columns = np.stack([k.flatten().numpy(), sent.numpy(), np.ones(len(sent), dtype=np.int64)])  # backlog 1
+    drafted, sizes = k.flatten().numpy(), sent.numpy()
+    one, none = np.ones_like(drafted), np.zeros_like(drafted)  # backlog, decisions
     for t in range(longest - 1, -1, -1):
         row = torch.minimum(arrays.offset + t, arrays.offset + arrays.rows - 1)
         context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(options).numpy()
-        seconds = cheap.round_seconds(context, *columns, np.zeros_like(columns[0]), 0.0, fed)
+        seconds = cheap.round_seconds(context, drafted, sizes, one, none, 0.0, fed)
         if fed is not None:
-            drafted, _, one = columns[:, path]
-            chains = cheap.round_seconds(context[path], drafted, drafted, one, np.zeros_like(one), 0.0)
+            chain = drafted[path]
+            chains = cheap.round_seconds(context[path], chain, chain, one[path], none[path], 0.0)
             seconds[path] = np.minimum(seconds[path], chains)
         cost = torch.from_numpy(seconds).view(streams, -1)
         if fed is None:
@@ -145,10 +148,12 @@ def planned_rounds(arrays: TraceArrays, plan: OraclePlan) -> Rounds:
         anchor = anchor + accepted + 1
         on = anchor < arrays.text_tokens[sequence]
         sequence, anchor = sequence[on], anchor[on]
-    columns = torch.cat(parts, 1)
-    steps, one = columns[3], torch.ones_like(columns[3])
+    counts: dict[str, Any] = dict(zip(COUNTS, torch.cat(parts, 1), strict=False))
+    steps = counts["drafted"]
+    counts |= {"backlog": torch.ones_like(steps), "decisions": torch.zeros_like(steps), "steps": steps}
+    counts["history"] = torch.zeros(len(steps), len(HISTORY_FEATURES))
     fed = None if arrays.tree.is_chain else (torch.arange(arrays.depth) < steps[:, None]).long()
-    return Rounds(None, plan.profile, arrays.prompt_tokens, arrays.first_anchor, *columns, one, 0 * one, steps, fed)
+    return Rounds(KnownPlan(), plan.profile, arrays.prompt_tokens, arrays.first_anchor, fed=fed, **counts)
 
 
 @dataclass(frozen=True)

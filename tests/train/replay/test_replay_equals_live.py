@@ -343,7 +343,6 @@ def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Prof
     policy = Recording(arrays)
     played = replay(arrays, policy, profile)
     row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
-    assert played.history is not None
     table = seen_features(arrays, policy.features, row, played.history)
     assert table.shape == (len(played), DEPTH + 1, len(policy.features))
     at = {int(r): i for i, r in enumerate(row)}

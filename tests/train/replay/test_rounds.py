@@ -170,9 +170,7 @@ def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) 
     rounds = replay(short, FixedLength(2), profile)
     assert rounds.sequence.tolist() == [0] and rounds.tokens.tolist() == [4, 1]
     empty = replay(short.subset([1]), FixedLength(2), profile)
-    assert (
-        len(empty) == 0 and empty.tokens.tolist() == [1] and empty.history is not None and empty.history.shape == (0, 4)
-    )
+    assert len(empty) == 0 and empty.tokens.tolist() == [1] and empty.history.shape == (0, 4)
     assert empty.seconds.tolist() == pytest.approx(profile.prefill_seconds(np.array([7])).tolist())
 
 
