@@ -48,7 +48,7 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float
         fixed = [
             replay_batch(held, FixedLength(k), settled.profile, size, at_once(held.sequences)) for k in range(DEPTH + 1)
         ]
-        assert played.seconds.sum() == pytest.approx(fixed[length].seconds.sum(), rel=EXACT)
+        assert float(played.seconds.sum()) == pytest.approx(float(fixed[length].seconds.sum()), rel=EXACT)
         assert not played.decisions.any()
 
 
