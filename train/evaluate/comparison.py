@@ -19,11 +19,10 @@ from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
 from ..replay.arrays import TraceArrays
-from ..replay.bounds import oracle_plan, planned_rounds
+from ..replay.bounds import best_static_tree, drafted_alone, oracle_plan, planned_rounds
 from ..replay.rounds import Rounds
 from ..replay.run import replay
 from ..replay.single_rounds import check_identified, evaluate_rounds, identified_limit
-from ..replay.static_trees import best_static_tree, drafted_alone
 from .analysis import Entry, Replays, trace_outcomes
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .records import POLICIES, Line

@@ -30,8 +30,8 @@ from ...policies.tree_rules import PRICED_NODES, TreeRule
 from ..heads.crossfit import Folds, fit_head, own_visits
 from ..heads.rows import FitRows, Visits
 from ..replay.arrays import TraceArrays, seen_features, typical_context
+from ..replay.bounds import best_static_tree, drafted_alone, likeliest_nodes, on_subtree
 from ..replay.run import replay
-from ..replay.static_trees import best_static_tree, drafted_alone, likeliest_nodes, on_subtree
 from .plan import Plan
 from .rules import FIRST, SETTLED, Part, Rates, left_out_parts, replayed_rates
 

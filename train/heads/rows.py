@@ -103,7 +103,7 @@ def visits(arrays: TraceArrays, replays: Sequence[Rounds]) -> Visits:
     sequence, anchor = (torch.cat([getattr(r, name) for r in replays]) for name in ("sequence", "anchor"))
     # Dense traces, which any policy can be replayed on, have a row for every anchor.
     row = arrays.offset[sequence] + anchor - arrays.first_anchor[sequence]
-    return Visits(row, torch.cat([r.history for r in replays if r.history is not None])).part(~arrays.cut[row])
+    return Visits(row, torch.cat([r.history for r in replays])).part(~arrays.cut[row])
 
 
 def round_labels(arrays: TraceArrays, row: Tensor, soft: bool = False, lag: int = 0) -> tuple[Tensor, Tensor]:

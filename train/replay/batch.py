@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,12 @@ from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
-from ...policies.features import History
+from ...policies.features import HISTORY_FEATURES, History
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .arrays import TraceArrays
 from .checks import check_replayable
-from .rounds import Rounds
+from .rounds import COUNTS, Rounds
 from .source import TraceSource
 
 FULL = 4
@@ -90,7 +91,7 @@ class BatchRounds(Rounds):
     ended: Tensor
 
     @property
-    def seconds(self) -> Tensor:  # type: ignore[override]
+    def seconds(self) -> Tensor:
         """See `spent`."""
         return self.spent
 
@@ -181,11 +182,15 @@ class _Batch:
             self.ended[self.request[over]] = self.clock
             self.request[over] = -1
         columns = np.concatenate([np.zeros((0, 11), dtype=np.int64), *self.columns])
-        call, stream, *rounds, drafted = torch.from_numpy(np.column_stack([columns, columns[:, 5]])).unbind(1)
+        counts: dict[str, Any] = dict(
+            zip(("call", "stream", *COUNTS), torch.from_numpy(columns).unbind(1), strict=True)
+        )
+        counts |= {"steps": counts["drafted"], "history": torch.zeros(len(columns), len(HISTORY_FEATURES))}
+        arrived = np.asarray(self.arrived, dtype=np.float64)
+        spent, arrived_s, ended = map(torch.from_numpy, (self.spent, arrived, self.ended))
         return BatchRounds(
-            self.policy, self.profile, arrays.prompt_tokens[texts], arrays.first_anchor[texts], *rounds, drafted,
-            call=call, stream=stream, text=texts, spent=torch.from_numpy(self.spent),
-            arrived=torch.from_numpy(np.asarray(self.arrived, dtype=np.float64)), ended=torch.from_numpy(self.ended),
+            self.policy, self.profile, arrays.prompt_tokens[texts], arrays.first_anchor[texts],
+            text=texts, spent=spent, arrived=arrived_s, ended=ended, **counts,
         )  # fmt: skip
 
     def fill(self) -> None:

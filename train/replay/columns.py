@@ -51,8 +51,8 @@ def read_columns(
         kind = schema.field(name).type
         is_list = pa.types.is_fixed_size_list(kind)
         shape, scalar = ((count, kind.list_size), kind.value_type) if is_list else ((count,), kind)
-        is_given = out is not None and name in out
-        columns[name] = out[name] if is_given else np.empty(shape, scalar.to_pandas_dtype() if dtype is None else dtype)
+        column = None if out is None else out.get(name)
+        columns[name] = np.empty(shape, dtype or scalar.to_pandas_dtype()) if column is None else column
     start = 0
     for batch in trace.batches(list(dtypes), BLOCK_ROWS):
         block = slice(start, start + len(batch))

@@ -22,11 +22,17 @@ from ...policies.profile import Profile
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
-BY_ROUND = (
-    "sequence", "anchor", "context", "drafted", "verified", "accepted", "committed", "backlog", "decisions", "steps",
-    "fed", "history",
+COUNTS = (
+    "sequence", "anchor", "context", "drafted", "verified", "accepted", "committed", "backlog", "decisions",
 )  # fmt: skip
-"""Fields of `Rounds` with a row per round."""
+BY_ROUND = (*COUNTS, "steps", "fed", "history")
+"""Fields of `Rounds`: the counts of each round, and all fields with a row per round."""
+
+
+class KnownPlan(StopPolicy):
+    """Stands for rounds that no policy decided: of the oracle, or of lengths that are known in advance."""
+
+    name = "plan"
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +40,7 @@ class Rounds:
     """The rounds of R target calls over S texts, sorted by text, in each in the order of decoding.
 
     Attributes:
-        policy: that was replayed; None if the rounds are of a rule that is not a policy.
+        policy: that was replayed.
         profile: of the costs.
         prompt_tokens: [S] tokens of each prompt; 0 = the prompt is not priced.
         first_tokens: [S] tokens of each text before its first round.
@@ -45,11 +51,11 @@ class Rounds:
         decisions: [R] calls of the policy.
         steps: [R] draft steps: the depth that was drafted.
         fed: [R, K] of trees, tokens read at each draft step; None for chains.
-        history: [R, 4], the HISTORY features when each round began; None if unknown.
+        history: [R, 4], the HISTORY features when each round began; 0 if unknown.
         caveats: what a reader of figures of these rounds must know.
     """
 
-    policy: StopPolicy | None
+    policy: StopPolicy
     profile: Profile
     prompt_tokens: Tensor
     first_tokens: Tensor
@@ -63,8 +69,8 @@ class Rounds:
     backlog: Tensor
     decisions: Tensor
     steps: Tensor
+    history: Tensor
     fed: Tensor | None = None
-    history: Tensor | None = None
     caveats: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -73,12 +79,12 @@ class Rounds:
     @property
     def name(self) -> str:
         """Name of the policy."""
-        return "" if self.policy is None else self.policy.name
+        return self.policy.name
 
     @property
     def cost_name(self) -> str:
         """Name of the price of the policy's decisions in a profile."""
-        return "" if self.policy is None else self.policy.cost_name
+        return self.policy.cost_name
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -123,22 +129,26 @@ class Rounds:
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
 
-    def price(self, profile: Profile) -> Tensor:
-        """Return [R] float64 seconds of each round under a profile."""
-        return self._price(profile, self.backlog, profile.decision(self.cost_name))
+    def price(self, profile: Profile, *, bare: bool = False) -> Tensor:
+        """Return [R] float64 seconds of each round under a profile.
 
-    def bare_seconds(self, profile: Profile) -> Tensor:
-        """Return [R] float64 seconds with free decisions and with a draft that has read all but the anchor."""
-        return self._price(profile, torch.ones_like(self.backlog), 0.0)
+        Args:
+            profile: of the costs.
+            bare: with free decisions, and with a draft that has read all but the anchor.
+        """
+        backlog, decision = (
+            (torch.ones_like(self.backlog), 0.0) if bare else (self.backlog, profile.decision(self.cost_name))
+        )
+        context, drafted, verified, decisions = (
+            column.numpy() for column in (self.context, self.drafted, self.verified, self.decisions)
+        )
+        fed = None if self.fed is None else self.fed.numpy()
+        seconds = profile.round_seconds(context, drafted, verified, backlog.numpy(), decisions, decision, fed)
+        return torch.from_numpy(seconds)
 
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
         return profile.decision(self.cost_name) * self.decisions.double()
-
-    def _price(self, profile: Profile, backlog: Tensor, decision: float) -> Tensor:
-        columns = (self.context, self.drafted, self.verified, backlog, self.decisions)
-        fed = None if self.fed is None else self.fed.numpy()
-        return torch.from_numpy(profile.round_seconds(*(column.numpy() for column in columns), decision, fed))
 
     def text_seconds(self, profile: Profile) -> Tensor:
         """Return [S] float64 seconds of each text under a profile, including its prompt."""

@@ -6,7 +6,6 @@ The rounds are those of the live loop (`decode.rounds`), with the trace as their
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from ...policies.registry import PolicySpec, as_policy
 from ...policies.rules import Rule
 from .arrays import TraceArrays, trace_arrays
 from .checks import check_replayable, load_traces
-from .rounds import Rounds
+from .rounds import COUNTS, KnownPlan, Rounds
 from .source import TraceSource
 
 MOST_STREAMS = 1 << 14
@@ -105,9 +104,10 @@ def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profi
         round.decisions = np.zeros_like(round.drafted)
         source.verify(round)
         source.commit(round)
-        turns.append((round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
+        unknown = History.start(len(left)).record
+        turns.append((unknown, round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
         source.next_texts()
-    return _results(arrays, profile, [None] * len(drafted), turns, is_tree=False)
+    return _results(arrays, profile, [KnownPlan()] * len(drafted), turns, is_tree=False)
 
 
 def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
@@ -121,7 +121,7 @@ def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
 
 
 def _columns(round: Any) -> tuple[Array, ...]:
-    """Return the columns of `Rounds` from context to decisions."""
+    """Return `COUNTS` from context to decisions."""
     return (
         round.context, round.drafted, round.verified, round.accepted, round.committed, round.backlog, round.decisions
     )  # fmt: skip
@@ -149,7 +149,7 @@ def _play(
         sequence, anchor = source.sequence, source.anchor
         round = play_round(source, host)
         fed = round.steps.T if is_tree else ()
-        turns.append((on, owner, sequence, anchor, *_columns(round), *fed, history))
+        turns.append((history, on, owner, sequence, anchor, *_columns(round), *fed))
         begun = source.next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
@@ -159,7 +159,7 @@ def _play(
 def _results(
     arrays: TraceArrays,
     profile: Profile,
-    policies: Sequence[StopPolicy | None],
+    policies: Sequence[StopPolicy],
     turns: list[tuple[Array, ...]],
     is_tree: bool,
 ) -> list[Rounds]:
@@ -169,35 +169,29 @@ def _results(
         arrays: the trace, of S texts.
         profile: of the costs.
         policies: that were replayed.
-        turns: columns [R'] of the rounds that were played at the same time: whether the stream was active, owner =
-            policy * S + text, text, anchor, `_columns`, of trees the tokens fed at each draft step, and perhaps the history
-            [R', 5].
+        turns: columns [R'] of the rounds that were played at the same time: the record [R', 5] of `History`, whether the
+            stream was active, owner = policy * S + text, `COUNTS`, and of trees the tokens fed at each draft step.
         is_tree: whether there are tokens fed.
     """
     if not turns:
-        none, past = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(HISTORY_FEATURES))
-        empty = Rounds(None, profile, arrays.prompt_tokens, arrays.first_anchor, *[none] * 10, history=past)
-        return [dataclasses.replace(empty, policy=policy) for policy in policies]
+        counts: dict[str, Any] = dict.fromkeys((*COUNTS, "steps"), torch.zeros(0, dtype=torch.int64))
+        counts["history"] = torch.zeros(0, len(HISTORY_FEATURES))
+        return [Rounds(one, profile, arrays.prompt_tokens, arrays.first_anchor, **counts) for one in policies]
     columns = [np.concatenate(column) for column in zip(*turns, strict=True)]
-    history = columns.pop() if columns[-1].ndim > 1 else None
-    active, owner, *columns = columns
+    record, active, owner, *columns = columns
     order = np.flatnonzero(active)
     order = order[np.argsort(owner[order], kind="stable")]  # within a text in the order in which they were played
     first = np.searchsorted(owner[order], np.arange(len(policies) + 1) * arrays.sequences)
     table = torch.from_numpy(np.stack([column[order] for column in columns]))  # [9 + K, R]
-    values = None if history is None else torch.from_numpy(History(history[order]).values())
+    history = torch.from_numpy(History(record[order]).values())
     results = []
     for policy, begin, end in zip(policies, first[:-1], first[1:], strict=True):
         rows = table[:, begin:end]
-        fed = rows[9:].T.contiguous() if is_tree else None
-        drafted = rows[3]
-        steps = drafted if fed is None else (fed > 0).sum(1)
-        results.append(
-            Rounds(
-                policy, profile, arrays.prompt_tokens, arrays.first_anchor, *rows[:9], steps, fed,
-                None if values is None else values[begin:end],
-            )
-        )  # fmt: skip
+        counts = dict(zip(COUNTS, rows, strict=False))
+        fed = rows[len(COUNTS) :].T.contiguous() if is_tree else None
+        counts["steps"] = counts["drafted"] if fed is None else (fed > 0).sum(1)
+        counts |= {"fed": fed, "history": history[begin:end]}
+        results.append(Rounds(policy, profile, arrays.prompt_tokens, arrays.first_anchor, **counts))
     return results
 
 

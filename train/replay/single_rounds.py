@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -10,10 +12,11 @@ from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import TraceError
+from ...policies.features import HISTORY_FEATURES
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .arrays import TraceArrays
-from .rounds import Rounds
+from .rounds import COUNTS, Rounds
 from .source import TraceSource
 
 ROUND_COLUMNS = ("draft_prob", "target_prob", "observed", "sent", "backlog", "explored")
@@ -82,8 +85,8 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
         fed = round.fed_by_step
         steps = round.drafted if fed is None else (fed > 0).sum(1)
         columns = (
-            sequence, anchor, round.context, round.drafted, round.verified, round.accepted, round.backlog,
-            round.decisions, steps,
+            sequence, anchor, round.context, round.drafted, round.verified, round.accepted, round.committed,
+            round.backlog, round.decisions, steps,
         )  # fmt: skip
         turns.append(np.stack(columns)[:, active])
         feeds += [] if fed is None else [fed[active]]
@@ -93,10 +96,11 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
     varied = () if lengths in (None, FIXED, DEPENDENT) else (_INDEPENDENT.format(depth),)
     caveats = (*CAVEATS, _IN_EXPECTATION if in_expectation else _AS_DRAWN, *varied)
     none = torch.zeros_like(arrays.prompt_tokens)
-    return Rounds(
-        policy, profile, none, none, *table[:6], torch.from_numpy(np.concatenate(expected)), *table[6:],
-        torch.from_numpy(np.concatenate(feeds)) if feeds else None, caveats=caveats,
-    )  # fmt: skip
+    counts: dict[str, Any] = dict(zip((*COUNTS, "steps"), table, strict=True))
+    counts["committed"] = torch.from_numpy(np.concatenate(expected))
+    counts["history"] = torch.zeros(len(counts["steps"]), len(HISTORY_FEATURES))
+    fed_by_step = torch.from_numpy(np.concatenate(feeds)) if feeds else None
+    return Rounds(policy, profile, none, none, fed=fed_by_step, caveats=caveats, **counts)
 
 
 def check_identified(arrays: TraceArrays, policy: StopPolicy) -> None:

@@ -102,7 +102,7 @@ def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile:
         shown, values = observed_rounds(arrays, policy, profile), evaluate_rounds(arrays, policy, profile)
         assert shown.observed.all()
         assert np.sort(shown.tokens[~cut]) == pytest.approx(np.sort(values.committed.numpy()), rel=EXACT)
-        assert np.sort(shown.seconds[~cut]) == pytest.approx(np.sort(values.seconds.numpy()), rel=EXACT)
+        assert np.sort(shown.seconds[~cut]) == pytest.approx(np.sort(values.price(profile).numpy()), rel=EXACT)
 
 
 def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:

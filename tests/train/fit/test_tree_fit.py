@@ -41,9 +41,9 @@ from specstop.train.fit.settle import settle_for
 from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, solve_tree, tree_seconds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
+from specstop.train.replay.bounds import StaticTree, best_static_tree, likeliest_nodes, on_subtree, subtree
 from specstop.train.replay.rounds import Rounds
 from specstop.train.replay.run import replay, replay_many
-from specstop.train.replay.static_trees import StaticTree, best_static_tree, likeliest_nodes, on_subtree, subtree
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]

@@ -26,16 +26,19 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.tree_rules import Gain
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import judge, oracle_plan, oracle_seconds, planned_rounds
-from specstop.train.replay.run import replay
-from specstop.train.replay.static_trees import (
+from specstop.train.replay.bounds import (
     StaticTree,
     best_static_tree,
     best_subtrees,
     drafted_alone,
+    judge,
     likeliest_nodes,
     on_subtree,
+    oracle_plan,
+    oracle_seconds,
+    planned_rounds,
 )
+from specstop.train.replay.run import replay
 from synthetic import synthetic_trace
 from text_law import Case
 

@@ -30,9 +30,9 @@ from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived
 from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.bounds import StaticTree
 from specstop.train.replay.rounds import Rounds
 from specstop.train.replay.run import replay
-from specstop.train.replay.static_trees import StaticTree
 
 TREES = {
     None: None,
@@ -343,7 +343,6 @@ def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Prof
     policy = Recording(arrays)
     played = replay(arrays, policy, profile)
     row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
-    assert played.history is not None
     table = seen_features(arrays, policy.features, row, played.history)
     assert table.shape == (len(played), DEPTH + 1, len(policy.features))
     at = {int(r): i for i, r in enumerate(row)}

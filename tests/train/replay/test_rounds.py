@@ -76,7 +76,7 @@ def test_prices_are_linear_in_the_costs_of_a_profile(
     torch.testing.assert_close(doubled[2], rounds.decision_seconds(profile), rtol=1e-9, atol=EXACT)
     everything = rounds.price(scaled(profile, draft=2.0, verify=2.0, decision=2.0))
     torch.testing.assert_close(everything, spent + sum(doubled), rtol=1e-9, atol=EXACT)
-    bare = rounds.bare_seconds(profile) + rounds.decision_seconds(profile)
+    bare = rounds.price(profile, bare=True) + rounds.decision_seconds(profile)
     assert bool((bare <= spent + EXACT).all()), "a larger backlog is not cheaper"
     one = rounds.backlog == 1
     torch.testing.assert_close(bare[one], spent[one], rtol=1e-9, atol=EXACT)
@@ -170,9 +170,7 @@ def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) 
     rounds = replay(short, FixedLength(2), profile)
     assert rounds.sequence.tolist() == [0] and rounds.tokens.tolist() == [4, 1]
     empty = replay(short.subset([1]), FixedLength(2), profile)
-    assert (
-        len(empty) == 0 and empty.tokens.tolist() == [1] and empty.history is not None and empty.history.shape == (0, 4)
-    )
+    assert len(empty) == 0 and empty.tokens.tolist() == [1] and empty.history.shape == (0, 4)
     assert empty.seconds.tolist() == pytest.approx(profile.prefill_seconds(np.array([7])).tolist())
 
 

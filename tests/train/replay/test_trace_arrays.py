@@ -28,11 +28,11 @@ from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay import columns as columns_module
 from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
+from specstop.train.replay.bounds import on_subtree
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
 from specstop.train.replay.columns import seen_states
 from specstop.train.replay.run import replay
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.replay.static_trees import on_subtree
 from synthetic import synthetic_trace
 
 TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"
