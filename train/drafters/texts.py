@@ -54,9 +54,8 @@ class Batch(NamedTuple):
     @staticmethod
     def of(texts: Sequence[Text]) -> Batch:
         """Return texts as a batch."""
-        tokens, states = zip(*texts, strict=True)
-        length = torch.tensor([len(text) for text in tokens])
-        return Batch(pad_sequence(tokens, batch_first=True), pad_sequence(states, batch_first=True), length)
+        tokens, states = (pad_sequence(list(column), batch_first=True) for column in zip(*texts, strict=True))
+        return Batch(tokens, states, torch.tensor([len(text.tokens) for text in texts]))
 
 
 class Texts(Dataset[Text]):
@@ -146,9 +145,7 @@ def record_texts(
 
 
 @torch.inference_mode()
-def _record(
-    pair: Pair, part: Sequence[Item], max_new_tokens: int, temperature: float, seed: int
-) -> dict[str, Tensor]:
+def _record(pair: Pair, part: Sequence[Item], max_new_tokens: int, temperature: float, seed: int) -> dict[str, Tensor]:
     """Return the tensors of a file: `tokens` [T] and `states` [T, H] of all texts, one after the other, and their `sizes`."""
     ids = [ids for _, ids in part]
     keys = [stream_key(seed, prompt.stream_name) for prompt, _ in part]

@@ -328,15 +328,15 @@ def _fit_chain(
     if plan.is_tuned:
         check_whole(arrays, "give --rule survival, step or any with a --threshold")
 
-    def drafted(fitted: FoldHeads, visited: Visits) -> list[LearnedPolicy]:
-        """Return a calibrated policy for each head, under a rule to be replaced."""
+    def drafted(fitted: FoldHeads, visited: Visits) -> tuple[list[LearnedPolicy], dict[str, str]]:
+        """Return a calibrated policy for each head, under a rule to be replaced, and the kinds of calibration."""
         outputs = held_out_outputs(fitted, arrays, plan.features, visited)
         calibrated = calibrate(outputs, not plan.head.calibrated)
         maps, rule = (calibrated.accept, calibrated.next), make_rule(plan.rule, 0.5)
         return [
             LearnedPolicy(plan.name, plan.features, head, *maps, rule, arrays.depth, survival=calibrated.survival)
             for head in fitted.heads
-        ]
+        ], calibrated.kinds
 
     grid = [] if arrays.only_positions else fixed_grid(arrays, profile)
     if grid:
@@ -353,13 +353,13 @@ def _fit_chain(
         )  # fmt: skip
         if arrays.only_positions:
             break
-        drafts = drafted(fitted, visited)
+        drafts, _ = drafted(fitted, visited)
         profile = add_decisions(profile, drafts[:1], arrays.header.vocabulary, arrays.header.hidden)
         acceptance = conditional_acceptance(arrays, visited)
         rule = provisional_rule(plan, drafts[0], arrays, profile, acceptance, best_of(grid).rate)
         own = own_visits(arrays, folds, [draft.with_rule(rule) for draft in drafts], profile)
         visited = own if len(own.row) >= MIN_ROUNDS else own.with_more(reference)
-    drafts = drafted(fitted, visited)
+    drafts, kinds = drafted(fitted, visited)
     acceptance = conditional_acceptance(arrays, visited)
     # Every prompt is played by a head that was fitted without it. The head of the first fold is saved.
     parts = left_out_parts(arrays, folds, fitted.heads)
@@ -367,8 +367,7 @@ def _fit_chain(
     policy, rate = choose_rule(plan, drafts[0], arrays, profile, acceptance, parts)
     progress("choose the rule", 1, 1)
     profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
-    kinds = {"accept_calibration": policy.accept.kind, "next_calibration": policy.next.kind}
-    metrics: dict[str, Any] = {"rows": fitted.rows, **kinds}
+    metrics = {"rows": fitted.rows, **kinds}
     if report is not None:
         metrics |= _held_out_metrics(policy, report, profile)
     policy.metadata = TrainingMetadata(rho=rate, acceptance=acceptance, profile=profile.record(policy.cost_name))

@@ -84,6 +84,11 @@ class Calibrated(NamedTuple):
     next: Calibrator
     survival: SurvivalMaps | None
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kinds of both calibrators, for metrics."""
+        return {"accept_calibration": self.accept.kind, "next_calibration": self.next.kind}
+
 
 def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
     """Fit both calibrators and the survival tables.

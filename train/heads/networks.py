@@ -27,7 +27,9 @@ STOP_BATCH = 1 << 14
 RATES = {"learning_rate": (5e-4, 1e-2), "weight_decay": (1e-5, 1e-1)}
 
 
-def acceptance_loss(network: nn.Module, batch: Sequence[Tensor], rejection_weight: float = 1.0) -> tuple[Tensor, Tensor]:
+def acceptance_loss(
+    network: nn.Module, batch: Sequence[Tensor], rejection_weight: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy against labels in [0, 1], rejections with weight w, and the number of known labels.
 
     The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the known labels, over the sum of the weights

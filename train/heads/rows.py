@@ -56,8 +56,8 @@ class FitRows:
 
     def subset(self, use: Tensor) -> FitRows:
         """Return the rows at indices, or where a mask [M] is true."""
-        columns = (values[use] for values in (self.features, self.depth, self.labels, self.known))
-        return FitRows(*columns, {name: states[use] for name, states in self.hidden.items()})
+        hidden = {name: states[use] for name, states in self.hidden.items()}
+        return FitRows(self.features[use], self.depth[use], self.labels[use], self.known[use], hidden)
 
     @property
     def drawn(self) -> Tensor:
@@ -67,8 +67,11 @@ class FitRows:
 
 def join_rows(parts: Sequence[FitRows]) -> FitRows:
     """Return the rows of all parts, one after the other."""
-    columns = (torch.cat([getattr(part, name) for part in parts]) for name in ("features", "depth", "labels", "known"))
-    return FitRows(*columns, {name: torch.cat([part.hidden[name] for part in parts]) for name in parts[0].hidden})
+    columns = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("features", "depth", "labels", "known")
+    }
+    hidden = {name: torch.cat([part.hidden[name] for part in parts]) for name in parts[0].hidden}
+    return FitRows(**columns, hidden=hidden)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,9 @@ def test_a_target_that_scales_or_caps_its_logits_is_learned_with_them(name: str)
 def test_a_drafter_learns_its_target(target: Pair, items: Items, tmp_path: Path, kind: str) -> None:
     """On the texts that it is fitted to: its loss falls, and its folder drafts in the loop as its metrics say."""
     tasks: list[str] = []
-    lengths = [len(t.tokens) for t in record_texts(target, items, tmp_path / "one", max_new_tokens=NEW, temperature=0.0)]  # type: ignore[attr-defined]
+    lengths = [
+        len(t.tokens) for t in record_texts(target, items, tmp_path / "one", max_new_tokens=NEW, temperature=0.0)
+    ]  # type: ignore[attr-defined]
     items = [items[at] for at in np.argsort(lengths)]  # the longest text is held out
     drafter = train_drafter(
         target, [prompt for prompt, _ in items], tmp_path / "drafter", kind, depth=DEPTH, max_new_tokens=NEW, epochs=4,

@@ -213,7 +213,11 @@ def test_equal_seeds_give_equal_weights_and_keep_random_states(build: type[HeadE
 def test_a_loader_yields_every_row_once_in_whole_batches(seed: int | None) -> None:
     rows = torch.arange(10)
     first, second = ([batch[0].tolist() for batch in batch_loader((rows, rows), 4, seed)] for _ in range(2))
-    assert list(map(len, first)) == [4, 4, 2] and sorted(sum(first, [])) == rows.tolist() and first == second
+    assert (
+        list(map(len, first)) == [4, 4, 2]
+        and sorted(at for part in first for at in part) == rows.tolist()
+        and first == second
+    )
     assert (first == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]) is (seed is None)
 
 
@@ -273,7 +277,9 @@ def costs(profile: Profile) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def trained(hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+def trained(
+    hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Trained]:
     folder = tmp_path_factory.mktemp("trained")
     options = {"params": QUICK, "cross_fit": False}
     return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in READS}
