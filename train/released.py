@@ -86,8 +86,8 @@ def import_weights(
         threshold: of the rule. DynaSD continues while the score of any fork is above it (0.4); SpecDec++ while the
             probability that no token is rejected is at least it (0.3, which is h = 0.7).
         depth: of the deepest draft (DynaSD 5, SpecDec++ 20).
-        rejection_weight: that SpecDec++'s head was trained with and whose bias is removed (6 for the released one); 1
-            leaves the outputs as published.
+        rejection_weight: of SpecDec++'s training, the bias of which is removed (6 for the released head); 1 leaves the
+            outputs as published.
         overwrite: replace the contents of `out`.
 
     Raises:

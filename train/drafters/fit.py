@@ -106,7 +106,7 @@ def train_drafter(
     check_arguments(out, kind, depth, max_new_tokens, temperature, seed, work, overwrite)
     check_limits(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
     if pair.engines[0] != "plain":
-        raise InputError("a drafter is trained with the target's own weights: load the pair with --engine plain")
+        raise InputError("a drafter is trained with the weights of the target: load the pair with --engine plain")
     deepest = _shape(pair, kind, depth).depth
     items = _readable_prompts(pair, prompts, max_new_tokens)
     begun = time.perf_counter()

@@ -208,7 +208,7 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def hidden_states(cls, traces: Sequence[Trace], requested: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Return the hidden states that the head reads: the requested ones, its own, or all that every trace holds.
+        """Return the hidden states that the head reads: the requested ones, those of the head, or all that each trace holds.
 
         Raises:
             InputError: the head reads no hidden state, or other ones.
@@ -271,7 +271,7 @@ def feature_ranges(names: Sequence[str], rows: FitRows) -> dict[str, Array]:
 
 ENGINES = ("vllm",)
 
-_INSTEAD = ("margin", "entropy")  # replace noisy margins, which an engine does not have
+_REPLACEMENTS = ("margin", "entropy")  # replace noisy margins, which an engine does not have
 
 
 def engine_features(
@@ -306,4 +306,4 @@ def engine_features(
         )
     if not unknown:
         return names
-    return tuple(dict.fromkeys([*(name for name in names if name not in unknown), *_INSTEAD]))
+    return tuple(dict.fromkeys([*(name for name in names if name not in unknown), *_REPLACEMENTS]))

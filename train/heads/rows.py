@@ -25,8 +25,8 @@ SOFT_COLUMNS = ("draft_prob", "target_prob")
 CHANCE_COLUMNS = ("accept_chance", "next_chance")
 """Columns with the exact chances of acceptance, in traces of completions."""
 
-OWN = "mixed"
-"""Column of a mixed trace: whether the last token that the draft had read was its own sample."""
+IS_DRAFT_SAMPLE = "mixed"
+"""Column of a mixed trace: whether the last token that the draft had read was sampled from the draft."""
 
 LEAST_PROMPTS = 3
 
@@ -201,7 +201,7 @@ def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Seq
         raise TraceError(f"--mixed: {trace.folder} is no mixed trace; collect one with --mix 0.15 --depth 1")
     check_alike(like.header, trace.header, str(like.folder), str(trace.folder), ("pair", "vocabulary", "verification"))
     read = [name for name in features if name not in HISTORY_FEATURES]
-    return trace_arrays(trace, read, (*SOFT_COLUMNS, OWN), hidden)
+    return trace_arrays(trace, read, (*SOFT_COLUMNS, IS_DRAFT_SAMPLE), hidden)
 
 
 def mixed_rows(
@@ -228,7 +228,7 @@ def mixed_rows(
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
     # The state after Y_i is in the row of the next position, which must be of the same text.
     row = row[row + 1 < len(owner)]
-    row = row[(owner[row + 1] == owner[row]) & arrays.extra[OWN][row + 1].bool()]
+    row = row[(owner[row + 1] == owner[row]) & arrays.extra[IS_DRAFT_SAMPLE][row + 1].bool()]
     first = torch.zeros_like(row)
     stored = {name: arrays.hidden_state(name) for name in arrays.hidden}
     return FitRows(
@@ -289,8 +289,8 @@ def conditional_acceptance(arrays: TraceArrays, visited: Visits) -> tuple[float,
     length = arrays.accepted[visited.row]
     acceptance: list[float] = []
     for depth in range(1, arrays.depth + 1):
-        there = length >= depth - 1 if depth > 1 else arrays.tokens[visited.row, 0] != NO_TOKEN
-        reached = int(there.sum())
+        eligible = length >= depth - 1 if depth > 1 else arrays.tokens[visited.row, 0] != NO_TOKEN
+        reached = int(eligible.sum())
         last = acceptance[-1] if acceptance else 0.0
         acceptance.append(int((length >= depth).sum()) / reached if reached else last)
     return tuple(acceptance)

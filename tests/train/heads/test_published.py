@@ -36,7 +36,7 @@ from specstop.train.heads.published import (
     SpecDecPublishedEstimator,
     balanced,
 )
-from specstop.train.heads.rows import OWN, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
+from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
@@ -356,7 +356,7 @@ def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: 
     for s, name in enumerate(mixed.clusters):
         start, count = int(mixed.offset[s]), int(mixed.rows[s])
         for row in range(start, start + count - 1):
-            if name not in held and not bool(mixed.cut[row]) and bool(mixed.extra[OWN][row + 1]):
+            if name not in held and not bool(mixed.cut[row]) and bool(mixed.extra[IS_DRAFT_SAMPLE][row + 1]):
                 state = mixed.hidden_state("draft_hidden").at(torch.tensor([row + 1]), torch.tensor([0]))[0]
                 expected.append((state, min(1.0, float(p[row, 0] / q[row, 0])), float(mixed.accepted[row] >= 1)))
     states, ratios, hits = zip(*expected, strict=True)
