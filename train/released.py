@@ -62,9 +62,6 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Files that are looked for in a folder, in this order."""
 
-MAX_MEDUSA_BYTES = 64 << 30
-"""Five heads of a model with 70B weights have 6 GB in half precision."""
-
 PREFIX = "medusa_head."
 
 _SPECDEC = re.compile(r"model\.(\d{1,3})\.(linear\.)?(weight|bias)")
@@ -89,8 +86,8 @@ def import_weights(
         threshold: of the rule. DynaSD continues while the score of any fork is above it (0.4); SpecDec++ while the
             probability that no token is rejected is at least it (0.3, which is h = 0.7).
         depth: of the deepest draft (DynaSD 5, SpecDec++ 20).
-        rejection_weight: that SpecDec++'s head was trained with and whose bias is removed (6 for the released one); 1
-            leaves the outputs as published.
+        rejection_weight: of SpecDec++'s training, the bias of which is removed (6 for the released head); 1 leaves the
+            outputs as published.
         overwrite: replace the contents of `out`.
 
     Raises:
@@ -100,7 +97,7 @@ def import_weights(
     check_limits(rejection_weight=rejection_weight, threshold=threshold)
     if depth is not None and not 1 <= depth <= MAX_DEPTH:
         raise InputError(f"--depth: expected 1 to {MAX_DEPTH}, not {depth}")
-    path = find_weights(weights, FILES, MAX_DATA_BYTES)
+    path = find_weights(weights, FILES)
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[weights, path])
     raw = path.read_bytes()
     state = read_state(raw, path, MAX_DATA_BYTES)
@@ -172,16 +169,18 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
         [*names, f"model.{last}.weight", f"model.{last}.bias"], state,
         "SpecDec++'s head is blocks at model.0, .1, ... and a linear layer after them",
     )  # fmt: skip
-    layers = [(state[f"model.{i}.linear.weight"], state[f"model.{i}.linear.bias"]) for i in blocks]
-    if len({(weight.shape, bias.shape) for weight, bias in layers}) > 1:
-        raise PolicyError(f"weights: blocks of different shapes: {', '.join(str(list(w.shape)) for w, _ in layers)}")
-    is_shared = last > 0 and all(np.array_equal(one, first) for layer in layers for one, first in zip(layer, layers[0]))
-    layers = layers[:1] if is_shared else layers
     leave = state[f"model.{last}.weight"]
     size = leave.shape[-1] if leave.ndim else 0
+    empty = {"weight": np.zeros((0, size, size), dtype=np.float32), "bias": np.zeros((0, size), dtype=np.float32)}
+    try:
+        stacked = {part: np.stack([state[f"model.{i}.linear.{part}"] for i in blocks]) for part in empty if blocks}
+    except ValueError:
+        shapes = ", ".join(str(list(state[name].shape)) for name in names)
+        raise PolicyError(f"weights: blocks of different shapes: {shapes}") from None
+    is_shared = last > 0 and all(np.array_equal(values, values[[0] * len(blocks)]) for values in stacked.values())
+    kept = 1 if is_shared else None
     return {
-        "block.weight": np.stack([w for w, _ in layers]) if layers else np.zeros((0, size, size), dtype=np.float32),
-        "block.bias": np.stack([b for _, b in layers]) if layers else np.zeros((0, size), dtype=np.float32),
+        **{f"block.{part}": values[:kept] for part, values in {**empty, **stacked}.items()},
         # The block in each of the D places.
         "order": np.array([0] * last if is_shared else range(last), dtype=np.int64),
         "leave.weight": leave,
@@ -212,7 +211,7 @@ def import_medusa(weights: str | Path, pair: Pair, out: str | Path, *, overwrite
         InputError: the file does not exist, the heads have other sizes than the target, a folder that is not empty.
         PolicyError: the file holds anything but the tensors of such heads.
     """
-    path = find_weights(weights, MEDUSA_FILES, MAX_MEDUSA_BYTES)
+    path = find_weights(weights, MEDUSA_FILES)
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[weights, path])
     raw, hidden, vocabulary = path.read_bytes(), hidden_width(pair.target), pair.vocabulary
     state = read_state(raw, path, 4 * hidden * max(vocabulary, hidden))
@@ -262,13 +261,8 @@ def medusa_tensors(state: Mapping[str, Array], pair: Pair) -> dict[str, Tensor]:
 # Tensors from an untrusted file
 
 
-def find_weights(weights: str | Path, files: Sequence[str], max_bytes: int) -> Path:
-    """Return the file of weights: the path itself, or one of `files` in the folder.
-
-    Raises:
-        InputError: there is none.
-        PolicyError: it has more than `max_bytes` bytes.
-    """
+def find_weights(weights: str | Path, files: Sequence[str]) -> Path:
+    """Return the file of weights: the path itself, or one of `files` in the folder; raise `InputError` if there is none."""
     path = Path(os.path.expanduser(weights))
     if path.is_dir():
         path = next((path / name for name in files if (path / name).is_file()), path)
@@ -276,8 +270,6 @@ def find_weights(weights: str | Path, files: Sequence[str], max_bytes: int) -> P
         raise InputError(f"expected {' or '.join(files)} in the folder {path}, which has neither")
     if not path.is_file():
         raise InputError(f"expected a file of weights, but {path} does not exist")
-    if path.stat().st_size > max_bytes:
-        raise PolicyError(f"{path.name} has {path.stat().st_size} bytes; expected at most {max_bytes}")
     return path
 
 
@@ -313,7 +305,9 @@ def read_state(raw: bytes, path: Path, max_bytes: int) -> dict[str, Array]:
         is_plain = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
         # Counted as float32: an expanded view in a small file may stand for any number of elements.
         if not (is_plain and value.dtype.is_floating_point and value.numel() * 4 <= max_bytes):
-            raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor of real numbers, of at most {max_bytes} bytes")
+            raise PolicyError(
+                f"{path.name}: {key[:80]!r} is no plain tensor of real numbers, of at most {max_bytes} bytes"
+            )
     return {key: value.detach().float().contiguous().numpy() for key, value in state.items()}
 
 

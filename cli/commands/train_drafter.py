@@ -51,7 +51,9 @@ def train_drafter(
     ] = [],  # noqa: B006
     checkpoints: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps the recorded texts and the checkpoints; an interrupted run continues from it."),
+        typer.Option(
+            help="Folder that keeps the recorded texts and the checkpoints; an interrupted run continues from it."
+        ),
     ] = None,
     seed: Seed = 0,
     device: Device = "cpu",

@@ -106,7 +106,7 @@ def train_drafter(
     check_arguments(out, kind, depth, max_new_tokens, temperature, seed, work, overwrite)
     check_limits(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
     if pair.engines[0] != "plain":
-        raise InputError("a drafter is trained with the target's own weights: load the pair with --engine plain")
+        raise InputError("a drafter is trained with the weights of the target: load the pair with --engine plain")
     deepest = _shape(pair, kind, depth).depth
     items = _readable_prompts(pair, prompts, max_new_tokens)
     begun = time.perf_counter()
@@ -126,11 +126,8 @@ def train_drafter(
         )  # fmt: skip
     fitted = time.perf_counter()
     unseen = [ids for group in prompts_by_file(items)[-len(held_out.files) :] for _, ids in group]
-    metrics = {
-        **acceptance(pair, kind, network, unseen, depth, max_new_tokens),
-        "seconds to record": round(recorded - begun, 1),
-        "seconds to fit": round(fitted - recorded, 1),
-    }
+    seconds = {"seconds to record": round(recorded - begun, 1), "seconds to fit": round(fitted - recorded, 1)}
+    metrics = acceptance(pair, kind, network, unseen, depth, max_new_tokens) | seconds
     provenance: Mapping[str, Any] = {
         "prompts": len(items), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
         **environment_facts(pair),
@@ -190,7 +187,6 @@ def _fit_network(
     **options: Any,
 ) -> Any:  # fmt: skip
     """Return a network fitted to texts, on the CPU; `options` are those of `fit_module`."""
-    ends = target_ends(pair)
 
     def loss(network: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         # Lightning moves network and batches to its device. The target's layers are not in the module, nor in checkpoints.
@@ -201,7 +197,7 @@ def _fit_network(
     # The caller may be in inference mode, in which tensors take no gradients.
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
-        network = new_network(pair, kind, depth)
+        network, ends = new_network(pair, kind, depth), target_ends(pair)
         order = torch.Generator().manual_seed(seed)
         fit_module(
             FitModule(network, loss, warm_up_and_decay, lr=learning_rate, betas=(0.9, 0.95), weight_decay=DECAY),
@@ -216,10 +212,11 @@ def _fit_network(
 def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     """Return the lower of a line up and a cosine over all steps. `OneCycleLR` could not be resumed with more epochs."""
     warm_up = max(1, int(WARM_UP * steps))
-    return LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps))),
-    )
+
+    def factor(step: int) -> float:
+        return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
+
+    return LambdaLR(optimizer, factor)
 
 
 def acceptance(
@@ -227,8 +224,8 @@ def acceptance(
 ) -> dict[str, Any]:
     """Return the acceptance of a drafter in greedy decoding, from rounds of full depth; empty if there are none.
 
-    `acceptance` is by depth the share of rounds that accept that many tokens, and `tokens per target call` their mean
-    number of committed tokens.
+    `acceptance` is by depth the share of rounds that accept so many tokens or more, and `tokens per target call` their
+    mean number of committed tokens.
     """
     drafting = TrainedDrafter(kind, copy.deepcopy(network), pair.fingerprint["target"]).network_for(pair)
     build: Any = DRAFTERS.load(kind)

@@ -73,14 +73,14 @@ def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, next_read: 
     """
     count, attention = batch.tokens.shape[1] - 1, _TextAttention()
     cos, sin = network.rotations(count + network.shape.depth, batch.states.device, batch.states.dtype)
-    own = embedding(functional.pad(batch.tokens, (0, network.shape.depth)))
+    embedded = embedding(functional.pad(batch.tokens, (0, network.shape.depth)))
     # Position s reads the state of token s with token s + 1, its root; at each further depth the next token.
-    states, read = batch.states[:, :-1], own[:, 1 : 1 + count]
+    states, read = batch.states[:, :-1], embedded[:, 1 : 1 + count]
     for depth in range(network.shape.depth):
         rotation = cos[depth : depth + count], sin[depth : depth + count]
         states = network(read, states, rotation, attention.attend)
         if depth + 1 < network.shape.depth:
-            read = own[:, 2 + depth : 2 + depth + count] if next_read is None else next_read(states)
+            read = embedded[:, 2 + depth : 2 + depth + count] if next_read is None else next_read(states)
         yield states
 
 
@@ -99,8 +99,8 @@ class _TextAttention:
         late = torch.ones(count, count, dtype=torch.bool, device=queries.device).triu(1)
         text = torch.einsum("bqhd,bkhd->bhqk", queries, self._keys[0]).masked_fill(late, -torch.inf)  # [B, heads, n, n]
         # Of later depths a position sees its own keys only, one per depth: [B, heads, n, depths].
-        own = [(queries * k).sum(-1).transpose(1, 2)[..., None] for k in self._keys[1:]]
-        weights = (torch.cat([text, *own], -1) * scale).softmax(-1)
+        previous = [(queries * k).sum(-1).transpose(1, 2)[..., None] for k in self._keys[1:]]
+        weights = (torch.cat([text, *previous], -1) * scale).softmax(-1)
         out = torch.einsum("bhqk,bkhd->bqhd", weights[..., :count], self._values[0])
         for at, value in enumerate(self._values[1:]):
             out = out + weights[..., count + at].transpose(1, 2)[..., None] * value

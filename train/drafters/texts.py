@@ -54,9 +54,8 @@ class Batch(NamedTuple):
     @staticmethod
     def of(texts: Sequence[Text]) -> Batch:
         """Return texts as a batch."""
-        tokens, states = zip(*texts, strict=True)
-        length = torch.tensor([len(text) for text in tokens])
-        return Batch(pad_sequence(tokens, batch_first=True), pad_sequence(states, batch_first=True), length)
+        tokens, states = (pad_sequence(list(column), batch_first=True) for column in zip(*texts, strict=True))
+        return Batch(tokens, states, torch.tensor([len(text.tokens) for text in texts]))
 
 
 class Texts(Dataset[Text]):

@@ -12,7 +12,6 @@ one label, to which both outputs are fitted.
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -111,7 +110,8 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     @classmethod
     def param_names(cls) -> list[str]:
         """Return the names of the constructor's parameters."""
-        return list(inspect.signature(cls).parameters)
+        names: list[str] = cls._get_param_names()
+        return names
 
     @property
     def seed(self) -> int:
@@ -208,7 +208,7 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def hidden_states(cls, traces: Sequence[Trace], requested: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Return the hidden states that the head reads: the requested ones, its own, or all that every trace holds.
+        """Return the hidden states that the head reads: the requested ones, those of the head, or all that each trace holds.
 
         Raises:
             InputError: the head reads no hidden state, or other ones.
@@ -271,7 +271,7 @@ def feature_ranges(names: Sequence[str], rows: FitRows) -> dict[str, Array]:
 
 ENGINES = ("vllm",)
 
-_INSTEAD = ("margin", "entropy")  # replace noisy margins, which an engine does not have
+_REPLACEMENTS = ("margin", "entropy")  # replace noisy margins, which an engine does not have
 
 
 def engine_features(
@@ -290,21 +290,20 @@ def engine_features(
     """
     if engine not in ENGINES:
         raise InputError(f"--for: expected {', '.join(ENGINES)}, not {engine!r}{close_match(engine, ENGINES)}")
-    for header in (trace.header for trace in traces):
-        if header.temperature > 0 and header.label != "point":
-            raise TraceError(
-                f"--for {engine}: the traces have labels {header.label!r} at temperature {header.temperature:g}; {engine} "
-                "accepts the draft's likeliest token with the target's probability of it: collect with --verification "
-                "point, or at temperature 0"
-            )
-    greedy = all(trace.header.temperature == 0.0 for trace in traces)
+    sampled = [trace.header for trace in traces if trace.header.temperature > 0]
+    if labels := [header.label for header in sampled if header.label != "point"]:
+        raise TraceError(
+            f"--for {engine}: expected labels 'point' above temperature 0, because {engine} accepts the draft's likeliest "
+            f"token with the target's probability of it, got {labels[0]!r}; collect with --verification point"
+        )
     names = tuple(requested) if requested else head.default_features(usual)
-    unknown = [name for name in names if not known_in_engines(feature(name).name, greedy)]
+    unknown = [name for name in names if not known_in_engines(feature(name).name, not sampled)]
     states = [*hidden, *head.hidden]
     if states or (unknown and (requested or head.scalar_features is not None)):
         raise InputError(
             f"--for {engine}: {', '.join(states or unknown)} cannot be read there; known are the draft's rows, tokens and "
             "history"
         )
-    known = [name for name in names if name not in unknown]
-    return tuple(dict.fromkeys([*known, *_INSTEAD])) if unknown else names
+    if not unknown:
+        return names
+    return tuple(dict.fromkeys([*(name for name in names if name not in unknown), *_REPLACEMENTS]))

@@ -1,4 +1,4 @@
-"""The linear heads: logistic regressions by scikit-learn, on scalars and log-odds, or also on tokens and combinations of them.
+"""The linear heads: logistic regressions by scikit-learn on scalars, their log-odds, tokens and combinations of tokens.
 
 A linear head has three regressions: `accept`, `next` after a token, and `next` at depth 0.
 """

@@ -32,8 +32,8 @@ class PublishedEstimator(NetworkEstimator):
         features, epochs, batch_size, learning_rate, weight_decay, trainer, random_state: see `NetworkEstimator`.
     """
 
-    scalar_features = ()
-    hidden = (DRAFT_HIDDEN,)
+    scalar_features: ClassVar[tuple[str, ...]] = ()
+    hidden: ClassVar[tuple[str, ...]] = (DRAFT_HIDDEN,)
     soft = True
 
     weight_decay: float = 0.0

@@ -24,8 +24,8 @@ SOFT_COLUMNS = ("draft_prob", "target_prob")
 CHANCE_COLUMNS = ("accept_chance", "next_chance")
 """Columns with the exact chances of acceptance, in traces of completions."""
 
-OWN = "mixed"
-"""Column of a mixed trace: whether the last token that the draft had read was its own sample."""
+IS_DRAFT_SAMPLE = "mixed"
+"""Column of a mixed trace: whether the last token that the draft had read was sampled from the draft."""
 
 LEAST_PROMPTS = 3
 
@@ -55,8 +55,8 @@ class FitRows:
 
     def subset(self, use: Tensor) -> FitRows:
         """Return the rows at indices, or where a mask [M] is true."""
-        columns = (values[use] for values in (self.features, self.depth, self.labels, self.known))
-        return FitRows(*columns, {name: states[use] for name, states in self.hidden.items()})
+        hidden = {name: states[use] for name, states in self.hidden.items()}
+        return FitRows(self.features[use], self.depth[use], self.labels[use], self.known[use], hidden)
 
     @property
     def drawn(self) -> Tensor:
@@ -66,8 +66,11 @@ class FitRows:
 
 def join_rows(parts: Sequence[FitRows]) -> FitRows:
     """Return the rows of all parts, one after the other."""
-    columns = (torch.cat([getattr(part, name) for part in parts]) for name in ("features", "depth", "labels", "known"))
-    return FitRows(*columns, {name: torch.cat([part.hidden[name] for part in parts]) for name in parts[0].hidden})
+    columns = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("features", "depth", "labels", "known")
+    }
+    hidden = {name: torch.cat([part.hidden[name] for part in parts]) for name in parts[0].hidden}
+    return FitRows(**columns, hidden=hidden)
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Seq
         raise TraceError(f"--mixed: {trace.folder} is no mixed trace; collect one with --mix 0.15 --depth 1")
     check_alike(like.header, trace.header, str(like.folder), str(trace.folder), ("pair", "vocabulary", "verification"))
     read = [name for name in features if name not in HISTORY_FEATURES]
-    return trace_arrays(trace, read, (*SOFT_COLUMNS, OWN), hidden)
+    return trace_arrays(trace, read, (*SOFT_COLUMNS, IS_DRAFT_SAMPLE), hidden)
 
 
 def mixed_rows(
@@ -224,7 +227,7 @@ def mixed_rows(
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
     # The state after Y_i is in the row of the next position, which must be of the same text.
     row = row[row + 1 < len(owner)]
-    row = row[(owner[row + 1] == owner[row]) & arrays.extra[OWN][row + 1].bool()]
+    row = row[(owner[row + 1] == owner[row]) & arrays.extra[IS_DRAFT_SAMPLE][row + 1].bool()]
     first = torch.zeros_like(row)
     stored = {name: arrays.hidden_state(name) for name in arrays.hidden}
     return FitRows(
@@ -285,8 +288,8 @@ def conditional_acceptance(arrays: TraceArrays, visited: Visits) -> tuple[float,
     length = arrays.accepted[visited.row]
     acceptance: list[float] = []
     for depth in range(1, arrays.depth + 1):
-        there = length >= depth - 1 if depth > 1 else arrays.tokens[visited.row, 0] != NO_TOKEN
-        reached = int(there.sum())
+        eligible = length >= depth - 1 if depth > 1 else arrays.tokens[visited.row, 0] != NO_TOKEN
+        reached = int(eligible.sum())
         last = acceptance[-1] if acceptance else 0.0
         acceptance.append(int((length >= depth).sum()) / reached if reached else last)
     return tuple(acceptance)

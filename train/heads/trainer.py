@@ -97,7 +97,8 @@ def make_trainer(
     """
     settings = {
         "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "num_sanity_val_steps": 0, "log_every_n_steps": 10, "default_root_dir": str(folder), "max_epochs": epochs, **arguments,
+        "num_sanity_val_steps": 0, "log_every_n_steps": 10, "default_root_dir": str(folder), "max_epochs": epochs,
+        **arguments,
     }  # fmt: skip
     settings["callbacks"] = [*callbacks, *settings.get("callbacks", ())]
     try:

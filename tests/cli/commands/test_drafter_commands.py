@@ -120,7 +120,6 @@ def test_rounds_that_stay_shorter_than_asked_are_told_of(place: Path, tmp_path: 
         (("decode", "w7", "--drafter", "medusa:none"), "--drafter: none: expected the folder of a drafter"),
         (("decode", "w7", "--drafter", "medusa"), "--drafter: expected one of model, lookup"),
         (("train-drafter", "--kind", "eagle", "--out", "x"), "--kind: expected one of medusa, hydra, ctc, layer"),
-        (("train-drafter", "--kind", "ctc", "--out", "x", "--resume"), "--resume: name the folder"),
         (("train-drafter", "--kind", "ctc", "--out", "x", "--depth", "0"), "--depth: expected"),
         (
             ("train-drafter", "--kind", "medusa", "--out", "x", "--depth", "65"),

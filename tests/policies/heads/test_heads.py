@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feature_head import with_ranges
 import torch
 import xgboost
+from feature_head import with_ranges
 from head_tensors import (
     HIGH,
     LOW,

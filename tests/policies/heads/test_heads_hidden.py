@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from feature_head import biased, kept_by, with_ranges
 from head_tensors import NAMES, Array, draw, features, slow_basis, zeros
 from random_heads import DRAFT, RANDOM_HEADS, TARGET, layers, random_head, resnet, specdec
 from specstop.policies.contract import DraftStep
@@ -21,7 +22,6 @@ from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.released import unbiased
 from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
-from feature_head import biased, kept_by, with_ranges
 from torch import Tensor, nn
 
 NEAR = 1e-4  # float32 sums in another order

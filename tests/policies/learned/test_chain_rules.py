@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from feature_head import kept_by
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import build_rule
 from specstop.policies.rules import Derived, Threshold
 from specstop.train.fit.rules import derived_thresholds
-from feature_head import kept_by
 
 
 @pytest.mark.parametrize("seed", range(6))

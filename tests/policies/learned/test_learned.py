@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from feature_head import feature_policy
 from head_tensors import NAMES, TENSORS, features, knots
 from learned_policies import FACTS, learned
 from specstop.policies.contract import Array, DraftStep
@@ -20,7 +21,6 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from feature_head import feature_policy
 
 
 def asked(depth: int, x: Array, alive: Array | None = None, parent: Array | None = None) -> DraftStep:

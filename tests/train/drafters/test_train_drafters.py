@@ -164,7 +164,9 @@ def test_a_target_that_scales_or_caps_its_logits_is_learned_with_them(name: str)
 def test_a_drafter_learns_its_target(target: Pair, items: Items, tmp_path: Path, kind: str) -> None:
     """On the texts that it is fitted to: its loss falls, and its folder drafts in the loop as its metrics say."""
     tasks: list[str] = []
-    lengths = [len(t.tokens) for t in record_texts(target, items, tmp_path / "one", max_new_tokens=NEW, temperature=0.0)]  # type: ignore[attr-defined]
+    lengths = [
+        len(t.tokens) for t in record_texts(target, items, tmp_path / "one", max_new_tokens=NEW, temperature=0.0)
+    ]  # type: ignore[attr-defined]
     items = [items[at] for at in np.argsort(lengths)]  # the longest text is held out
     drafter = train_drafter(
         target, [prompt for prompt, _ in items], tmp_path / "drafter", kind, depth=DEPTH, max_new_tokens=NEW, epochs=4,
@@ -197,7 +199,8 @@ def test_a_resumed_run_continues_with_its_texts_and_epochs(target: Pair, items: 
         )  # fmt: skip
         return load_drafter(tmp_path / out).network.state_dict()
 
-    run("first", "work", 1)
+    with torch.inference_mode():
+        run("first", "work", 1)
     texts = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "texts").iterdir()}
     resumed = run("second", "work", 2)
     assert texts == {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "texts").iterdir()}

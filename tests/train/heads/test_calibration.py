@@ -1,4 +1,4 @@
-"""Calibration of outputs and of survival: the simplest map that fits, always monotone; scores against scikit-learn and theory."""
+"""Calibration of outputs and survival: the simplest map that fits, monotone; scores as scikit-learn and theory have them."""
 
 from __future__ import annotations
 

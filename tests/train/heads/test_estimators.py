@@ -1,4 +1,4 @@
-"""Heads as scikit-learn estimators: scikit-learn's checks, export to a policy, the registry, lightning's arguments, engines."""
+"""Heads as scikit-learn estimators: their checks, export to a policy, the registry, lightning's arguments, engines."""
 
 from __future__ import annotations
 

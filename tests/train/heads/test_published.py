@@ -36,7 +36,7 @@ from specstop.train.heads.published import (
     SpecDecPublishedEstimator,
     balanced,
 )
-from specstop.train.heads.rows import OWN, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
+from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
 from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
@@ -213,7 +213,11 @@ def test_equal_seeds_give_equal_weights_and_keep_random_states(build: type[HeadE
 def test_a_loader_yields_every_row_once_in_whole_batches(seed: int | None) -> None:
     rows = torch.arange(10)
     first, second = ([batch[0].tolist() for batch in batch_loader((rows, rows), 4, seed)] for _ in range(2))
-    assert list(map(len, first)) == [4, 4, 2] and sorted(sum(first, [])) == rows.tolist() and first == second
+    assert (
+        list(map(len, first)) == [4, 4, 2]
+        and sorted(at for part in first for at in part) == rows.tolist()
+        and first == second
+    )
     assert (first == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]) is (seed is None)
 
 
@@ -273,7 +277,9 @@ def costs(profile: Profile) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def trained(hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+def trained(
+    hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Trained]:
     folder = tmp_path_factory.mktemp("trained")
     options = {"params": QUICK, "cross_fit": False}
     return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in READS}
@@ -350,7 +356,7 @@ def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: 
     for s, name in enumerate(mixed.clusters):
         start, count = int(mixed.offset[s]), int(mixed.rows[s])
         for row in range(start, start + count - 1):
-            if name not in held and not bool(mixed.cut[row]) and bool(mixed.extra[OWN][row + 1]):
+            if name not in held and not bool(mixed.cut[row]) and bool(mixed.extra[IS_DRAFT_SAMPLE][row + 1]):
                 state = mixed.hidden_state("draft_hidden").at(torch.tensor([row + 1]), torch.tensor([0]))[0]
                 expected.append((state, min(1.0, float(p[row, 0] / q[row, 0])), float(mixed.accepted[row] >= 1)))
     states, ratios, hits = zip(*expected, strict=True)

