@@ -12,7 +12,7 @@ from contract_policies import TEST_POLICIES
 from small_drafters import TRAINED, output_weight, small_network
 from specstop.collect import collectors
 from specstop.collect.dense import DenseCollector
-from specstop.collect.live import PositionsCollector
+from specstop.collect.positions import PositionsCollector
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import PromptTask
