@@ -1,7 +1,4 @@
-"""vLLM in this process: `collect --through vllm` decodes prompts with it, and its drafter records the rounds.
-
-vLLM writes the texts; what its drafter drew, and when, goes into a live trace.
-"""
+"""vLLM in this process: it decodes prompts, and its drafter records the rounds as a live trace."""
 
 from __future__ import annotations
 
@@ -9,19 +6,23 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...decode.engines.drafting import EngineObserver, Options
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
+from ...decode.models.pair import Pair
 from ...decode.settings import Settings
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ..live import exploring
+from ..exploring import exploring
 from ..schema import PromptTask
-from .serving import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
+from .recorder import RecordedText, RoundRecorder, engine_header, explored_by
+
+if TYPE_CHECKING:
+    from ..run import CollectOptions
 
 REQUESTS = 8
 """Default number of requests that are decoded side by side."""
@@ -32,47 +33,42 @@ class InProcessProposer(Proposer):
 
     Attributes:
         chosen: policy of the next proposer.
+        create_observer: returns the observer of the next proposer.
         latest: the proposer that was created last.
+        observed: its observer.
     """
 
     chosen: ClassVar[StopPolicy]
-    latest: ClassVar[Any] = None
+    create_observer: ClassVar[Callable[[Proposer, Options], EngineObserver]]
+    latest: ClassVar[InProcessProposer]
+    observed: Any
 
     def prepared(self, policy: StopPolicy) -> StopPolicy:
         """Return the policy that `start_vllm` was called with."""
         type(self).latest = self
         return type(self).chosen
 
-
-class TracingProposer(InProcessProposer):
-    """Drafts for vLLM and records the rounds."""
-
-    recorder: RoundRecorder
-
     def observer(self, options: Options) -> EngineObserver:
-        """Return the recorder."""
-        self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, partial(explored_by, self))
-        return self.recorder
+        """Return the observer that `start_vllm` was called with."""
+        self.observed = type(self).create_observer(self, options)
+        return self.observed  # type: ignore[no-any-return]
 
 
-ProposerClass = TypeVar("ProposerClass", bound=InProcessProposer)
+def create_recorder(proposer: Proposer, options: Options) -> RoundRecorder:
+    """Return a recorder of a proposer's rounds."""
+    return RoundRecorder(options.rows, options.depth, options.temperature, partial(explored_by, proposer))
 
 
 class ThroughVLLM:
     """Collects through vLLM.
 
     Args:
-        target, draft: folders or hub names; "" if the drafter has no draft model.
-        drafter: value of `--drafter`.
+        pair: provides drafter and precision; the models are loaded again by their names.
+        options: names of the models, share of rounds that explore, and number of requests that are decoded side by side.
         policy: any that vLLM can run.
-        depth: K.
-        settings: temperature and length limit.
-        explore: share of the rounds that are drafted to full depth whatever the policy decides.
-        requests: number decoded side by side.
-        dtype: of both models.
+        settings: temperature, length limit and depth.
 
     Attributes:
-        features: names recorded at each token.
         header: fields of the header.
 
     Raises:
@@ -80,24 +76,19 @@ class ThroughVLLM:
         InputError: vLLM is not installed, or the drafter reads hidden states of the target.
     """
 
-    def __init__(
-        self, target: str, draft: str, drafter: str, policy: StopPolicy, depth: int, settings: Settings, explore: float,
-        requests: int, dtype: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, pair: Pair, options: CollectOptions, policy: StopPolicy, settings: Settings) -> None:
         check_engine_policy(policy)
+        depth, explore, requests = settings.topology.deepest, options.explore, options.batch or REQUESTS
         self._options = {
-            "draft": draft, "drafter": check_engine_drafter(drafter), "temperature": settings.temperature, "rows": requests,
+            "draft": options.draft if pair.drafter == "model" else pair.draft_name, "rows": requests,
+            "drafter": check_engine_drafter(pair.drafter), "temperature": settings.temperature,
         }  # fmt: skip
         self._policy = exploring(policy, explore, depth) if explore else policy.limited(depth)
-        self._target, self._depth, self._settings, self._dtype = target, depth, settings, dtype
+        self._target, self._depth, self._settings = options.target, depth, settings
+        self._dtype = str(pair.target.dtype).removeprefix("torch.")
         self._engine: Any = None
-        self._proposer: TracingProposer
-        self.features = engine_features(settings.temperature)
-        mode = "match" if settings.temperature == 0.0 else "point"
-        self.header = {
-            "collector": "live", "policy": policy.name, "explore": explore, "verification": mode, "label": mode,
-            "anchor_features": ANCHORS, "batch": requests,
-        }  # fmt: skip
+        self._proposer: InProcessProposer
+        self.header = engine_header(settings.temperature, policy.name, explore) | {"batch": requests}
 
     def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.
@@ -108,11 +99,11 @@ class ThroughVLLM:
         temperature = self._settings.temperature
         if self._engine is None:  # started with the first texts
             self._engine, self._proposer = start_vllm(
-                TracingProposer, self._policy, self._target, self._depth, self._options, self._dtype
+                create_recorder, self._policy, self._target, self._depth, self._options, self._dtype
             )
             if temperature > 0 and str(self._proposer.device) == "cpu":
                 warnings.warn(
-                    "on a CPU vLLM 0.32 does not sample rightly with drafts at temperatures above 0: these texts are not the "
+                    "on a CPU vLLM 0.32 samples incorrectly with drafts at temperatures above 0: these texts are not the "
                     "target's",
                     SpecstopWarning,
                     stacklevel=2,
@@ -124,7 +115,7 @@ class ThroughVLLM:
         outputs = self._engine.generate([{"prompt_token_ids": one.tokens} for one in batch], params, use_tqdm=False)
         assert self._proposer.drafting is not None
         self._proposer.drafting.check_failed()
-        recorder = self._proposer.recorder
+        recorder: RoundRecorder = self._proposer.observed
         texts, chunks = recorder.take(), []
         for one, output in zip(batch, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
@@ -136,22 +127,19 @@ class ThroughVLLM:
 
 
 def start_vllm(
-    proposer: type[ProposerClass], policy: StopPolicy, target: str, depth: int, options: Mapping[str, Any], dtype: str,
-    **arguments: Any,
-) -> tuple[Any, ProposerClass]:  # fmt: skip
-    """Start vLLM in this process.
+    create_observer: Callable[[Proposer, Options], EngineObserver], policy: StopPolicy, target: str, depth: int,
+    options: Mapping[str, Any], dtype: str, **arguments: Any,
+) -> tuple[Any, InProcessProposer]:  # fmt: skip
+    """Start vLLM in this process and return the `vllm.LLM` and its proposer.
 
     Args:
-        proposer: class that drafts.
-        policy: its policy.
+        create_observer: returns the observer of the drafts.
+        policy: of the proposer.
         target: folder or hub name.
         depth: K.
         options: fields of `settings.EngineSettings`.
         dtype: of the target.
         arguments: of `vllm.LLM`.
-
-    Returns:
-        The `vllm.LLM` and its proposer.
 
     Raises:
         InputError: vLLM is not installed.
@@ -168,14 +156,19 @@ def start_vllm(
             f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
             "(docs/vllm.md)"
         ) from None
-    proposer.chosen, name = policy, f"{proposer.__module__}.{proposer.__qualname__}"
+    proposer = InProcessProposer
+    proposer.chosen, proposer.create_observer = policy, staticmethod(create_observer)
     with _hidden_module("llvmlite.binding.ffi"):
         engine = LLM(
             model=target,
             dtype=dtype,
             enforce_eager=True,
             max_num_seqs=options["rows"],
-            speculative_config={"method": "custom_class", "model": name, "num_speculative_tokens": depth},
+            speculative_config={
+                "method": "custom_class",
+                "model": f"{proposer.__module__}.{proposer.__qualname__}",
+                "num_speculative_tokens": depth,
+            },  # fmt: skip
             additional_config={"specstop": dict(options)},
             **arguments,
         )
@@ -204,9 +197,7 @@ def parts_of(texts: Sequence[RecordedText], tokens: list[int], prompt: int) -> l
         texts: all records.
         tokens: the text, beginning with `prompt` tokens of the prompt. A record may be shorter, or extend past its end.
     """
-    alike = [
-        one for one in texts if one.prompt == prompt and all(a == b for a, b in zip(one.tokens, tokens, strict=False))
-    ]
+    alike = [one for one in texts if one.prompt == prompt and all(map(int.__eq__, one.tokens, tokens))]
     if not alike:
         return []
     # If two samples of a prompt agree so far, the one with the most similar length.

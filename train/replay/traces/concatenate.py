@@ -17,7 +17,7 @@ from .hidden_states import StoredHidden
 
 _ALIKE = (
     "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
-    "mix", "draws", "off_text",
+    "mix", "draws",
 )  # fmt: skip
 _INSTEAD = ", all with --verification match where temperature 0 is among them"
 
