@@ -130,8 +130,8 @@ def _engine_collector(
     carries = (policy is not None and policy.carries) or find_drafter(pair.drafter, pair).carries
     if carries and (options.shards or 1) > 1:
         raise InputError(
-            f"--shards: expected 1 with {reason}, not {options.shards}: the state that the policy or the drafter carries from "
-            "text to text is not reset there at the beginning of a shard"
+            f"--shards: expected 1 with {reason}, not {options.shards}: the state that the policy or the drafter carries "
+            "from text to text is not reset there at the beginning of a shard"
         )
     return Collector(engine.rows, engine.header, carries=carries)
 

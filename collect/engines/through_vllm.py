@@ -168,7 +168,7 @@ def start_vllm(
                 "method": "custom_class",
                 "model": f"{proposer.__module__}.{proposer.__qualname__}",
                 "num_speculative_tokens": depth,
-            },  # fmt: skip
+            },
             additional_config={"specstop": dict(options)},
             **arguments,
         )

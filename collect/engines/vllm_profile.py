@@ -263,7 +263,8 @@ class _Run:
             create_timer, self._script, target, depth, options, dtype, enable_prefix_caching=False
         )
         assert proposer.drafting is not None
-        self._drafting, self.timer = proposer.drafting, proposer.observed
+        self._drafting = proposer.drafting
+        self.timer: StepTimer = proposer.observed
         from vllm import SamplingParams
 
         common = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
