@@ -7,7 +7,6 @@ end. So labels compare a draft with the tokens that follow it in the finished te
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +18,12 @@ from ...decode.engines.drafting import EngineDraft
 from ...decode.engines.vllm import Proposer
 from ...decode.summaries import summarise
 from ...policies.contract import Array
-from ...policies.counter_rng import mix
 from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
 from ..exploring import Exploring
 from ..schema import READS, TIMES, PromptTask
 
 ANCHORS = ("anchor_token", "before_token")
 """ANCHOR features that need no row of the target's."""
-
-_SHARE = 1 << 24
 
 
 def engine_features(temperature: float) -> tuple[str, ...]:
@@ -78,14 +74,12 @@ class RecordedText:
         tokens: latest text, including the prompt.
         prompt: number of tokens before the first one that the engine committed.
         rounds: in order.
-        last_step: number of the last step that drafted for it.
     """
 
     name: str | None
     tokens: list[int]
     prompt: int = 0
     rounds: list[_Round] = field(default_factory=list)
-    last_step: int = 0
 
 
 class RoundRecorder:
@@ -96,36 +90,23 @@ class RoundRecorder:
         depth: K.
         temperature: of the sampling.
         explored: returns [n] bool for rows, whether their drafts of this step explore.
-        share: of the texts that are recorded.
-
-    Attributes:
-        lock: held while a method runs, so that other threads can take texts.
     """
 
-    def __init__(
-        self, rows: int, depth: int, temperature: float, explored: Callable[[Array], Array], share: float = 1.0
-    ) -> None:
+    def __init__(self, rows: int, depth: int, temperature: float, explored: Callable[[Array], Array]) -> None:
         self.depth, self.temperature, self._explored = depth, temperature, explored
-        self._limit, self.lock = round(share * _SHARE), threading.RLock()
         self._columns = Columns(engine_features(temperature))
         self._texts: list[RecordedText | None] = [None] * rows
         self._ended: list[RecordedText] = []
         self._tokens, self._path = np.zeros((rows, depth), dtype=np.int32), np.zeros(rows)
         self._features = np.zeros((rows, depth, len(self._columns.names)), dtype=np.float32)
         self._draft_prob = np.zeros((rows, depth), dtype=np.float32)
-        self._begun = self._step = 0
 
     def on_begin(self, row: int, text: Array, name: str | None) -> None:
         """See `EngineObserver.on_begin`."""
-        with self.lock:
-            if (ended := self._texts[row]) is not None:
-                self._ended.append(ended)
-            # By a hash of the text's number, so that the share is spread evenly.
-            is_recorded = int(mix(np.array([self._begun]))[0]) & (_SHARE - 1) < self._limit
-            # A text begins with the token that reading its prompt committed: all but the last one are the prompt.
-            new = RecordedText(name, text.tolist(), len(text) - 1, last_step=self._step)
-            self._texts[row] = new if is_recorded else None
-            self._begun += 1
+        if (ended := self._texts[row]) is not None:
+            self._ended.append(ended)
+        # A text begins with the token that reading its prompt committed: all but the last one are the prompt.
+        self._texts[row] = RecordedText(name, text.tolist(), len(text) - 1)
 
     def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
         """See `EngineObserver.on_draft_step`."""
@@ -142,47 +123,33 @@ class RoundRecorder:
 
     def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
         """See `EngineObserver.on_drafts`."""
-        with self.lock:
-            self._step += 1
-            explored = self._explored(np.array([draft.row for draft in drafts], dtype=np.int64))
-            for draft, full in zip(drafts, explored.tolist(), strict=True):
-                text = self._texts[draft.row]
-                if text is None:
-                    continue
-                text.last_step, before = self._step, (text.tokens[-1], text.tokens[-2])
-                # The arrays of a row without a new draft hold an earlier one.
-                tokens, features, draft_prob = (
-                    values[draft.row].copy() if draft.drafted else np.zeros_like(values[draft.row])
-                    for values in (self._tokens, self._features, self._draft_prob)
-                )
-                text.rounds.append(_Round(draft.context, before, tokens, features, draft_prob, draft, full, draft_s))
+        explored = self._explored(np.array([draft.row for draft in drafts], dtype=np.int64))
+        for draft, full in zip(drafts, explored.tolist(), strict=True):
+            text = self._texts[draft.row]
+            if text is None:
+                continue
+            before = text.tokens[-1], text.tokens[-2]
+            # The arrays of a row without a new draft hold an earlier one.
+            tokens, features, draft_prob = (
+                values[draft.row].copy() if draft.drafted else np.zeros_like(values[draft.row])
+                for values in (self._tokens, self._features, self._draft_prob)
+            )
+            text.rounds.append(_Round(draft.context, before, tokens, features, draft_prob, draft, full, draft_s))
 
     def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
         """See `EngineObserver.on_outcomes`."""
-        with self.lock:
-            for draft, seconds in zip(drafts, step_s, strict=True):
-                text = self._texts[draft.row]
-                if text is not None:
-                    text.tokens[draft.context :] = draft.new
-                    if text.rounds and text.rounds[-1].sent is draft:
-                        text.rounds[-1].seconds = seconds
+        for draft, seconds in zip(drafts, step_s, strict=True):
+            text = self._texts[draft.row]
+            if text is not None:
+                text.tokens[draft.context :] = draft.new
+                if text.rounds and text.rounds[-1].sent is draft:
+                    text.rounds[-1].seconds = seconds
 
-    def take(self, idle: int = -1) -> list[RecordedText]:
-        """Return and forget the texts that have ended: others took their rows, or more than `idle` steps omitted them.
-
-        If one of the latter returns, after preemption or because `idle` is -1, it continues as another text.
-        """
-        with self.lock:
-            ended, self._ended = self._ended, []
-            for row, text in enumerate(self._texts):
-                if text is not None and text.rounds and self._step - text.last_step > idle:
-                    ended.append(text)
-                    # A draft with unknown outcome stays with the request.
-                    waiting = [one for one in text.rounds[-1:] if one.context == len(text.tokens)]
-                    self._texts[row] = RecordedText(
-                        text.name, list(text.tokens), len(text.tokens) - 1, waiting, self._step
-                    )
-        return ended
+    def take(self) -> list[RecordedText]:
+        """Return and forget all texts, also those that have not ended."""
+        texts = self._ended + [text for text in self._texts if text is not None]
+        self._ended, self._texts = [], [None] * len(self._texts)
+        return texts
 
     def rows(
         self, parts: Sequence[RecordedText], task: PromptTask, generated: Sequence[int]

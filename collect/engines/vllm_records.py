@@ -25,7 +25,6 @@ from ..prompt_files import lines
 from ..prompts import SampleNames, warn_sample_ids
 from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
 from ..store import Trace, load_trace, open_for_writing, write_shard
-from .serving import import_parts
 
 
 def import_vllm(
@@ -34,10 +33,10 @@ def import_vllm(
     """Turn vLLM's records into a trace.
 
     Args:
-        path: a folder that `serving.RecordingProposer` wrote, or JSON Lines with `detailed` records: responses of the server,
-            or their `metrics.speculative_decoding` objects alone.
+        path: JSON Lines with `detailed` records: responses of the server, or their `metrics.speculative_decoding` objects
+            alone.
         out: folder of the trace.
-        target, draft: names for the header, which JSON lines do not contain; a folder does.
+        target, draft: names for the header, which the records do not contain.
         overwrite: replace an older result in `out`.
 
     Raises:
@@ -47,10 +46,6 @@ def import_vllm(
         SpecstopWarning: draft lengths vary.
     """
     file = Path(path)
-    if file.is_dir():
-        if target or draft:
-            raise InputError(f"--target, --draft: {file} names the models that it was recorded with; leave them out")
-        return import_parts(file, out, overwrite=overwrite)
     prepare_output_dir(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():
         raise InputError(f"path: expected a JSON Lines file, but {file} does not exist or is no file")

@@ -180,7 +180,18 @@ def _combined(
     mixed = copy.copy(first)
     state = torch.arange(states)
     for name in (
-        *("token", "accepted", "top", "stats", "best", "numbers", "overlap", "target_prob", "accept_chance", "next_chance"),
+        *(
+            "token",
+            "accepted",
+            "top",
+            "stats",
+            "best",
+            "numbers",
+            "overlap",
+            "target_prob",
+            "accept_chance",
+            "next_chance",
+        ),
         *("next_token", "hidden"),
     ):
         stack = [getattr(run, name) for run in runs]
