@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from simulated_engine import Engine, Request
-from specstop.collect.engines.recorder import RoundRecorder, engine_features, explored_by
+from specstop.collect.engines.through_vllm import RoundRecorder, engine_features
 from specstop.collect.exploring import exploring
 from specstop.collect.live import LiveCollector
 from specstop.collect.schema import PromptTask
@@ -39,8 +39,8 @@ def serve(
     chosen = load_policy(policy)
     chosen = exploring(chosen, explore, K) if explore else chosen
     proposer = cast(Proposer, SimpleNamespace(drafting=None))
-    recorder = RoundRecorder(3, K, 0.0, lambda rows: explored_by(proposer, rows))
     options = Options(3, K, 128, pair.vocabulary)
+    recorder = RoundRecorder(proposer, options)
     proposer.drafting = drafting = Drafting(find_drafter("model", pair), chosen, options, observer=recorder)
     engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
 

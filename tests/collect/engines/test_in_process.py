@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from commands import cli
 from specstop.collect.engines import through_vllm
-from specstop.collect.engines.recorder import RecordedText
-from specstop.collect.engines.through_vllm import parts_of
+from specstop.collect.engines.through_vllm import RecordedText, parts_of
 from specstop.collect.engines.vllm_profile import StepScript, StepTimer, measure_vllm
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
