@@ -68,7 +68,7 @@ class Recorder(Hook):
             self.rows[stream].append(self.row(round, stream, sent, round.path(stream), sampled))
 
     def end(self, stream: int) -> list[Row]:
-        """Return the rows of a stream, whose text has ended, and forget them."""
+        """Return the rows of a stream after the end of its text, and forget them."""
         return self.rows.pop(stream, [])
 
     def row(self, round: RoundState, stream: int, sent: Sequence[int], path: Sequence[int], sampled: Tensor) -> Row:
