@@ -187,7 +187,7 @@ class PromptSource:
                 "--prompts: expected a JSON Lines file or another source; only the shipped pair has prompts"
             )
         from ..collect.prompts import read_prompts
-        from ..train.demo.pair import shipped_pair
+        from ..train.shipped_pair import shipped_pair
 
         source = self.prompts or shipped_pair() / f"prompts-{side}.jsonl"
         return read_prompts(source, self.limit or limit, column=self.column, completion=completions)
@@ -255,7 +255,7 @@ class Models:
             InputError: the drafter is unknown, or it requires another combination of models.
         """
         from ..decode.drafters.spec import check_drafter, needs_draft
-        from ..train.demo.pair import shipped_pair
+        from ..train.shipped_pair import shipped_pair
 
         check_drafter(self.drafter)
         self.check_names()

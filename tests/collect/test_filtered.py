@@ -35,9 +35,8 @@ from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
+from specstop.train.replay.arrays import joined_arrays, trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.concatenate import joined_arrays
 from trace_rows import by_anchor
 from transformers.generation.logits_process import LogitsProcessor
 

@@ -30,8 +30,8 @@ from specstop.policies import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 from text_law import Case, apart, live_law
 
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2}

@@ -30,9 +30,9 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.train.evaluate.importance import importance_estimate
-from specstop.train.replay.log import scaled
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 from trace_rows import by_anchor, numpy_rows
 
 FLOAT32, HALF = 2e-6, 2.0**-10

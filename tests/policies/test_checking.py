@@ -21,8 +21,8 @@ from specstop.policies.host import validate_policy, with_costs
 from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 
 class Mine(StopPolicy):

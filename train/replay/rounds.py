@@ -15,9 +15,9 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
-from .log import Rounds
+from .arrays import TraceArrays
+from .rounds import Rounds
 from .source import TraceSource
-from .traces.arrays import TraceArrays
 
 ROUND_COLUMNS = ("draft_prob", "target_prob", "observed", "sent", "backlog", "explored")
 """What `evaluate_rounds` wants of `trace_arrays` as `extra`."""

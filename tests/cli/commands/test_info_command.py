@@ -22,8 +22,8 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.train.evaluate.analysis import acceptance_bands
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.replay.rounds import ROUND_COLUMNS
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.single_rounds import ROUND_COLUMNS
 
 SETTINGS = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
 

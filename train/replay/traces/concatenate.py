@@ -12,7 +12,7 @@ from torch import Tensor
 from ....collect.schema import Header
 from ....collect.store import Trace
 from ....policies.errors import TraceError
-from .arrays import BY_ROW, BY_SEQUENCE, NAMES, TraceArrays, trace_arrays
+from ..arrays import BY_ROW, BY_SEQUENCE, NAMES, TraceArrays, trace_arrays
 from .hidden_states import StoredHidden
 
 _ALIKE = (
