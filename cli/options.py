@@ -36,7 +36,7 @@ SAMPLING_KEYS = (
 )  # fmt: skip
 _GRAMMARS = ("json_schema", "grammar")
 COLLECT_KEYS = (
-    "batch", "completions", "draws", "explore", "hidden", "memory", "mix", "off_text", "profile", "shards"
+    "batch", "completions", "draws", "explore", "hidden", "memory", "mix", "profile", "shards"
 )  # fmt: skip
 """Parameters of `specstop.collect` without an option of their own."""
 

@@ -27,10 +27,10 @@ LIVE_COLUMNS = ("accepted", "observed", "drawn", "sent", "tokens", "explored")
 """Columns that `depth_outcomes` reads from every trace, and additionally from live ones."""
 
 LENGTHS = "lengths"
-"""Key of `Header.facts` in traces of an engine's records: how the engine chose its draft lengths."""
+"""Key of `Header.facts` in traces of an engine's records: whether its draft lengths are equal."""
 
-FIXED, INDEPENDENT, DEPENDENT = "fixed", "independent", "dependent"
-"""All lengths are equal; they vary and no dependence on acceptance was detected; they depend on acceptance."""
+FIXED, VARIED = "fixed", "varied"
+"""All lengths are equal; they vary, and may depend on acceptance."""
 
 EXPLORED = (
     "P(A >= k) is of the rounds that explored: they were drafted to full depth at random, so that it is unbiased for the "
@@ -41,7 +41,8 @@ ASSUMED = (
     "depend on acceptance"
 )
 _LIMITED = (
-    "draft lengths depend on acceptance, so that P(A >= k) is identified to depth {} only, which every round drafted"
+    "draft lengths vary and may depend on acceptance, so that P(A >= k) is identified to depth {} only, which every round "
+    "drafted"
 )
 
 
@@ -120,7 +121,7 @@ def depth_outcomes(header: Header, columns: Mapping[str, Array]) -> DepthOutcome
     if explored.any():
         return DepthOutcomes(row[explored], observed[explored], accepted[explored], EXPLORED)
     basis = ASSUMED
-    if header.facts.get(LENGTHS) == DEPENDENT:
+    if header.facts.get(LENGTHS) == VARIED:
         limit = identified_depth(header, columns["drawn"][row])
         observed, accepted, basis = observed & (depths <= limit), accepted & (depths <= limit), _LIMITED.format(limit)
     return DepthOutcomes(row, observed, accepted & observed, basis)
@@ -134,9 +135,9 @@ def identified_depth(header: Header, drawn: Array) -> int:
         drawn: [R, nodes] bool, of the rounds that are used.
 
     Returns:
-        The trace's depth, unless an engine's draft lengths depend on acceptance: then the depth that every round drafted.
+        The trace's depth, unless an engine's draft lengths vary: then the depth that every round drafted.
     """
-    if header.facts.get(LENGTHS) != DEPENDENT:
+    if header.facts.get(LENGTHS) != VARIED:
         return header.depth
     return int(drawn.sum(1).min(initial=header.depth))
 

@@ -1,12 +1,12 @@
-"""The collectors of a run: which one the options choose, and what it writes into the header."""
+"""Which collector a run's options choose, and what it writes into the header."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
+from ..decode.drafters import find_drafter
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import Topology
@@ -14,12 +14,16 @@ from ..decode.verify.modes import Match
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.fixed import FixedLength
-from ..policies.profile import Profile
-from .completions import Completions, completed_texts
-from .dense import DenseCollector, dense_mode, memory_budget
-from .live import LiveCollector, PositionsCollector
+from .dense import DenseCollector, memory_budget
+from .live import LiveCollector
+from .positions import PositionsCollector
 from .schema import PromptTask
 from .shards import nothing
+
+NOT_LIVE = {"mix": 0.0, "completions": None, "draws": 1, "memory": None}
+NOT_DENSE = {"policy": None, "explore": 0.0, "profile": None, "batch": 1}
+NOT_IN_ENGINES = {**NOT_LIVE, "profile": None, "tree": None}
+"""Options of the dense collector only, of the live one only, and of neither in an engine, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,6 @@ class Collector:
     """A collector of a run.
 
     Attributes:
-        features: names recorded at each node.
         rows: returns the rows of a batch of prompts as column chunks.
         header: fields of the header that depend on the collector.
         begin: called before each shard.
@@ -35,7 +38,6 @@ class Collector:
         memory: MiB for rows as wide as the vocabulary; 0 = no budget.
     """
 
-    features: tuple[str, ...]
     rows: Callable[[Sequence[PromptTask]], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[], None] = nothing
@@ -44,75 +46,92 @@ class Collector:
 
 
 def choose_collector(
-    pair: Pair,
-    tree: Topology,
-    settings: Settings,
-    collector: str,
-    policy: StopPolicy | None,
-    explore: float,
-    mix: float,
-    completions: Completions | None,
-    hidden: Sequence[str] = (),
-    memory: int | None = None,
-    batch: int = 1,
-    draws: int = 1,
-    off_text: str = "exact",
-    profile: Profile | None = None,
+    pair: Pair, settings: Settings, options: Any, policy: StopPolicy | None, hidden: Sequence[str]
 ) -> Collector:
-    """Return the collector for these options; arguments as of `plan.plan_run`.
+    """Return the collector that a run's options choose.
+
+    Args:
+        pair: target and draft.
+        settings: for this pair and tree.
+        options: `CollectOptions` of the run; their module imports this one.
+        policy: of a live run.
+        hidden: names of the hidden states that are recorded.
 
     Raises:
-        InputError: options that do not go together; the message names them.
+        InputError: options contradict each other; the message names them.
     """
-    if collector not in ("dense", "live"):
-        raise InputError(f"--collector: expected dense or live, not {collector!r}")
-    if settings.verification == "auto" and (collector == "live" or mix or pair.drafter != "model"):
+    if options.collector not in ("dense", "live"):
+        raise InputError(f"--collector: expected dense or live, not {options.collector!r}")
+    is_live = options.collector == "live"
+    if options.through is not None:
+        return _engine_collector(pair, settings, options, policy, hidden)
+    if settings.verification == "auto" and (is_live or options.mix or pair.drafter != "model"):
         settings = replace(settings, verification=Match.name)  # the only mode of these that can be replayed
-    if collector == "live":
-        if mix or completions is not None or draws > 1 or off_text != "exact" or memory is not None:
-            raise InputError(
-                "--mix, --completions, --draws, --off-text and --memory: for the dense collector; leave out --collector live"
-            )
-        policy = policy or FixedLength(tree.deepest)
-        live = LiveCollector(pair, policy, settings, explore, hidden, batch, profile)
+    _require_defaults(options, NOT_LIVE if is_live else NOT_DENSE, f"--collector {options.collector}")
+    if is_live:
+        policy = policy or FixedLength(settings.topology.deepest)
+        batch = options.batch or 1
+        live = LiveCollector(pair, policy, settings, options.explore, hidden, batch, options.profile)
         header = {
-            "collector": "live", "policy": policy.name, "explore": explore, "verification": live.mode.name,
-            "label": live.mode.label, "batch": batch,
+            "collector": "live", "policy": policy.name, "explore": options.explore, "verification": live.mode.name,
+            "label": live.mode.label, "batch": batch, "features": live.features,
         }  # fmt: skip
-        return Collector(live.features, live.rows, header, live.begin, live.carries)
-    if profile is not None:
-        raise InputError("--profile: for the live collector, whose policy hears what rounds take; leave it out")
-    if batch > 1:
-        raise InputError(
-            "--batch: for the live collector; the dense one decodes as many texts side by side as --memory holds"
-        )
-    if policy is not None or explore:
-        raise InputError("--policy and --explore: give --collector live with them; dense traces serve any policy")
-    mode = dense_mode(settings, draws, off_text)
-    header = {"verification": mode.name, "label": mode.label, "draws": draws, "off_text": off_text}
-    memory = memory_budget(pair.device) if memory is None else memory
-    if mix:
-        if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None or mode.name != Match.name:
-            raise InputError(
-                "--mix: expected a share between 0 and 1, --depth 1, no --completions, and match verification"
-            )
-        if pair.drafter != "model":
-            raise InputError(f"--mix: expected a draft model, not --drafter {pair.drafter}")
-        header = {"mix": mix}
+        return Collector(live.rows, header, live.begin, live.carries)
+    memory = memory_budget(pair.device) if options.memory is None else options.memory
     if pair.drafter != "model":
-        if completions is not None or mode.name != Match.name:
+        if settings.verification != Match.name and settings.temperature > 0:
             raise InputError(
-                f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
-                "--collector live"
+                f"--drafter {pair.drafter}: expected match verification for a dense trace; or give --collector live"
             )
+        _require_defaults(options, {"completions": None, "mix": 0.0, "draws": 1}, f"--drafter {pair.drafter}")
         positions = PositionsCollector(pair, settings, hidden, memory << 20)
-        return Collector(positions.features, positions.rows, header, positions.begin, positions.carries, memory)
-    texts = None
-    if completions is not None:
+        return Collector(positions.rows, {"features": positions.features}, positions.begin, positions.carries, memory)
+    dense = DenseCollector(
+        pair, settings, hidden, memory << 20, draws=options.draws, mix=options.mix, completions=options.completions
+    )
+    if options.mix and (dense.tree.nodes != 1 or options.completions is not None or dense.mode.name != Match.name):
+        raise InputError("--mix: expected a share between 0 and 1, --depth 1, no --completions, and match verification")
+    header = {
+        "features": dense.features, "verification": dense.mode.name, "label": dense.mode.label, "draws": options.draws,
+        "mix": options.mix,
+    }  # fmt: skip
+    if options.completions is not None:
         header["texts"] = "sampled" if settings.temperature > 0 else "completions"
-        texts = partial(completed_texts, completions=completions)
-    dense = DenseCollector(pair, settings, hidden, memory << 20, off_text=off_text, draws=draws, mix=mix, texts=texts)
-    return Collector(dense.features, dense.rows, header, memory=memory)
+    return Collector(dense.rows, header, memory=memory)
+
+
+def _require_defaults(options: Any, defaults: Mapping[str, Any], reason: str) -> None:
+    """Raise `InputError` if an option has another value than its default."""
+    for name, default in defaults.items():
+        if getattr(options, name) not in (None, default):
+            other = ", or give --collector live" if defaults is NOT_DENSE else ""
+            raise InputError(f"--{name}: cannot be used with {reason}; leave it out{other}")
+
+
+def _engine_collector(
+    pair: Pair, settings: Settings, options: Any, policy: StopPolicy | None, hidden: Sequence[str]
+) -> Collector:
+    """Return the collector that runs a serving engine; arguments as of `choose_collector`."""
+    from .engines.through_vllm import ThroughVLLM
+
+    if options.through != "vllm":
+        raise InputError(f"--through: expected vllm, not {options.through!r}")
+    reason = "--through vllm"
+    _require_defaults(options, NOT_IN_ENGINES, reason)
+    supported = ("auto", "point") if settings.temperature else ("auto", "match", "point")
+    if settings.verification not in supported or hidden or settings.shaping.to_dict():
+        raise InputError(
+            f"--verification, --hidden, --sampling: cannot be used with {reason}; leave them out, and give "
+            "--no-model-defaults if the target's generation_config sets sampling options"
+        )
+    engine = ThroughVLLM(pair, options, policy or FixedLength(settings.topology.deepest), settings)
+    carries = (policy is not None and policy.carries) or find_drafter(pair.drafter, pair).carries
+    if carries and (options.shards or 1) > 1:
+        raise InputError(
+            f"--shards: expected 1 with {reason}, not {options.shards}: the state that the policy or the drafter carries "
+            "from text to text is not reset there at the beginning of a shard"
+        )
+    return Collector(engine.rows, engine.header, carries=carries)
 
 
 def check_dense(pair: Pair, tokens: int) -> None:
@@ -142,45 +161,3 @@ def tokens_beyond(pair: Pair, tree: Topology, collector: str) -> int:
     """Return the number of tokens beyond the limit that the models have to read."""
     # The positions collector decodes one token more than the depth of the tree.
     return tree.deepest + int(collector == "dense" and pair.drafter != "model")
-
-
-def choose_engine_collector(
-    through: str,
-    models: tuple[str, str, str],
-    tree: Topology,
-    settings: Settings,
-    policy: StopPolicy | None,
-    explore: float,
-    batch: int | None,
-    dtype: Any,
-    other: Sequence[Any],
-) -> Collector:
-    """Return the collector that runs a serving engine.
-
-    Args:
-        through: its name.
-        models: names of target, draft and drafter.
-        tree: a chain.
-        settings, policy, explore, batch: as of `plan.plan_run`.
-        dtype: of the models.
-        other: options that engines do not support, each false if it is not used.
-
-    Raises:
-        InputError: an unknown engine, or options that it does not support.
-    """
-    from .engines.through_vllm import REQUESTS, ThroughVLLM
-
-    if through != "vllm":
-        raise InputError(f"--through: expected vllm, not {through!r}")
-    known = ("auto", "point") if settings.temperature else ("auto", "match", "point")
-    if not tree.is_chain or settings.verification not in known or any(other):
-        raise InputError(
-            f"--through {through}: expected chains of a policy, at a temperature: leave out --tree, --verification, --mix, "
-            "--completions, --hidden, --profile, --draws, --off-text, --memory, options that change what is sampled from, "
-            "and give --no-model-defaults where the target's generation_config sets some"
-        )
-    engine = ThroughVLLM(
-        *models, policy or FixedLength(tree.deepest), tree.deepest, settings, explore, batch or REQUESTS,
-        str(dtype).removeprefix("torch."),
-    )  # fmt: skip
-    return Collector(engine.features, engine.rows, engine.header)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +21,11 @@ from ..decode.models.cache import CachedModel
 from ..decode.models.outputs import check_rows, stored
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
-from ..decode.verify.modes import Match
 from ..decode.verify.noise import best_of_rows
 from ..decode.verify.sampler import Sampler
+from ..policies.contract import Array
 from ..policies.errors import InputError, SpecstopWarning
-from ..policies.features import TARGET_HIDDEN
 from ..policies.learned import sampling_text
-from .dense import DenseCollector
 from .given_text import gumbel_given
 from .prompts import Prompt, sample_text, spread
 from .proposals import TargetText
@@ -51,8 +50,7 @@ MAX_IMPOSSIBLE = 0.01
 def find_completion(completions: Completions, prompt_id: str, sample: str) -> str | Sequence[int] | None:
     """Return the completion of a sample of a prompt, or None. A prompt without samples may be given by its id alone."""
     keyed: Mapping[Any, str | Sequence[int]] = completions
-    completion = keyed.get((prompt_id, sample))
-    return keyed.get(prompt_id) if completion is None and not sample else completion
+    return keyed.get((prompt_id, sample), None if sample else keyed.get(prompt_id))
 
 
 def completion_ids(pair: Pair, completions: Completions, prompt_id: str, sample: str) -> list[int]:
@@ -61,58 +59,66 @@ def completion_ids(pair: Pair, completions: Completions, prompt_id: str, sample:
     Raises:
         InputError: there is none, or an id is not one of the vocabulary.
     """
-    completion = find_completion(completions, prompt_id, sample)
+    completion, name = find_completion(completions, prompt_id, sample), sample_text(prompt_id, sample)
     if completion is None:
-        raise InputError(f"--completions: {sample_text(prompt_id, sample)} has none")
+        raise InputError(f"--completions: {name} has none")
     if isinstance(completion, str):
         assert pair.tokenizer is not None
         completion = list(pair.tokenizer(completion, add_special_tokens=False)["input_ids"])
-    if odd := [token for token in completion if not 0 <= token < pair.vocabulary]:
-        name = sample_text(prompt_id, sample)
-        raise InputError(f"--completions: {name} has the token {odd[0]}; expected ids below {pair.vocabulary}")
+    if wrong := [token for token in completion if not 0 <= token < pair.vocabulary]:
+        raise InputError(f"--completions: {name} has the token {wrong[0]}; expected ids below {pair.vocabulary}")
     end = next((at for at, token in enumerate(completion, 1) if token in pair.eos), None)
     return list(completion[:end])
 
 
-def completed_texts(of: DenseCollector, batch: Sequence[PromptTask], completions: Completions) -> Iterator[TargetText]:
-    """Yield the completions of a batch of prompts with the target's rows and their anchors; see `DenseCollector`."""
-    pair, depth, limit, temperature = of.pair, of.tree.deepest, of.settings.max_new_tokens, of.temperature
+def completed_texts(
+    pair: Pair, settings: Settings, batch: Sequence[PromptTask], completions: Completions, with_noise: bool,
+    with_states: bool,
+) -> Iterator[TargetText]:  # fmt: skip
+    """Yield the completions of a batch of prompts that have anchors.
+
+    Args:
+        pair, settings: target, temperature, limit, tree and sampling parameters.
+        batch: the prompts.
+        completions: of all of them.
+        with_noise, with_states: whether noise and hidden states of the target are computed too.
+    """
+    depth, limit, temperature = settings.topology.deepest, settings.max_new_tokens, settings.temperature
     for one in batch:
         text = completion_ids(pair, completions, one.prompt_id, one.sample)[: limit + depth]
         if len(text) < 2:  # rounds begin after the first token
             continue
-        rows, states = target_rows(pair, one.tokens, text, TARGET_HIDDEN in of.hidden)
-        sampled, noise = sampled_rows(pair, of.settings, one.tokens, text, rows), None
+        rows, states = target_rows(pair, one.tokens, text, with_states)
+        sampled, noise = sampled_rows(pair, settings, one.tokens, text, rows), None
+        agrees = np.ones(len(text), dtype=bool)
         if temperature > 0:  # only what precedes the first token of probability 0 can be a sample
             token_logits = sampled.gather(-1, torch.tensor(text, device=sampled.device)[:, None])[:, 0]
             text = text[: [*(token_logits > -torch.inf).tolist(), False].index(False)]
-            if of.mode.name == Match.name:
-                noise = given_noise(pair, sampled[: len(text)], len(one.tokens), text, one.key)
-        ended = bool(text) and text[-1] in pair.eos
-        if temperature > 0:
-            # A text cannot be continued: an anchor needs K tokens after it, unless EOS ended the text before.
-            length = min(limit, len(text) if ended else len(text) - depth + 1)
-            anchors = list(range(1, length))
+            noise = given_noise(pair, sampled[: len(text)], len(one.tokens), text, one.key) if with_noise else None
         else:
-            length = min(limit, len(text))
-            anchors = agreeing_anchors(text, best_of_rows(sampled).tolist(), length, depth, ended)
-        if anchors:
-            anchor = torch.tensor(anchors, device=pair.device)
+            agrees = np.array(text) == best_of_rows(sampled).cpu().numpy()
+        ended = bool(text) and text[-1] in pair.eos
+        anchors = agreeing_anchors(agrees[: len(text)], depth, ended)
+        # A text that was cut off at the limit belongs to the trace as far as it has labels.
+        length = min(limit, len(text) if ended or temperature == 0 else len(text) - depth + 1)
+        anchors = anchors[anchors < length]
+        if len(anchors):
+            anchor = torch.from_numpy(anchors).to(pair.device)
             yield TargetText(one, text, rows[: len(text)], noise, states, length, anchor)
 
 
-def agreeing_anchors(text: Sequence[int], greedy: Sequence[int], length: int, depth: int, ended: bool) -> list[int]:
-    """Return the anchors 1 .. length - 1 after which `depth` tokens, or all up to EOS, are the target's.
+def agreeing_anchors(agrees: Array, depth: int, ended: bool) -> Array:
+    """Return the anchors of a text after which `depth` tokens, or all up to EOS, are the target's, ascending from 1.
 
     Args:
-        text: the completion.
-        greedy: the target's token at each position.
-        length: number of tokens that count.
+        agrees: [L] bool, whether each token is the target's.
         depth: K.
-        ended: the text ends with EOS.
+        ended: whether the text ends with EOS; otherwise what follows its end is unknown.
     """
-    last = length if ended else min(length, len(text) - depth + 1)
-    return [a for a in range(1, last) if list(text[a : a + depth]) == list(greedy[a : a + depth])]
+    padded = np.append(agrees, np.full(depth, ended))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, depth)[: len(agrees)]
+    anchors: Array = np.flatnonzero(windows.all(1))
+    return anchors[anchors > 0]
 
 
 def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -160,7 +166,7 @@ def sampling_balance(
         Numbers of `texts`, of `tokens` and of `impossible` ones (probability 0, which the mean excludes); `mean` in nats and
         its `standard_error`, clustered by text.
     """
-    sums, counts, tokens = [], [], 0
+    texts = []  # (sum of log p + H, tokens with p > 0, tokens) of each
     for one, prompt in spread(prompts, MAX_TEXTS):
         text = completion_ids(pair, completions, one.id, one.sample)[:most]
         if not text:
@@ -171,17 +177,16 @@ def sampling_balance(
         # Impossible tokens add 0 to the entropy; 0 times -inf would be NaN.
         entropy = -(logs.exp() * logs.clamp_min(-1e30)).sum(-1)
         possible = token_logs > -torch.inf
-        sums.append(float((token_logs + entropy)[possible].sum()))
-        counts.append(int(possible.sum()))
-        tokens += len(text)
-    groups, drawn = len(sums), max(sum(counts), 1)
-    mean = sum(sums) / drawn
+        texts.append((float((token_logs + entropy)[possible].sum()), int(possible.sum()), len(text)))
+    sums, counts, tokens = np.array(texts).reshape(-1, 3).T
+    groups, drawn = len(texts), max(counts.sum(), 1.0)
+    mean = sums.sum() / drawn
     # A ratio of sums over texts of unequal length; variance by linearisation, clustered by text:
     # G / (G - 1) sum (s_i - mean n_i)^2 / (sum n_i)^2, s_i the sum over text i and n_i its tokens.
-    squares = sum((part - mean * count) ** 2 for part, count in zip(sums, counts, strict=True))
-    error = math.sqrt(squares * groups / max(groups - 1, 1)) / drawn
+    error = math.sqrt(((sums - mean * counts) ** 2).sum() * groups / max(groups - 1, 1)) / drawn
     return {
-        "texts": groups, "tokens": tokens, "impossible": tokens - sum(counts), "mean": mean, "standard_error": error,
+        "texts": groups, "tokens": int(tokens.sum()), "impossible": int(tokens.sum() - counts.sum()),
+        "mean": float(mean), "standard_error": float(error),
     }  # fmt: skip
 
 
@@ -201,17 +206,17 @@ def check_completions(
     if settings.temperature == 0.0:
         return {}
     result = sampling_balance(pair, settings, prompts, completions, most)
-    sampling, limit = (
-        sampling_text(settings.temperature, settings.shaping.to_dict()),
-        MAX_ERRORS * result["standard_error"],
-    )
+    sampling = sampling_text(settings.temperature, settings.shaping.to_dict())
+    mean, error = result["mean"], result["standard_error"]
     if result["texts"] < MIN_TEXTS:
         _warn(f"{result['texts']} texts are too few to tell whether they were sampled from the target at {sampling}")
-    elif abs(result["mean"]) > limit > 0:  # without a spread, as of rows with one possible token, nothing can be said
+    elif (
+        abs(mean) > MAX_ERRORS * error > 0
+    ):  # without a spread, as of rows with one possible token, nothing can be said
         raise InputError(
             f"--completions: these texts were not sampled from this target at {sampling}: log p + entropy is "
-            f"{result['mean']:+.3f} a token, {MAX_ERRORS * abs(result['mean']) / limit:.1f} standard errors from 0; say how "
-            "they were sampled (--temperature, --top-p, ...), or leave --completions out for the target's own texts"
+            f"{mean:+.3f} a token, {abs(mean) / error:.1f} standard errors from 0; give the --temperature and --sampling "
+            "that they were sampled with, or leave out --completions to use the target's own texts"
         )
     if result["impossible"] > MAX_IMPOSSIBLE * result["tokens"]:
         _warn(

@@ -39,8 +39,9 @@ from ..policies.features import (
     DrawnTokens,
 )
 from ..policies.fixed import FixedLength
-from .given_text import Draws, keyed_draws
-from .proposals import Proposals, TargetText, closure
+from .completions import Completions, completed_texts
+from .given_text import KeyedDraws
+from .proposals import Proposals, Shape, TargetText
 from .schema import GIVEN_TEXT, PromptTask
 
 MEMORY_BYTES = 1 << 28
@@ -83,11 +84,11 @@ def anchor_columns(rows: Tensor, anchor: Sequence[int], before: Sequence[int]) -
     return columns(summarise(columns.needs, rows, drawn, 0.0), drawn, 0.0)
 
 
-def dense_mode(settings: Settings, draws: int = 1, off_text: str = "exact") -> Verification:
+def dense_mode(settings: Settings, draws: int = 1) -> Verification:
     """Return the verification of the rounds in a dense trace; at temperature 0 it is greedy matching for all modes.
 
     Raises:
-        InputError: it is lossy, so that its texts depend on the policy, or it does not go with the other options.
+        InputError: it is lossy, so that its texts depend on the policy, or it does not support the tree or several draws.
     """
     tree = settings.topology
     # A trace serves any policy: the mode is that of one which reads nothing.
@@ -105,10 +106,6 @@ def dense_mode(settings: Settings, draws: int = 1, off_text: str = "exact") -> V
             f"--draws: expected 1 under {mode.name} at temperature {settings.temperature:g}, where nothing is drawn given "
             f"the text; several are for {', '.join(GIVEN_TEXT)}"
         )
-    if off_text not in ("exact", "approximate"):
-        raise InputError(f"--off-text: expected exact or approximate, not {off_text!r}")
-    if off_text != "exact" and mode.name != Block.name:
-        raise InputError(f"--off-text {off_text}: for --verification block; the others need no target there")
     return mode
 
 
@@ -120,60 +117,43 @@ class DenseCollector:
         settings: temperature, length limit, verification, tree and sampling parameters.
         hidden: names of hidden states to record.
         memory_bytes: budget for rows as wide as the vocabulary.
-        off_text: under block verification, `exact` or `approximate` (`given_text.block_candidates`).
         draws: number of draws given each text.
         mix: share of the target's tokens in the text that the draft reads (`mixed_columns`); 0 = the text itself.
-        texts: returns the texts of a batch of prompts, such as completions; default: sampled from the target.
-        choices: returns the random choices of (stream key, number of the draw).
+        completions: the texts; None = they are sampled from the target.
+        choices: returns the random choices for (stream key, number of the draw, positions, rows of the tree).
 
     Attributes:
         mode: the verification.
+        given_text, is_block: whether drafts and acceptances are drawn given the text, and under block verification.
         tree: candidates of a round.
         shape: candidates drafted after each place of a text: the closure of `tree`.
         features: names recorded at each node.
+        state_width: H of the draft's states; 0 if they are not recorded.
+        rows_at_once, most_rows: rows of scores that `memory_bytes` hold, and rows of one forward of the draft.
     """
 
     def __init__(
-        self,
-        pair: Pair,
-        settings: Settings,
-        hidden: Sequence[str] = (),
-        memory_bytes: int = MEMORY_BYTES,
-        *,
-        off_text: str = "exact",
-        draws: int = 1,
-        mix: float = 0.0,
-        texts: Callable[[DenseCollector, Sequence[PromptTask]], Iterator[TargetText]] | None = None,
-        choices: Callable[[int, int], Draws] = keyed_draws,
-    ) -> None:
+        self, pair: Pair, settings: Settings, hidden: Sequence[str] = (), memory_bytes: int = MEMORY_BYTES, *,
+        draws: int = 1, mix: float = 0.0, completions: Completions | None = None,
+        choices: Callable[[int, int, Tensor, Tensor], KeyedDraws] = KeyedDraws,
+    ) -> None:  # fmt: skip
         self.pair, self.settings, self.memory_bytes = pair, settings.for_pair(pair), memory_bytes
         self.tree, self.temperature, self.hidden = settings.topology, settings.temperature, tuple(hidden)
-        self.draws, self.mix = draws, mix
+        self.draws, self.mix, self.choices, self._completions = draws, mix, choices, completions
         if max(map(len, self.tree.children)) > pair.vocabulary:
-            raise InputError(f"--tree: {self.tree.name} wants more candidates than the vocabulary has")
-        self.mode = dense_mode(self.settings, draws, off_text)
-        self.features = node_features(self.tree, self.mode.name)
-        self.choices, self._texts, device = choices, texts or DenseCollector._sampled_texts, pair.device
+            raise InputError(
+                f"--tree: {self.tree.name} has more candidates below one node than the vocabulary has tokens"
+            )
+        self.mode = dense_mode(self.settings, draws)
         self.given_text, self.is_block = self.mode.name in GIVEN_TEXT, self.mode.name == Block.name
-        self.exact_off_text = self.is_block and off_text == "exact"
-        self.shape = shape = closure(self.tree)
-        # Only these rows have candidates and therefore records.
-        self.fed = [row for row in range(len(shape)) if shape.children[row]]
-        self.width = max(map(len, shape.children))
-        self.most_rows = max(8, min(_MOST_ROWS.get(device.type, 512), memory_bytes // self.row_bytes))
-        self.fed_index = torch.full((len(shape),), -1, device=device)  # by row of the shape
-        self.fed_index[self.fed] = torch.arange(len(self.fed), device=device)
-        self.child = torch.full((len(shape), self.width), 0, device=device)
-        self.rank = torch.zeros(len(shape), dtype=torch.int64, device=device)  # among the children of the parent
-        for row, children in enumerate(shape.children):
-            self.child[row, : len(children)] = torch.tensor(children, device=device, dtype=torch.int64)
-            self.rank[list(children)] = torch.arange(len(children), device=device)
-        self.parent, self.depth = (torch.tensor(of, device=device) for of in (shape.parent, shape.depth))
-        self.sees = shape.sees.to(device)
+        self.features = node_features(self.tree, self.mode.name)
+        self.shape = Shape(self.tree, pair.device)
+        self.rows_at_once = max(8, memory_bytes // (BYTES_PER_SCORE * pair.vocabulary))
+        self.most_rows = min(_MOST_ROWS.get(pair.device.type, 512), self.rows_at_once)
         # The draft's states after a mixed text replace those after the text.
         self.state_width = hidden_width(pair.draft_model) if DRAFT_HIDDEN in hidden and not mix else 0
         # Off the text only block verification reads p, from the second token of a round on.
-        self._reads_target = self.exact_off_text and self.tree.deepest > 1
+        self._reads_target = self.is_block and self.tree.deepest > 1
         if self._reads_target and not pair.readings[0].tree:
             name = type(pair.target).__name__
             raise InputError(
@@ -181,16 +161,16 @@ class DenseCollector:
             )
         self._models: tuple[CachedModel, CachedModel | None] | None = None
 
-    @property
-    def row_bytes(self) -> int:
-        """Peak bytes of a row of scores."""
-        return BYTES_PER_SCORE * self.pair.vocabulary
-
     @torch.inference_mode()
     def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text and draw."""
+        if self._completions is None:
+            texts = self._sampled_texts(batch)
+        else:
+            with_noise, with_states = self.mode.name == Match.name, TARGET_HIDDEN in self.hidden
+            texts = completed_texts(self.pair, self.settings, batch, self._completions, with_noise, with_states)
         chunks: list[Mapping[str, Any]] = []
-        for text in self._texts(self, batch):
+        for text in texts:
             for draw in range(self.draws):
                 columns = self.columns(text, draw, self.propose(text, draw).trees(text.anchor - text.anchor[0]))
                 chunks.append(mixed_columns(self, text, columns) if self.mix else columns)
@@ -219,19 +199,8 @@ class DenseCollector:
 
     def propose(self, text: TargetText, draw: int = 0) -> Proposals:
         """Return what is proposed after every prefix that a round from an anchor of a text may reach."""
-        proposals = Proposals(self, text, draw)
-        end = len(text.prompt.tokens) + proposals.first + proposals.places - 1  # tokens before the last place
-        draft, target = self._cleared_models(end)
-        proposals.read_text(draft)
-        if target is not None:
-            # For the keys that candidates off the text attend to; its rows on the text are known.
-            target.read(torch.tensor([text.ids[: draft.length]], device=self.pair.device), rows=1)
-        proposals.read_branches(draft, target)
-        return proposals
-
-    def _cleared_models(self, tokens: int) -> tuple[CachedModel, CachedModel | None]:
-        """Return the draft, and the target if it reads candidates, with room for a text and the branches of a chunk."""
-        pair, capacity = self.pair, tokens + self.most_rows * len(self.shape)
+        pair = self.pair
+        capacity = len(text.ids) + self.most_rows * len(self.shape.topology)  # with the branches of a chunk
         if self._models is None or self._models[0].capacity < capacity:
             capacity += 64  # so that not every longer text allocates new caches
             draft = CachedModel(pair.draft_model, capacity, pair.vocabulary, bool(self.state_width))
@@ -242,7 +211,7 @@ class DenseCollector:
         for model in self._models:
             if model is not None:
                 model.roll_back(0)
-        return self._models
+        return Proposals(self, text, draw, *self._models)
 
     def columns(self, text: TargetText, draw: int, trees: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the columns of a text's anchors from their trees (`Proposals.trees`)."""
@@ -289,7 +258,7 @@ def mixed_columns(of: DenseCollector, text: TargetText, columns: Mapping[str, An
     sampled = sampler(logits, lambda: [ids[: len(prompt) + 1 + row] for row in range(len(logits))])
     # The noise that Y was drawn with, at the same positions.
     scores = match_scores(sampled, None if text.noise is None else text.noise[1 : text.length])
-    # Y is seldom the best of these rows, so its score is looked up; a filter may leave it out here. The score 2 BOUND below
+    # Y is seldom the best of these rows, so its score is looked up; a filter may remove it. The score 2 BOUND below
     # the best is beyond any bounded margin and replaces -inf in noisy_score.
     top = scores.topk(2, -1).values
     best = torch.cat([scores.gather(-1, proposed[:, None]), top[:, 1:]], -1).maximum(top[:, :1] - 2 * BOUND)

@@ -1,24 +1,23 @@
-"""Candidates that the draft proposes after the prefixes of a text, and which of them rounds of a verification accept.
+"""Candidates after the prefixes of a text that is already complete, and which of them a verification accepts.
 
-Under `match` and `point` the candidates follow from the prefix, and the text says which one is accepted.
+Under `match` and `point` the candidates follow from the prefix, and the text says which of them is accepted.
 
-Under `rejection` and `block` candidates and acceptances are random, but the text is already complete. A lossless mode gives
-texts the target's distribution, whatever stops the drafts. The collector therefore samples a text from the target, and then
-the candidates and acceptances at each place given that text. Text and rounds have the joint distribution of the live loop.
-After a prefix, with the text's next token x and a candidate y:
+Under `rejection` and `block` candidates and acceptances are random. A lossless mode gives texts the target's distribution
+whatever stops the drafts, so the collector samples a text from the target first, and then candidates and acceptances at each
+place given that text. Text and rounds have the joint distribution of the live loop (METHODS B14). After a prefix, with the
+text's next token x and a candidate y:
 
 - Rejection: y = x, accepted, with probability min(1, q(x) / p(x)); else y ~ (q - p)+. Further siblings use the residuals of p
   and, without replacement, of q. After an accepted sibling and off the text, y ~ q.
 - Block, with path weight w: y = x with probability min(1, q(x) / (w p(x))); else y ~ (q - w p)+, on and off the text. The
   weight becomes min(1, w p(y) / q(y)). This requires the target's distribution off the text.
 
-This holds for every stop rule that reads only the tokens drafted so far; `benchmarks/given_text.py` proves it by enumeration
-for V = 3. A decoding visits each place of a text at most once, so one draw per place serves all anchors and policies.
+This holds for every stop rule that reads only the tokens drafted so far. A decoding visits each place of a text at most
+once, so one draw per place serves all anchors and policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +31,12 @@ from ..policies.counter_rng import GOLDEN, signed
 from .schema import NO_TOKEN
 
 OFF_TEXT = -1
-"""Replaces the text's token at prefixes that are not on the text."""
+"""Next token of the text at prefixes that are not on it."""
 
 _SALT = 0x6BADD0FF
 _RANK_BITS = 20
 _CONDITIONAL = 0x6B1E55ED
-"""Changes the key for noise given a text, which must be independent of the noise the text was sampled with."""
+"""Changes the key for noise given a text, which must be independent of the noise that the text was sampled with."""
 
 
 def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> Tensor:
@@ -61,22 +60,19 @@ def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> T
     return (log_p - best).exp().sub_(log_u).log_().neg_().scatter_(-1, index, best - log_p.gather(-1, index))
 
 
-def draw_key(key: int, draw: int) -> int:
-    """Return the key of draw number `draw` for a stream. It differs from `key`, with which the text may have been sampled."""
-    return signed(mix_one(mix_one(key ^ _SALT) + draw * GOLDEN))
-
-
 class KeyedDraws:
-    """Random choices for R rows, keyed by position, row of the tree, rank and purpose.
+    """Random choices for R rows, keyed by stream, draw, position, row of the tree, rank and purpose.
 
     Args:
-        key: from `draw_key`.
+        key: of the stream. The choices are independent of a text sampled with it.
+        draw: number of the draw given the text.
         position, node: [R] int64, absolute positions and rows of the tree.
     """
 
-    def __init__(self, key: int, position: Tensor, node: Tensor) -> None:
+    def __init__(self, key: int, draw: int, position: Tensor, node: Tensor) -> None:
+        self._key = signed(mix_one(mix_one(key ^ _SALT) + draw * GOLDEN))
         # Each rank has two numbers, one for acceptance and one for the token.
-        self._key, self._position, self._index = key, position, node << (_RANK_BITS + 1)
+        self._position, self._index = position, node << (_RANK_BITS + 1)
 
     def accepts(self, prob: Tensor, rank: int) -> Tensor:
         """Return [R] bool, True with probabilities [R], for candidates of one rank."""
@@ -92,16 +88,6 @@ class KeyedDraws:
         return torch.minimum(token, last)[:, 0].clamp_max(weights.shape[-1] - 1)
 
 
-Draws = Callable[[Tensor, Tensor], KeyedDraws]
-"""Returns the choices for (absolute positions [R], rows of the tree [R])."""
-
-
-def keyed_draws(key: int, draw: int) -> Draws:
-    """Return the choices of draw number `draw` for a stream."""
-    salted = draw_key(key, draw)
-    return lambda position, node: KeyedDraws(salted, position, node)
-
-
 @dataclass(frozen=True)
 class Candidates:
     """W candidates at each of R prefixes.
@@ -111,7 +97,7 @@ class Candidates:
         accepted: [R] index of the accepted candidate, which is the text's token; -1 if none is.
         accept_chance: [R, W] probability of acceptance given the prefix and the token; 0 if the candidate is not tried.
         next_chance: [R] probability that the first candidate is accepted, before it is drawn; 0 off the text.
-        weight: [R, W] weight of the path that ends with the candidate, for block verification.
+        weight: [R] weight of the path that ends with the candidate, for block verification.
         best: [R, .] the largest noisy scores, descending, under `match`.
     """
 
@@ -121,12 +107,6 @@ class Candidates:
     next_chance: Tensor | None = None
     weight: Tensor | None = None
     best: Tensor | None = None
-
-    @classmethod
-    def joined(cls, parts: list[Candidates]) -> Candidates:
-        """Return the candidates of all parts as one."""
-        columns = {name: [getattr(part, name) for part in parts] for name in cls.__dataclass_fields__}
-        return cls(**{name: torch.cat(values) for name, values in columns.items() if values[0] is not None})
 
 
 def best_candidates(scores: Tensor, text_token: Tensor, width: int, most: int) -> Candidates:
@@ -190,20 +170,15 @@ def rejection_candidates(
     return Candidates(tokens, accepted, accept_chance, next_chance)
 
 
-def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Tensor, draws: KeyedDraws) -> Candidates:
+def block_candidates(q: Tensor, p: Tensor, text_token: Tensor, weight: Tensor, draws: KeyedDraws) -> Candidates:
     """Sample the next token of a chain under block verification given the text.
 
     Args:
-        q: [R, V] float64, distribution of the draft.
-        p: [R, V], distribution of the target on and off the text. None approximates block verification off the text: all
-            tokens are drawn from q.
+        q, p: [R, V] float64, distributions of draft and target, on and off the text.
         text_token: [R] the text's next token, negative off the text.
         weight: [R] float64, w of the path.
         draws: random choices of these rows.
     """
-    if p is None:
-        zeros = q.new_zeros(len(q), 1)
-        return Candidates(draws.tokens(q, 0)[:, None], torch.full_like(text_token, -1), zeros, zeros[:, 0], zeros)
     wp, on_text = weight[:, None] * p, text_token >= 0
     hit = on_text & draws.accepts(ratio(_entries(q, text_token), _entries(wp, text_token)) * on_text, 0)
     token = torch.where(hit, text_token, draws.tokens(_positive(q - wp, q), 0))
@@ -214,8 +189,8 @@ def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Te
     accept_chance = ratio(overlap, overlap + missed) * on_text
     # Sum of min(w p, q) / w.
     next_chance = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0)
-    accepted, path_weight = torch.where(hit, 0, -1), ratio(wp_y, q_y)
-    return Candidates(token[:, None], accepted, accept_chance[:, None], next_chance * on_text, path_weight[:, None])
+    accepted = torch.where(hit, 0, -1)
+    return Candidates(token[:, None], accepted, accept_chance[:, None], next_chance * on_text, ratio(wp_y, q_y))
 
 
 def block_states(step: Array, depth: int, anchors: int) -> tuple[Array, Array, Array, Array]:
@@ -235,24 +210,20 @@ def block_states(step: Array, depth: int, anchors: int) -> tuple[Array, Array, A
     """
     places = len(step)
     weight = np.ones((places, depth))  # by place and tokens of the round before it
+    for at in range(1, places):
+        weight[at, 1:] = np.minimum(1.0, weight[at - 1, :-1] * step[at - 1])
+    begin = np.arange(places)[:, None] - np.arange(depth)  # [P, K] the place where the round began
+    place, before = np.nonzero((begin >= 0) & (begin < anchors))
+    # Equal bit for bit: weights that were cut to 1 at the same place are multiplied by the same steps from there on.
+    pairs = np.stack([place, weight[place, before]], 1)
+    distinct, index = np.unique(pairs, axis=0, return_inverse=True)
     state = np.zeros((places, depth), dtype=np.int64)
-    weights: list[Array] = []
-    count = 0
-    for at in range(places):
-        if at:
-            weight[at, 1:] = np.minimum(1.0, weight[at - 1, :-1] * step[at - 1])
-        lanes = slice(max(0, at + 1 - anchors), at + 1)  # rounds from existing anchors
-        # Equal bit for bit: weights that were cut to 1 at the same place are multiplied by the same steps from there on.
-        distinct, index = np.unique(weight[at, lanes], return_inverse=True)
-        state[at, lanes] = count + index
-        weights.append(distinct)
-        count += len(distinct)
-    place, after = np.repeat(np.arange(places), [len(distinct) for distinct in weights]), np.arange(count)
-    # Rounds of one state continue in one state. Those at depth K end: their state is followed by itself.
-    for at in range(places - 1):
-        lanes = slice(max(0, at + 1 - anchors), min(at + 1, depth - 1))
-        after[state[at, lanes]] = state[at + 1, lanes.start + 1 : lanes.stop + 1]
-    return state[:, 0].copy(), place, after, np.concatenate(weights)
+    state[place, before] = index.ravel()
+    after = np.arange(len(distinct))  # the states of rounds that end are followed by themselves
+    goes_on = (before + 1 < depth) & (place + 1 < places)
+    place, before = place[goes_on], before[goes_on]
+    after[state[place, before]] = state[place + 1, before + 1]
+    return state[:, 0], distinct[:, 0].astype(np.int64), after, distinct[:, 1]
 
 
 def _positive(values: Tensor, otherwise: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from ..policies.files import digest
 from ..policies.fixed import FixedLength
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
-from .collectors import Collector, check_dense, choose_collector, choose_engine_collector, tokens_beyond
+from .collectors import Collector, check_dense, choose_collector, tokens_beyond
 from .completions import Completions, check_completions, find_completion
 from .prompts import Prompt, as_prompts, check_distinct, fit
 from .schema import Header, PromptTask, parents
@@ -70,7 +70,6 @@ class CollectOptions:
             and `shaping`.
         hidden: hidden states to record (`features.hidden_states`) in float16.
         draws: number of draws of drafts and acceptances per text; several reduce the variance of replay.
-        off_text: under `block`: "exact", the target reads candidates off the text too; or "approximate".
         memory: MiB for the scores of positions that the dense collector unrolls together. Default: a share of the free
             memory.
         batch: number of texts that a live run decodes in parallel. Default: 1, and 8 inside vLLM.
@@ -100,7 +99,6 @@ class CollectOptions:
     completions: Completions | None = None
     hidden: Sequence[str] = ()
     draws: int = 1
-    off_text: str = "exact"
     memory: int | None = None
     batch: int | None = None
     through: str | None = None
@@ -188,7 +186,7 @@ def plan_run(pair: Pair, prompts: Sequence[Prompt], options: CollectOptions | No
     # A drafter is only loaded if its width is needed.
     drafter = find_drafter(pair.drafter, pair) if pair.drafter != "model" and DRAFT_HIDDEN in hidden else None
     widths = hidden_widths(pair, hidden, drafter)
-    chosen = _choose_collector(pair, tree, settings, options, policy, widths)
+    chosen = choose_collector(pair, settings, options, policy, tuple(widths))
     warn_depth_limited(pair, options.depth, settings.tree)
     facts = environment_facts(pair) | {
         "prompts from": options.source,
@@ -228,33 +226,6 @@ def _check_distinct(prompts: Sequence[Prompt]) -> None:
     check_distinct(prompts, [f"prompt number {number}" for number in range(1, len(prompts) + 1)])
 
 
-def _choose_collector(
-    pair: Pair, tree: Topology, settings: Settings, options: CollectOptions, policy: StopPolicy | None, widths:
-    Mapping[str, int]
-) -> Collector:  # fmt: skip
-    if options.through is None:
-        return choose_collector(
-            pair, tree, settings, options.collector, policy, options.explore, options.mix, options.completions,
-            tuple(widths), options.memory, options.batch or 1, options.draws, options.off_text, options.profile,
-        )  # fmt: skip
-    unsupported = [
-        options.mix, options.completions, *widths, *settings.shaping.to_dict(), options.profile, options.draws > 1,
-        options.off_text != "exact", options.memory,
-    ]  # fmt: skip
-    draft = options.draft if pair.drafter == "model" else pair.draft_name
-    chosen = choose_engine_collector(
-        options.through, (options.target, draft, pair.drafter), tree, settings, policy, options.explore, options.batch,
-        pair.target.dtype, unsupported,
-    )  # fmt: skip
-    carries = (policy is not None and policy.carries) or find_drafter(pair.drafter, pair).carries
-    if carries and (options.shards or 1) > 1:
-        raise InputError(
-            f"--shards: expected 1 with --through {options.through}, not {options.shards}: the state that the policy or the "
-            "drafter carries from text to text is not reset there at the beginning of a shard"
-        )
-    return dataclasses.replace(chosen, carries=carries)
-
-
 def _header(
     pair: Pair, tree: Topology, settings: Settings, options: CollectOptions, chosen: Collector, widths: Mapping[str,
     int],
@@ -268,7 +239,6 @@ def _header(
         eos=pair.eos,
         temperature=options.temperature,
         topology=parents(tree),
-        features=chosen.features,
         max_new_tokens=options.max_new_tokens,
         seed=options.seed,
         shards=shards,

@@ -151,7 +151,6 @@ class Header:
         batch: number of texts that a live run decodes in parallel; 1 if unknown.
         mix: share of the target's tokens in the text that the draft read; 0 = the target's text.
         draws: number of draws of drafts and acceptances per text, as consecutive sequences.
-        off_text: treatment of candidates off the text under block verification: "exact" or "approximate".
         hidden: width of each recorded hidden state.
         shaping: other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
         schema: version.
@@ -181,7 +180,6 @@ class Header:
     batch: Annotated[int, _limited("batch")] = 1
     mix: Annotated[float, _limited("mix")] = 0.0
     draws: Annotated[int, _limited("draws")] = 1
-    off_text: Literal["exact", "approximate"] = "exact"
     hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=_MAX_WIDTH)]] = Field(default_factory=dict)
     shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
     schema: Literal[7] = SCHEMA_VERSION
@@ -231,12 +229,10 @@ class Header:
 
     @property
     def exactness(self) -> str:
-        """Exactness of replay: by "path", in "law", "nearly" in law; "" if texts cannot be replayed."""
+        """Exactness of replay: by "path" or in "law"; "" if texts cannot be replayed."""
         if not self.has_every_anchor or self.mix:
             return ""
-        if not self.given_text:
-            return "path"
-        return "law" if self.off_text == "exact" else "nearly"
+        return "law" if self.given_text else "path"
 
     @property
     def conditions(self) -> Conditions:

@@ -113,7 +113,6 @@ def replay_text(header: Header) -> str:
         "": "single rounds only" if header.collector == "live" else "none: its texts are not whole texts of the target",
         "path": "exact path by path",
         "law": f"exact in law, {draws}",
-        "nearly": f"nearly exact in law (--off-text approximate), {draws}",
     }[header.exactness]
 
 

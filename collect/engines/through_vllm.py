@@ -1,7 +1,4 @@
-"""vLLM in this process: `collect --through vllm` decodes prompts with it, and its drafter records the rounds.
-
-vLLM writes the texts; what its drafter drew, and when, goes into a live trace.
-"""
+"""vLLM in this process: it decodes prompts, and its drafter records the rounds as a live trace."""
 
 from __future__ import annotations
 
@@ -9,22 +6,193 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from ...decode.engines.drafting import EngineObserver, Options
+import numpy as np
+from torch import Tensor
+
+from ...decode.engines.drafting import EngineDraft, EngineObserver, Options
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
+from ...decode.models.pair import Pair
 from ...decode.settings import Settings
-from ...policies.contract import StopPolicy
+from ...decode.summaries import summarise
+from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ..live import exploring
-from ..schema import PromptTask
-from .serving import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
+from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
+from ..exploring import Exploring, exploring
+from ..schema import READS, TIMES, PromptTask
 
 REQUESTS = 8
 """Default number of requests that are decoded side by side."""
+
+
+ANCHORS = ("anchor_token", "before_token")
+"""ANCHOR features that need no row of the target's."""
+
+
+def engine_features(temperature: float) -> tuple[str, ...]:
+    """Return the features that an engine's drafter can record at each token; for sampled texts none that read noise."""
+    return tuple(name for name in CHAIN_FEATURES if temperature == 0.0 or not name.startswith("noisy_"))
+
+
+@dataclass
+class _Round:
+    """A draft after `context` tokens of a text, the last two of which are `before`; [K] tokens, features and q of each."""
+
+    context: int
+    before: tuple[int, int]
+    tokens: Array
+    features: Array
+    draft_prob: Array
+    sent: EngineDraft
+    explored: bool
+    draft_s: float
+    seconds: float = 0.0
+
+
+@dataclass
+class RecordedText:
+    """A request and its rounds.
+
+    Attributes:
+        name: the engine's, if it is known.
+        tokens: latest text, including the prompt.
+        prompt: number of tokens before the first one that the engine committed.
+        rounds: in order.
+    """
+
+    name: str | None
+    tokens: list[int]
+    prompt: int = 0
+    rounds: list[_Round] = field(default_factory=list)
+
+
+class RoundRecorder:
+    """Records the drafts of all requests; see `decode.engines.drafting.EngineObserver`.
+
+    Labels compare a draft with the tokens that follow it in the finished text, because an engine passes texts to its drafter,
+    not what was accepted: it trims drafts silently and commits tokens after a request's end. What depends on the target's
+    logits (probabilities, the overlap) is not known and stays 0.
+
+    Args:
+        proposer: drafts; provides the policy's state.
+        options: limits of drafting.
+    """
+
+    def __init__(self, proposer: Proposer, options: Options) -> None:
+        self._proposer, self.depth, self.temperature = proposer, options.depth, options.temperature
+        rows, depth, temperature = options.rows, options.depth, options.temperature
+        self._columns = Columns(engine_features(temperature))
+        self._texts: list[RecordedText | None] = [None] * rows
+        self._ended: list[RecordedText] = []
+        self._tokens, self._path = np.zeros((rows, depth), dtype=np.int32), np.zeros(rows)
+        self._features = np.zeros((rows, depth, len(self._columns.names)), dtype=np.float32)
+        self._draft_prob = np.zeros((rows, depth), dtype=np.float32)
+
+    def on_begin(self, row: int, text: Array, name: str | None) -> None:
+        """See `EngineObserver.on_begin`."""
+        if (ended := self._texts[row]) is not None:
+            self._ended.append(ended)
+        # A text begins with the token that reading its prompt committed: all but the last one are the prompt.
+        self._texts[row] = RecordedText(name, text.tolist(), len(text) - 1)
+
+    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+        """See `EngineObserver.on_draft_step`."""
+        if depth == 1:
+            for values in (self._tokens, self._features, self._draft_prob, self._path):
+                values[rows] = 0
+        drawn = DrawnTokens(drawn.ids, self._path[rows])
+        # Engines draft greedily: at temperature 0 the noisy features are those of the logits; above it there are none.
+        summary = summarise(self._columns.needs | SAMPLED, logits, drawn, self.temperature, scores=logits)
+        self._path[rows] = summary.path
+        self._tokens[rows, depth - 1] = drawn.ids[:, 1]
+        self._features[rows, depth - 1] = self._columns(summary, drawn, self.temperature)
+        self._draft_prob[rows, depth - 1] = np.exp(summary.numbers[:, 1])
+
+    def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
+        """See `EngineObserver.on_drafts`."""
+        assert self._proposer.drafting is not None
+        host = self._proposer.drafting.host
+        explored = host.policy.explores(host.state) if isinstance(host.policy, Exploring) else None  # [rows]
+        for draft in drafts:
+            text = self._texts[draft.row]
+            if text is None:
+                continue
+            full = explored is not None and bool(explored[draft.row])
+            before = text.tokens[-1], text.tokens[-2]
+            # The arrays of a row without a new draft hold an earlier one.
+            tokens, features, draft_prob = (
+                values[draft.row].copy() if draft.drafted else np.zeros_like(values[draft.row])
+                for values in (self._tokens, self._features, self._draft_prob)
+            )
+            text.rounds.append(_Round(draft.context, before, tokens, features, draft_prob, draft, full, draft_s))
+
+    def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
+        """See `EngineObserver.on_outcomes`."""
+        for draft, seconds in zip(drafts, step_s, strict=True):
+            text = self._texts[draft.row]
+            if text is not None:
+                text.tokens[draft.context :] = draft.new
+                if text.rounds and text.rounds[-1].sent is draft:
+                    text.rounds[-1].seconds = seconds
+
+    def take(self) -> list[RecordedText]:
+        """Return and forget all texts, also those that have not ended."""
+        texts = self._ended + [text for text in self._texts if text is not None]
+        self._ended, self._texts = [], [None] * len(self._texts)
+        return texts
+
+    def rows(
+        self, parts: Sequence[RecordedText], task: PromptTask, generated: Sequence[int]
+    ) -> Mapping[str, Any] | None:
+        """Return the rows of a text, one per round; None without rounds.
+
+        Args:
+            parts: its records: a request may continue as another text after preemption.
+            task: the prompt.
+            generated: everything that the engine returned for it.
+        """
+        tokens = [*task.tokens, *generated]
+        rounds = [one for part in parts for one in part.rounds if one.context < len(tokens)]
+        rounds.sort(key=lambda one: one.context)
+        if not rounds:
+            return None
+
+        def column(value: Callable[[_Round], Any], dtype: Any = None) -> Array:
+            return np.array([value(one) for one in rounds], dtype=dtype)
+
+        context, ids = column(lambda one: one.context), column(lambda one: one.tokens)
+        end, node, count = np.append(context[1:], len(tokens)), np.arange(self.depth), len(rounds)
+        follows = np.array([*tokens, *[-1] * self.depth])[context[:, None] + node]  # [rounds, K], -1 after the end
+        drawn = node < column(lambda one: one.sent.drafted)[:, None]
+        accepted = ((ids == follows) & drawn).cumprod(1).astype(bool)
+        features, zeros = column(lambda one: one.features), np.zeros(ids.shape, dtype=np.float32)
+        draft_s, seconds = column(lambda one: one.draft_s), column(lambda one: one.seconds)
+        spent = (np.zeros(count), draft_s, np.maximum(seconds - draft_s, 0.0), np.zeros(count), seconds)
+        return task.columns(count, len(generated)) | {
+            "anchor": context - len(task.tokens),
+            "tokens": ids,
+            "draft_prob": column(lambda one: one.draft_prob),
+            "target_prob": zeros,
+            "overlap": zeros,
+            "accepted": accepted,
+            "observed": drawn & (follows >= 0) & (node <= accepted.sum(1, keepdims=True)),
+            "accepted_length": accepted.sum(1),
+            "cut": (end == len(tokens)) | column(lambda one: one.sent.hit_limit),
+            "drawn": drawn,
+            "sent": node < column(lambda one: len(one.sent.tokens))[:, None],
+            "explored": column(lambda one: one.explored),
+            "committed": end - context,
+            "decisions": column(lambda one: one.sent.decisions),
+            "backlog": column(lambda one: one.sent.backlog),
+            READS: np.ones(count, dtype=bool),  # an engine does not say which drafter drafted
+            **dict(zip(ANCHORS, column(lambda one: one.before, np.float32).T, strict=True)),
+            **{name: features[:, :, at] for at, name in enumerate(self._columns.names)},
+            **dict(zip(TIMES, spent, strict=True)),
+        }
 
 
 class InProcessProposer(Proposer):
@@ -32,47 +200,38 @@ class InProcessProposer(Proposer):
 
     Attributes:
         chosen: policy of the next proposer.
+        create_observer: returns the observer of the next proposer.
         latest: the proposer that was created last.
+        observed: its observer.
     """
 
     chosen: ClassVar[StopPolicy]
-    latest: ClassVar[Any] = None
+    create_observer: ClassVar[Callable[[Proposer, Options], EngineObserver]]
+    latest: ClassVar[InProcessProposer]
+    observed: Any
 
     def prepared(self, policy: StopPolicy) -> StopPolicy:
         """Return the policy that `start_vllm` was called with."""
         type(self).latest = self
         return type(self).chosen
 
-
-class TracingProposer(InProcessProposer):
-    """Drafts for vLLM and records the rounds."""
-
-    recorder: RoundRecorder
-
     def observer(self, options: Options) -> EngineObserver:
-        """Return the recorder."""
-        self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, partial(explored_by, self))
-        return self.recorder
-
-
-ProposerClass = TypeVar("ProposerClass", bound=InProcessProposer)
+        """Return the observer that `start_vllm` was called with."""
+        self.observed = type(self).create_observer(self, options)
+        return self.observed  # type: ignore[no-any-return]
 
 
 class ThroughVLLM:
     """Collects through vLLM.
 
     Args:
-        target, draft: folders or hub names; "" if the drafter has no draft model.
-        drafter: value of `--drafter`.
+        pair: provides drafter and precision; the models are loaded again by their names.
+        options: `CollectOptions`: names of the models, share of rounds that explore, and number of requests that are decoded
+            side by side.
         policy: any that vLLM can run.
-        depth: K.
-        settings: temperature and length limit.
-        explore: share of the rounds that are drafted to full depth whatever the policy decides.
-        requests: number decoded side by side.
-        dtype: of both models.
+        settings: temperature, length limit and depth.
 
     Attributes:
-        features: names recorded at each token.
         header: fields of the header.
 
     Raises:
@@ -80,23 +239,22 @@ class ThroughVLLM:
         InputError: vLLM is not installed, or the drafter reads hidden states of the target.
     """
 
-    def __init__(
-        self, target: str, draft: str, drafter: str, policy: StopPolicy, depth: int, settings: Settings, explore: float,
-        requests: int, dtype: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, pair: Pair, options: Any, policy: StopPolicy, settings: Settings) -> None:
         check_engine_policy(policy)
+        depth, explore, requests = settings.topology.deepest, options.explore, options.batch or REQUESTS
         self._options = {
-            "draft": draft, "drafter": check_engine_drafter(drafter), "temperature": settings.temperature, "rows": requests,
+            "draft": options.draft if pair.drafter == "model" else pair.draft_name, "rows": requests,
+            "drafter": check_engine_drafter(pair.drafter), "temperature": settings.temperature,
         }  # fmt: skip
         self._policy = exploring(policy, explore, depth) if explore else policy.limited(depth)
-        self._target, self._depth, self._settings, self._dtype = target, depth, settings, dtype
+        self._target, self._depth, self._settings = options.target, depth, settings
+        self._dtype = str(pair.target.dtype).removeprefix("torch.")
         self._engine: Any = None
-        self._proposer: TracingProposer
-        self.features = engine_features(settings.temperature)
+        self._proposer: InProcessProposer
         mode = "match" if settings.temperature == 0.0 else "point"
         self.header = {
             "collector": "live", "policy": policy.name, "explore": explore, "verification": mode, "label": mode,
-            "anchor_features": ANCHORS, "batch": requests,
+            "features": engine_features(settings.temperature), "anchor_features": ANCHORS, "batch": requests,
         }  # fmt: skip
 
     def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
@@ -108,11 +266,11 @@ class ThroughVLLM:
         temperature = self._settings.temperature
         if self._engine is None:  # started with the first texts
             self._engine, self._proposer = start_vllm(
-                TracingProposer, self._policy, self._target, self._depth, self._options, self._dtype
+                RoundRecorder, self._policy, self._target, self._depth, self._options, self._dtype
             )
             if temperature > 0 and str(self._proposer.device) == "cpu":
                 warnings.warn(
-                    "on a CPU vLLM 0.32 does not sample rightly with drafts at temperatures above 0: these texts are not the "
+                    "on a CPU vLLM 0.32 samples incorrectly with drafts at temperatures above 0: these texts are not the "
                     "target's",
                     SpecstopWarning,
                     stacklevel=2,
@@ -124,7 +282,7 @@ class ThroughVLLM:
         outputs = self._engine.generate([{"prompt_token_ids": one.tokens} for one in batch], params, use_tqdm=False)
         assert self._proposer.drafting is not None
         self._proposer.drafting.check_failed()
-        recorder = self._proposer.recorder
+        recorder: RoundRecorder = self._proposer.observed
         texts, chunks = recorder.take(), []
         for one, output in zip(batch, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
@@ -136,22 +294,19 @@ class ThroughVLLM:
 
 
 def start_vllm(
-    proposer: type[ProposerClass], policy: StopPolicy, target: str, depth: int, options: Mapping[str, Any], dtype: str,
-    **arguments: Any,
-) -> tuple[Any, ProposerClass]:  # fmt: skip
-    """Start vLLM in this process.
+    create_observer: Callable[[Proposer, Options], EngineObserver], policy: StopPolicy, target: str, depth: int,
+    options: Mapping[str, Any], dtype: str, **arguments: Any,
+) -> tuple[Any, InProcessProposer]:  # fmt: skip
+    """Start vLLM in this process and return the `vllm.LLM` and its proposer.
 
     Args:
-        proposer: class that drafts.
-        policy: its policy.
+        create_observer: returns the observer of the drafts.
+        policy: of the proposer.
         target: folder or hub name.
         depth: K.
         options: fields of `settings.EngineSettings`.
         dtype: of the target.
         arguments: of `vllm.LLM`.
-
-    Returns:
-        The `vllm.LLM` and its proposer.
 
     Raises:
         InputError: vLLM is not installed.
@@ -168,14 +323,19 @@ def start_vllm(
             f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
             "(docs/vllm.md)"
         ) from None
-    proposer.chosen, name = policy, f"{proposer.__module__}.{proposer.__qualname__}"
+    proposer = InProcessProposer
+    proposer.chosen, proposer.create_observer = policy, staticmethod(create_observer)
     with _hidden_module("llvmlite.binding.ffi"):
         engine = LLM(
             model=target,
             dtype=dtype,
             enforce_eager=True,
             max_num_seqs=options["rows"],
-            speculative_config={"method": "custom_class", "model": name, "num_speculative_tokens": depth},
+            speculative_config={
+                "method": "custom_class",
+                "model": f"{proposer.__module__}.{proposer.__qualname__}",
+                "num_speculative_tokens": depth,
+            },
             additional_config={"specstop": dict(options)},
             **arguments,
         )
@@ -204,9 +364,7 @@ def parts_of(texts: Sequence[RecordedText], tokens: list[int], prompt: int) -> l
         texts: all records.
         tokens: the text, beginning with `prompt` tokens of the prompt. A record may be shorter, or extend past its end.
     """
-    alike = [
-        one for one in texts if one.prompt == prompt and all(a == b for a, b in zip(one.tokens, tokens, strict=False))
-    ]
+    alike = [one for one in texts if one.prompt == prompt and all(map(int.__eq__, one.tokens, tokens))]
     if not alike:
         return []
     # If two samples of a prompt agree so far, the one with the most similar length.

@@ -1,4 +1,4 @@
-"""`profile --through vllm`: what rounds cost inside vLLM, timed by its own steps.
+"""What rounds cost inside vLLM, timed by its own steps.
 
 A script replaces the policy in texts that vLLM decodes. A step of vLLM, from one draft to the next, is what the proposer
 spends (first draft step, later ones, decisions, everything else) and the rest: vLLM's verification with its scheduler and
@@ -13,13 +13,15 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ...decode.engines.drafting import EngineDraft, EngineObserver, Options, Spent
+from ...decode.engines.drafting import EngineDraft, Options, Spent
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
+from ...decode.engines.vllm import Proposer
 from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
@@ -43,11 +45,11 @@ from ...policies.measurements import (
     Measurements,
 )
 from ...policies.profile import Profile
-from .through_vllm import InProcessProposer, start_vllm
+from .through_vllm import start_vllm
 
 
 class StepScript(StopPolicy):
-    """Lets some requests draft, all equally deep, from a shuffled deck; each card twice in a row.
+    """Lets a number of requests draft, all equally deep, from a shuffled deck; each card twice in a row.
 
     It counts steps, not rounds: an engine does not report the outcome of a round without a draft.
     """
@@ -64,13 +66,34 @@ class StepScript(StopPolicy):
         self._number, self._turn = number, -1
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep up to the length on the card, in the requests whose turn it is."""
+        """Keep up to the length on the card, in the requests of this turn."""
         self._turn += step.depth == 0  # called once per step at depth 0, for all requests
         deck, place = divmod(self._turn // TWICE, len(self._deck))
         count, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
         # Which requests draft changes from step to step. Rows without a request are skipped.
         turns = ((step.batch >= 0).cumsum() - 1 - self._turn) % self._streams < count
         return step.alive & (turns & (step.depth < length))[:, None], state
+
+
+@dataclass
+class _Step:
+    """A step of the engine.
+
+    Attributes:
+        drafts: of all its requests.
+        began: whether a text began in it.
+        draft_s, first_s, model_s, policy_s: seconds of drafting, and in it of the first and of all draft steps, and of
+            decisions.
+        seconds: of the whole step; 0 unless the outcome of all its drafts is known.
+    """
+
+    drafts: Sequence[EngineDraft]
+    began: bool
+    draft_s: float
+    first_s: float
+    model_s: float
+    policy_s: float
+    seconds: float = 0.0
 
 
 class StepTimer:
@@ -87,17 +110,12 @@ class StepTimer:
     """
 
     def __init__(self, spent: Callable[[], tuple[float, float]]) -> None:
-        self._spent, self._before, self._first = spent, (0.0, 0.0), 0.0
+        self._spent, self._before, self._first, self._began = spent, (0.0, 0.0), 0.0, False
+        self._last: _Step | None = None
         self.timed: dict[Key, list[float]] = defaultdict(list)
         self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
         self.side, self.streams = CONTEXTS[0], 1
         self.policy: str | None = None
-        self._began, self._seconds = (
-            False,
-            0.0,
-        )  # a text began in this step; seconds of the last step, if it is to be timed
-        self._last: Sequence[EngineDraft] = ()
-        self._add: Callable[[float], None] | None = None  # files the seconds of the last step
 
     def on_begin(self, row: int, text: Array, name: str | None) -> None:
         """See `EngineObserver.on_begin`."""
@@ -110,74 +128,59 @@ class StepTimer:
 
     def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
         """See `EngineObserver.on_outcomes`."""
-        # A step is timed if it drafted for all requests and the outcome of all is known now.
-        self._seconds = max(step_s) if len(drafts) == len(self._last) == self.streams else 0.0
+        if self._last is not None and len(drafts) == len(self._last.drafts) == self.streams:
+            self._last.seconds = max(step_s)
 
     def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
         """See `EngineObserver.on_drafts`."""
-        # The seconds of the last step are known by now, unless a prompt was read in between.
-        if self._add is not None and self._seconds and not self._began:
-            self._add(self._seconds)
-        spent, before = self._spent(), self._before
+        # The last step has its seconds by now, unless a prompt was read in between.
+        if self._last is not None and self._last.seconds and not self._began:
+            self._add(self._last)
+        (model_s, policy_s), before = self._spent(), self._before
         first_s = self._first - before[0] if any(draft.drafted for draft in drafts) else 0.0
-        seconds = draft_s, first_s, spent[0] - before[0], spent[1] - before[1]
-        self._last, self._add = drafts, partial(self._add_step, drafts, self._began, *seconds)
-        self._before, self._began, self._seconds = spent, False, 0.0
+        self._last = _Step(drafts, self._began, draft_s, first_s, model_s - before[0], policy_s - before[1])
+        self._before, self._began = (model_s, policy_s), False
 
-    def _add_step(
-        self, drafts: Sequence[EngineDraft], began: bool, draft_s: float, first_s: float, model_s: float, policy_s: float,
-        seconds: float,
-    ) -> None:  # fmt: skip
-        """Add the timings of a step, unless the end of a text shortened it.
-
-        Args:
-            drafts: of the step.
-            began: a text began in it.
-            draft_s, first_s, model_s, policy_s: seconds of drafting, and in it of the first and of all draft steps, and of
-                decisions.
-            seconds: of the whole step.
-        """
-        if any(draft.hit_limit for draft in drafts):
+    def _add(self, step: _Step) -> None:
+        """Add the timings of a step, unless the end of a text shortened it."""
+        if any(draft.hit_limit for draft in step.drafts):
             return
         if self.policy is not None:
-            if decisions := max(draft.decisions for draft in drafts):
-                self.timed[Key(DECISIONS, self.policy, (decisions,))].append(policy_s)
+            if decisions := max(draft.decisions for draft in step.drafts):
+                self.timed[Key(DECISIONS, self.policy, (decisions,))].append(step.policy_s)
             return
-        drafting, tokens = [draft for draft in drafts if draft.drafted], sum(draft.drafted for draft in drafts)
-        rest, outside, later = seconds - draft_s, draft_s - model_s - policy_s, model_s - first_s
-
-        def add(what: str, counts: tuple[int, ...], value: float) -> None:
-            self.timed[Key(what, self.side, counts)].append(value)
-
-        self.contexts[self.side].append(statistics.fmean(draft.context for draft in drafts))
-        count, later_steps = len(drafts), max((draft.drafted for draft in drafting), default=0) - 1
-        add(BATCH_VERIFY, (count, count + tokens), rest + outside)
-        if drafting and not began:  # the draft that begins a text reads all of it
-            add(BATCH_FIRST, (len(drafting),), first_s)
+        drafting, tokens = (
+            [draft for draft in step.drafts if draft.drafted],
+            sum(draft.drafted for draft in step.drafts),
+        )
+        count, later_steps = len(step.drafts), max((draft.drafted for draft in drafting), default=1) - 1
+        rest, outside = step.seconds - step.draft_s, step.draft_s - step.model_s - step.policy_s
+        later = step.model_s - step.first_s
+        timings = {Key(BATCH_VERIFY, self.side, (count, count + tokens)): rest + outside}
+        if drafting and not step.began:  # the draft that begins a text reads all of it
+            timings[Key(BATCH_FIRST, self.side, (len(drafting),))] = step.first_s
             if later_steps:
-                add(BATCH_DRAFTS, (len(drafting), later_steps), later)
+                timings[Key(BATCH_DRAFTS, self.side, (len(drafting), later_steps))] = later
         if count == 1:
-            add(VERIFY, (tokens,), rest)
-            add(OUTSIDE, (tokens,), outside)
+            timings[Key(VERIFY, self.side, (tokens,))] = rest
+            timings[Key(OUTSIDE, self.side, (tokens,))] = outside
             if drafting:
-                add(FIRST, (drafting[0].backlog,), first_s)
-            if later_steps > 0:
-                add(LATER, (tokens,), later)
+                timings[Key(FIRST, self.side, (drafting[0].backlog,))] = step.first_s
+            if later_steps:
+                timings[Key(LATER, self.side, (tokens,))] = later
+        for key, seconds in timings.items():
+            self.timed[key].append(seconds)
+        self.contexts[self.side].append(statistics.fmean(draft.context for draft in step.drafts))
 
 
-class TimedProposer(InProcessProposer):
-    """Drafts for vLLM as the script decides, and times it."""
+def create_timer(proposer: Proposer, options: Options) -> StepTimer:
+    """Return a timer of a proposer's steps."""
 
-    timer: StepTimer
+    def spent() -> tuple[float, float]:
+        so_far = Spent() if proposer.drafting is None else proposer.drafting.spent
+        return so_far.model_s, so_far.policy_s
 
-    def observer(self, options: Options) -> EngineObserver:
-        """Return the timer."""
-        self.timer = StepTimer(self._spent)
-        return self.timer
-
-    def _spent(self) -> tuple[float, float]:
-        spent = Spent() if self.drafting is None else self.drafting.spent
-        return spent.model_s, spent.policy_s
+    return StepTimer(spent)
 
 
 def measure_vllm(
@@ -200,7 +203,7 @@ def measure_vllm(
     """Measure what rounds cost inside vLLM, which runs in this process.
 
     Args:
-        target, draft: folders or hub names; "" where the drafter takes no draft model.
+        target, draft: folders or hub names; "" if the drafter has no draft model.
         prompts: token ids; not those of the evaluation.
         drafter: value of `--drafter`.
         depth: K, the longest draft timed.
@@ -220,57 +223,48 @@ def measure_vllm(
     """
     sizes = sorted({1, *batch})
     check_limits({"depth": 1}, depth=depth, temperature=temperature, batch=sizes[-1])
-    run = _Run((target, draft, drafter), prompts, policies, depth, temperature, new_tokens, sizes[-1], readable, dtype)
+    run = _Run(target, draft, prompts, policies, drafter, depth, temperature, new_tokens, sizes[-1], readable, dtype)
     cases = {f"requests {n}": partial(run.play, n) for n in sizes}
     measured = measure({**cases, **run.deciding()}, effort, progress=progress)
-    short, long = (statistics.fmean(run.contexts[side]) for side in CONTEXTS)
+    short, long = (statistics.fmean(run.timer.contexts[side]) for side in CONTEXTS)
     from vllm import __version__
 
-    mode = "match" if temperature == 0.0 else "point"
     profile = Profile.measured(measured, (short, long), depth, temperature)
     noise = profile.noise.to_dict() if profile.noise else {}
     facts = {**(facts or {}), "engine": f"vllm {__version__}", **noise}
-    return dataclasses.replace(profile, facts=facts, verification=mode)
+    return dataclasses.replace(profile, facts=facts, verification="match" if temperature == 0.0 else "point")
 
 
 def measure_vllm_decisions(
-    target: str,
-    draft: str,
-    prompts: Sequence[Sequence[int]],
-    policies: Sequence[StopPolicy],
-    *,
-    drafter: str = "model",
-    depth: int,
-    temperature: float = 0.0,
-    new_tokens: int = NEW_TOKENS,
-    most: int = 1,
-    readable: int = 2048,
-    dtype: str = "float32",
-) -> Measurements:
-    """Return the timings of decisions inside vLLM, about one request and about `most`; see `measure_vllm`."""
-    run = _Run((target, draft, drafter), prompts, policies, depth, temperature, new_tokens, most, readable, dtype)
-    return measure(run.deciding(), EFFORT)
+    target: str, draft: str, prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy], *, most: int = 1,
+    **options: Any,
+) -> Measurements:  # fmt: skip
+    """Return the timings of decisions inside vLLM, about one request and about `most`; arguments as of `measure_vllm`."""
+    return measure(_Run(target, draft, prompts, policies, requests=most, **options).deciding(), EFFORT)
 
 
 class _Run:
-    """vLLM, started to decode texts whose steps are timed; see `measure_vllm`."""
+    """Times steps of vLLM while it decodes texts; see `measure_vllm`. `requests`: most that are decoded at once."""
 
     def __init__(
-        self, models: tuple[str, str, str], prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy], depth: int,
-        temperature: float, new_tokens: int, rows: int, readable: int, dtype: str,
+        self, target: str, draft: str, prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy],
+        drafter: str = "model", depth: int = 8, temperature: float = 0.0, new_tokens: int = NEW_TOKENS, requests: int = 1,
+        readable: int = 2048, dtype: str = "float32",
     ) -> None:  # fmt: skip
         self._policies = [check_engine_policy(policy).limited(depth) for policy in policies]
-        self._rows, self._prompts, self._lengths = rows, prompts, two_lengths(readable, prompts, new_tokens + depth)
-        target, draft, drafter = models
-        options = {"draft": draft, "drafter": check_engine_drafter(drafter), "rows": rows, "temperature": temperature}
+        self._requests, self._prompts = requests, prompts
+        self._lengths = two_lengths(readable, prompts, new_tokens + depth)
+        options = {
+            "draft": draft, "drafter": check_engine_drafter(drafter), "rows": requests, "temperature": temperature
+        }  # fmt: skip
         self._script = StepScript(depth)
         # The same texts are decoded again and again, and their prompts must be read each time.
         self._engine, proposer = start_vllm(
-            TimedProposer, self._script, target, depth, options, dtype, enable_prefix_caching=False
+            create_timer, self._script, target, depth, options, dtype, enable_prefix_caching=False
         )
         assert proposer.drafting is not None
-        self._drafting, self._timer = proposer.drafting, proposer.timer
-        self.contexts = self._timer.contexts
+        self._drafting = proposer.drafting
+        self.timer: StepTimer = proposer.observed
         from vllm import SamplingParams
 
         common = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
@@ -281,7 +275,7 @@ class _Run:
         return {
             f"{policy.cost_name}, {streams} requests": partial(self._decide, policy, streams)
             for policy in self._policies
-            for streams in (self._rows if 1 in policy.unasked else 1,)
+            for streams in (self._requests if 1 in policy.unasked else 1,)
         }
 
     def _decide(self, policy: StopPolicy, streams: int, number: int) -> Seconds:
@@ -295,8 +289,8 @@ class _Run:
 
     def _begin(self, streams: int, policy: str | None) -> dict[Key, list[float]]:
         """Return what the timer fills from now on."""
-        self._timer.timed, self._timer.streams, self._timer.policy = defaultdict(list), streams, policy
-        return self._timer.timed
+        self.timer.timed, self.timer.streams, self.timer.policy = defaultdict(list), streams, policy
+        return self.timer.timed
 
     def _texts(self, length: int, streams: int, number: int) -> list[dict[str, list[int]]]:
         """Return prompts of `length` tokens, different ones in each repetition."""
@@ -307,7 +301,7 @@ class _Run:
         """Decode texts side by side at each context."""
         timed = self._begin(streams, None)
         for side, length in zip(CONTEXTS, self._lengths, strict=True):
-            texts, self._timer.side = self._texts(length, streams, number), side
+            texts, self.timer.side = self._texts(length, streams, number), side
             self._script.deal(streams, number)
             self._engine.generate(texts, self._params, use_tqdm=False)
             if streams == 1:

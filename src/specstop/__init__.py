@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from .policies.profile import Profile as Profile, load_profile as load_profile
     from .policies.registry import load_policy as load_policy
     from .policies.storage import save_policy as save_policy
-    from .train.shipped_pair import shipped_pair as shipped_pair
     from .train.drafters.fit import train_drafter as train_drafter
     from .train.evaluate.evaluate import evaluate as evaluate
     from .train.evaluate.records import Report as Report
     from .train.export.deploy import deploy as deploy
     from .train.fit.run import train as train
     from .train.replay.run import replay as replay
+    from .train.shipped_pair import shipped_pair as shipped_pair
 
 _import, _names = attach(
     __name__,

@@ -256,7 +256,7 @@ def _measured(facts: Data) -> list[str]:
     return [
         f"Held-out data: {facts['prompts']:,} prompts, {facts['tokens']:,} tokens{rounds}.",
         f"Sampling: {sampled}, {mode}. Candidates of a round: {candidates}.",
-        *([f"Replay: {exactness}."] if exactness.startswith(("exact", "nearly")) else []),
+        *([f"Replay: {exactness}."] if exactness.startswith("exact") else []),
         f"Rates are modelled with the latency profile ({facts['profile'].get('device', 'unknown device')}). Counts are"
         " exact.",
         f"Intervals: {facts['intervals']}{clusters}. Ratios are paired between policies. Their intervals hold for all "

@@ -81,7 +81,7 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
         )
     if header.mix:
         raise TraceError("the trace mixes draft samples into the text (--mix): it can be trained on, not replayed")
-    if header.exactness in ("law", "nearly"):  # as the live loop would
+    if header.exactness == "law":  # as the live loop would
         check_mode(find_mode(header.verification, header.temperature), policy, arrays.tree)
     if policy.max_depth > arrays.depth:
         raise TraceError(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...collect.acceptance import DEPENDENT, FIXED, LENGTHS, identified_depth
+from ...collect.acceptance import LENGTHS, identified_depth
 from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
 from ...policies.contract import Array, StopPolicy
@@ -30,10 +30,6 @@ CAVEATS = (
 )
 _IN_EXPECTATION = "acceptance is the expectation over the stored probabilities, min(1, p / q) by token"
 _AS_DRAWN = "acceptance is as it was drawn when the trace was recorded, candidates left out counting as rejected"
-_INDEPENDENT = (
-    "the engine varied its draft lengths, and rounds with fewer than {} drafted tokens are left out; this assumes that the "
-    "engine's choice of length does not depend on the tokens, which a test of the records did not reject"
-)
 
 
 def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, depth: int | None = None) -> Rounds:
@@ -93,8 +89,7 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
     table = torch.from_numpy(np.concatenate(turns, 1))
     if not table.shape[1]:
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
-    varied = () if lengths in (None, FIXED, DEPENDENT) else (_INDEPENDENT.format(depth),)
-    caveats = (*CAVEATS, _IN_EXPECTATION if in_expectation else _AS_DRAWN, *varied)
+    caveats = (*CAVEATS, _IN_EXPECTATION if in_expectation else _AS_DRAWN)
     none = torch.zeros_like(arrays.prompt_tokens)
     counts: dict[str, Any] = dict(zip((*COUNTS, "steps"), table, strict=True))
     counts["committed"] = torch.from_numpy(np.concatenate(expected))
@@ -107,14 +102,13 @@ def check_identified(arrays: TraceArrays, policy: StopPolicy) -> None:
     """Refuse a policy that may draft deeper than an engine's records identify.
 
     Raises:
-        TraceError: the engine's draft lengths depend on acceptance, and one of its drafts was shorter.
+        TraceError: the engine's draft lengths vary, and one of its drafts was shorter.
     """
     limit = identified_limit(arrays)
     if policy.max_depth > limit:
         raise TraceError(
-            f"expected a policy of at most {limit} tokens, got {policy.name}: in this trace draft lengths depend on "
-            "acceptance, so that what longer drafts would bring is not identified; record with a fixed draft length, or with "
-            "random lengths"
+            f"expected a policy of at most {limit} tokens, got {policy.name}: in this trace draft lengths vary and "
+            "may depend on acceptance, so the value of longer drafts is not identified; record with a fixed draft length"
         )
 
 
