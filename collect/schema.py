@@ -16,13 +16,12 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pydantic
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from typing_extensions import TypedDict
 
 from ..decode.topology import Topology
 from ..policies.arguments import LIMITS, MAX_ROWS
@@ -54,8 +53,8 @@ GIVEN_TEXT = ("rejection", "rejection_replace", "block")
 MAX_COUNT = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""
 
-_MAX_BYTES, _MAX_TEXT, _MAX_WIDTH = 1 << 20, 4096, 1 << 20
-"""Limits of a header: bytes, characters of a name, and numbers of a hidden state."""
+RUN_FACTS = ("dtype", "policy digest", "profile digest", "completions digest")
+"""Entries of `facts` that must be equal in all rows of a trace."""
 
 _SHOWN = 40
 """Characters of a value in a message."""
@@ -97,32 +96,8 @@ def _check_shaping(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-class _Balance(TypedDict):
-    texts: int
-    tokens: int
-    impossible: int
-    mean: float
-    standard_error: float
-
-
-_Facts = TypedDict(
-    "_Facts",
-    {
-        "device": str, "dtype": str, "threads": int, "drafter": str, "draft model": str, "reading": str,
-        "prompts from": str, "prompts left out": str, "prompt options": dict[str, Any], "temperature": str,
-        "lengths": str, "completions": _Balance, "digests": dict[str, str], "versions": dict[str, str],
-    },
-    total=False,
-)  # fmt: skip
-_Facts.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
-
-Name: TypeAlias = Annotated[str, Field(max_length=_MAX_TEXT)]
-HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES)})$")]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
-if TYPE_CHECKING:
-    Facts: TypeAlias = Mapping[str, Any]
-else:
-    Facts = _Facts
+HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES)})$")]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -157,33 +132,33 @@ class Header:
         facts: device, dtype, threads, versions and other provenance.
     """
 
-    target: Name
-    draft: Name
-    pair: Mapping[Name, Name]
+    target: str
+    draft: str
+    pair: Mapping[str, str]
     vocabulary: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
     eos: tuple[Annotated[int, Field(ge=0, lt=MAX_COUNT)], ...]
     temperature: Annotated[float, _limited("temperature")]
     topology: Annotated[tuple[int, ...], Field(max_length=MAX_ROWS - 1), AfterValidator(_check_topology)]
-    features: Annotated[tuple[Name, ...], _features_of(Kind.PRE, Kind.POST)]
-    anchor_features: Annotated[tuple[Name, ...], _features_of(Kind.ANCHOR)]
+    features: Annotated[tuple[str, ...], _features_of(Kind.PRE, Kind.POST)]
+    anchor_features: Annotated[tuple[str, ...], _features_of(Kind.ANCHOR)]
     max_new_tokens: Count
     seed: Annotated[int, _limited("seed")]
     shards: Annotated[int, _limited("shards")]
     prompts: Count
-    prompts_hash: Name
+    prompts_hash: str
     verification: Annotated[str, Field(pattern="^(match|point|rejection|rejection_replace|block|typical)$")] = "match"
     label: Annotated[str, Field(pattern="^(match|point|ratio|block|typical|outcome)$")] = "match"
     collector: Literal["dense", "live"] = "dense"
     texts: Literal["target", "sampled", "completions", "vllm"] = "target"
-    policy: Name = ""
+    policy: str = ""
     explore: Annotated[float, _limited("explore")] = 0.0
     batch: Annotated[int, _limited("batch")] = 1
     mix: Annotated[float, _limited("mix")] = 0.0
     draws: Annotated[int, _limited("draws")] = 1
-    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=_MAX_WIDTH)]] = Field(default_factory=dict)
+    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=1 << 20)]] = Field(default_factory=dict)
     shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
     schema: Literal[7] = SCHEMA_VERSION
-    facts: Facts = Field(default_factory=dict)
+    facts: Mapping[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_consistent(self) -> Header:
@@ -192,10 +167,7 @@ class Header:
             (not live and mode == "typical", "dense rounds of typical, expected a lossless verification"),
             (mode == "block" and not self.tree.is_chain, "a tree under block, expected a chain"),
             (self.draws > 1 and not self.given_text, f"{self.draws} draws under {mode}, expected 1"),
-            (
-                self.mix > 0 and (live or len(self.topology) != 1),
-                "a mixed text of several nodes, expected dense rounds",
-            ),
+            (self.mix > 0 and (live or len(self.topology) != 1), "mixed texts, expected dense rounds of one node"),
             (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
         ):
             if contradictory:
@@ -263,12 +235,10 @@ class Header:
             where: name of the file, for messages.
 
         Raises:
-            TraceError: the text is not JSON or has another schema version; a field is missing, unknown, out of range or
-                contradicts another.
+            TraceError: the text is not JSON or has another schema version; or a field is missing, unknown, out of range
+                or contradicts another.
         """
         try:
-            if len(text) > _MAX_BYTES:
-                raise ValueError(f"expected at most {_MAX_BYTES} bytes, got {len(text)}")
             raw = strict_loads(text)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
@@ -278,21 +248,14 @@ class Header:
                 f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema "
                 f"{SCHEMA_VERSION}; collect it again"
             )
-        if raw.get("topology") == []:  # only sub-trees of a recorded tree may be empty
-            raise TraceError(
-                f"{where}: the header has [] as 'topology': expected at least one node; collect the trace again"
-            )
-        if wrong := set(raw) ^ set(Header.__dataclass_fields__):
-            names = ", ".join(sorted(wrong))[: 10 * _SHOWN]
-            raise TraceError(f"{where}: the header lacks or has unknown fields: {names}; collect it again")
         try:
             return _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            name = ".".join(map(str, first["loc"]))
-            field = f"{repr(first['input'])[:_SHOWN]} as {name[:_SHOWN]!r}: " if name else ""
-            expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-            raise TraceError(f"{where}: the header has {field}{expected}; collect the trace again") from None
+            name = ".".join(map(str, first["loc"]))[:_SHOWN]
+            reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+            value = f", got {repr(first['input'])[:_SHOWN]}" if name else ""
+            raise TraceError(f"{where}: the header is invalid: {name} {reason}{value}; collect the trace again") from None
 
     def differing(self, other: Header, names: Iterable[str]) -> list[str]:
         """Return which of these fields differ, with both values: `temperature (0.0, 0.7)`; hashes without values."""
@@ -306,16 +269,10 @@ class Header:
         return [name if name in hashes else f"{name} ({shown(self, name)}, {shown(other, name)})" for name in differ]
 
     def differences(self, other: Header) -> list[str]:
-        """Return the names of the settings that differ; rows of such runs must not be in one trace.
-
-        Of `facts` only the precision and the digests of the inputs are compared.
-        """
+        """Return the names of the fields and `RUN_FACTS` that differ; rows of such runs must not be in one trace."""
         fields = [name for name in Header.__dataclass_fields__ if name != "facts"]
         names = [name for name in fields if getattr(self, name) != getattr(other, name)]
-        names += ["dtype"] if self.facts.get("dtype") != other.facts.get("dtype") else []
-        mine, theirs = (header.facts.get("digests", {}) for header in (self, other))
-        names += [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-        return list(dict.fromkeys(names))  # `policy` is a field and a digest
+        return names + [name for name in RUN_FACTS if self.facts.get(name) != other.facts.get(name)]
 
 
 @cache

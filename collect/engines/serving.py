@@ -129,7 +129,7 @@ class RecordingProposer(Proposer):
         settings, config = self.settings, self._config.model_config
         facts = {
             "engine": f"vllm {__version__}", "drafter": settings.drafter, "draft model": settings.draft,
-            "digests": {"policy": policy_digest(self._policy)},
+            "policy digest": policy_digest(self._policy),
         }  # fmt: skip
         # `import_parts` sets the number of prompts.
         header = Header(
