@@ -26,7 +26,16 @@ from ..policies.profile import Profile
 from ..policies.storage import content
 from .prompts import Prompt, prompts_json
 from .schema import Header, PromptTask
-from .store import Trace, finished, load_trace, open_for_writing, read_shard, remove_stale_files, shard_path, write_shard
+from .store import (
+    Trace,
+    finished,
+    load_trace,
+    open_for_writing,
+    read_shard,
+    remove_stale_files,
+    shard_path,
+    write_shard,
+)
 
 BATCH = 16
 """Minimum number of prompts that are collected together."""
