@@ -23,7 +23,7 @@ from ..policies.arguments import check_limits
 from ..policies.errors import InputError, SpecstopWarning, TraceError, close_match
 from ..policies.files import SURROGATE, is_text, strict_loads
 from .schema import stream_name
-from .store import PROMPTS_FILE, write_once
+from .store import PROMPTS_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,9 @@ def as_prompts(prompts: str | Sequence[Prompt | str]) -> list[Prompt]:
     items = [prompts] if isinstance(prompts, str) else list(prompts)
     converted = [Prompt(str(at), item) if isinstance(item, str) else item for at, item in enumerate(items)]
     if not converted or not all(isinstance(item, Prompt) for item in converted):
-        raise InputError("--prompts: expected at least one text, or a list of Prompt(id, text) as read_prompts returns it")
+        raise InputError(
+            "--prompts: expected at least one text, or a list of Prompt(id, text) as read_prompts returns it"
+        )
     check_distinct(converted)
     return converted
 
@@ -153,7 +155,9 @@ def _parse_record(record: Mapping[str, Any], columns: Sequence[str], completion:
             f"got {error}"
         ) from None
     # The column of the prompt or of its answer may have one of these names.
-    prompt_id, sample = (None if other in (name, completion) else record.get(other) for other in ("prompt_id", "sample"))
+    prompt_id, sample = (
+        None if other in (name, completion) else record.get(other) for other in ("prompt_id", "sample")
+    )
     text_hash = hashlib.blake2b((f"{system}\0{text}" if system else text).encode("utf-8", "replace"), digest_size=8)
     id, sample = prompt_and_sample(_first(record, ID_COLUMNS), prompt_id, sample, text_hash.hexdigest())
     answer = None if completion is None else record.get(completion)
@@ -395,7 +399,9 @@ def apply_chat_template(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenize
     return rendered
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int) -> list[list[int]]:
+def encode(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int
+) -> list[list[int]]:
     """Return the token ids of each prompt; a prompt of more than `max_prompt_tokens` tokens is an error, see `fit`."""
     return fit(prompts, tokenizer, max_prompt_tokens, "refuse")[1]
 
@@ -449,12 +455,6 @@ def prompts_json(prompts: Sequence[Prompt]) -> str:
     return "".join(json.dumps(dataclasses.asdict(prompt)) + "\n" for prompt in prompts)
 
 
-def share_prompts(folder: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Store the prompts of a run unless another process has stored them, and return the stored ones."""
-    write_once(folder / PROMPTS_FILE, prompts_json(prompts))
-    return stored_prompts(folder)
-
-
 def stored_prompts(folder: Path) -> list[Prompt]:
     """Return the prompts stored in the folder of a run.
 
@@ -466,7 +466,9 @@ def stored_prompts(folder: Path) -> list[Prompt]:
     path = folder / PROMPTS_FILE
     try:
         fields = [json.loads(line) for _, line in lines(path)]
-        answers = [tuple(one["completion"]) if isinstance(one["completion"], list) else one["completion"] for one in fields]
+        answers = [
+            tuple(one["completion"]) if isinstance(one["completion"], list) else one["completion"] for one in fields
+        ]
         return [Prompt(**{**one, "completion": answer}) for one, answer in zip(fields, answers, strict=True)]
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f"--resume: {path} is damaged ({error}); collect the trace again") from None

@@ -177,7 +177,9 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     if collector.memory:
         facts["memory MiB"] = collector.memory
     if len(readable) < len(all_prompts):
-        facts["prompts left out"] = f"{len(all_prompts) - len(readable)} of {len(all_prompts)}, longer than the pair reads"
+        facts["prompts left out"] = (
+            f"{len(all_prompts) - len(readable)} of {len(all_prompts)}, longer than the pair reads"
+        )
     if options.profile is not None:
         facts["profile digest"] = short_hash(options.profile.to_dict())
     if options.completions is not None:

@@ -255,7 +255,9 @@ class Header:
             name = ".".join(map(str, first["loc"]))[:_SHOWN]
             reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
             value = f", got {repr(first['input'])[:_SHOWN]}" if name else ""
-            raise TraceError(f"{where}: the header is invalid: {name} {reason}{value}; collect the trace again") from None
+            raise TraceError(
+                f"{where}: the header is invalid: {name} {reason}{value}; collect the trace again"
+            ) from None
 
     def differing(self, other: Header, names: Iterable[str]) -> list[str]:
         """Return which of these fields differ, with both values: `temperature (0.0, 0.7)`; hashes without values."""
@@ -269,10 +271,9 @@ class Header:
         return [name if name in hashes else f"{name} ({shown(self, name)}, {shown(other, name)})" for name in differ]
 
     def differences(self, other: Header) -> list[str]:
-        """Return the names of the fields and `RUN_FACTS` that differ; rows of such runs must not be in one trace."""
-        fields = [name for name in Header.__dataclass_fields__ if name != "facts"]
-        names = [name for name in fields if getattr(self, name) != getattr(other, name)]
-        return names + [name for name in RUN_FACTS if self.facts.get(name) != other.facts.get(name)]
+        """Return which fields and `RUN_FACTS` differ, as `differing`; rows of such runs must not be in one trace."""
+        fields = (name for name in Header.__dataclass_fields__ if name != "facts")
+        return self.differing(other, fields) + [name for name in RUN_FACTS if self.facts.get(name) != other.facts.get(name)]
 
 
 @cache

@@ -7,7 +7,7 @@ time.
     trace/data/train-00000-of-00008.parquet        written whole: temporary name, fsync, rename
 
 Parquet pages have checksums, which are verified whenever a page is read. The metadata of a shard has the header of the
-run. A trace is complete if all shards exist.
+run and the number of rows. A trace is complete if all shards exist.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ HEADER_FILE, PROMPTS_FILE, CARD_FILE = "header.json", "prompts.jsonl", "README.m
 
 TEXT_COLUMNS = ("sequence", "anchor", "text_tokens", "prompt_tokens", "accepted_length", "accepted")
 """Columns that `check_texts` reads."""
+
+ROWS_KEY = b"specstop.rows"
+"""Key of the number of rows in the metadata of a shard: the footer of a Parquet file has no checksum."""
 
 _SHARD_NAME = re.compile(r"train-(\d{5})-of-(\d{5})\.parquet")
 _BATCH_ROWS = 1 << 16
@@ -133,9 +136,9 @@ def open_for_writing(
     if not path.exists():
         if not is_empty_dir(folder) and {entry.name for entry in folder.iterdir()} - {PROMPTS_FILE}:
             raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
+        # Processes that write at the same time write the same prompts and fields, and facts that need not agree.
         if prompts is not None:
-            write_once(folder / PROMPTS_FILE, prompts)
-        # Processes that write at the same time write the same fields, and facts that need not agree.
+            write_atomic(folder / PROMPTS_FILE, prompts)
         write_atomic(path, header.to_json() + "\n")
     present = read_header(folder)
     if differ := header.differences(present):
@@ -162,17 +165,6 @@ def staged(path: Path) -> Iterator[Path]:
             sync(path.parent)
     finally:
         stage.unlink(missing_ok=True)
-
-
-def write_once(path: Path, text: str) -> None:
-    """Write a file unless it exists. Of several processes that write at the same time, the first one wins."""
-    if path.exists():
-        return
-    stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{secrets.token_hex(8)}")
-    write_atomic(stage, text)
-    with contextlib.suppress(FileExistsError):
-        os.link(stage, path)  # unlike a rename, fails if the file exists
-    stage.unlink()
 
 
 def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -216,7 +208,8 @@ def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping
     """
     table = rows if isinstance(rows, pa.Table) else shard_table(header, rows)
     with staged(shard_path(folder, index, header.shards)) as stage:
-        write_table(table.replace_schema_metadata({HEADER_KEY: header.to_json()}), stage)
+        metadata = {HEADER_KEY: header.to_json(), ROWS_KEY: str(table.num_rows)}
+        write_table(table.replace_schema_metadata(metadata), stage)
 
 
 def remove_stale_files(folder: Path) -> None:
@@ -268,12 +261,17 @@ def read_shard(
     """
     try:
         with pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
-            run = Header.from_json((file.schema_arrow.metadata or {}).get(HEADER_KEY, b"{}"), "its metadata")
+            metadata = file.schema_arrow.metadata or {}
+            run = Header.from_json(metadata.get(HEADER_KEY, b"{}"), "its metadata")
             if not file.schema_arrow.equals(arrow_schema(header)) or run.differences(header):
                 raise TraceError("it is of another run than header.json")
+            count = 0
             for batch in file.iter_batches(rows, columns=columns):
                 check_values(header, batch)
+                count += len(batch)
                 yield batch
+            if metadata.get(ROWS_KEY) != str(count).encode():  # pyarrow ends silently at some damaged pages
+                raise TraceError(f"it has {count} readable rows, which is not the recorded number")
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise TraceError(
@@ -317,7 +315,9 @@ def check_values(header: Header, batch: pa.RecordBatch) -> None:
             least, most = bounds.get(name, (-largest, largest))
             low, high = flat.to_numpy().min(), flat.to_numpy().max()  # NaN if any value is NaN
             if not (least <= low and high <= most):
-                raise ValueError(f"expected finite numbers from {least:g} to {most:g} in {name}, got {low:g} to {high:g}")
+                raise ValueError(
+                    f"expected finite numbers from {least:g} to {most:g} in {name}, got {low:g} to {high:g}"
+                )
 
 
 def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> None:
@@ -339,16 +339,15 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
     first, last = np.append(True, ~same), np.append(~same, True)
     path = np.concatenate([np.ones((len(accepted), 1), dtype=bool), accepted], 1)  # the anchor before the nodes
     tree = header.tree
+    is_path = (path[:, list(tree.parent[1:])] >= path[:, 1:]).all()  # accepted nodes only below accepted ones
+    is_path &= all((path[:, level].sum(1) <= 1).all() for level in tree.levels) and (accepted.sum(1) == length).all()
     is_gapless = (step == 1).all() and (anchor[first] == 1).all() and (anchor[last] + 1 == text[last]).all()
     for valid, expected in (
         ((anchor < text).all(), "each anchor before the end of its text (anchor < text_tokens)"),
         ((step != 0).all(), "no duplicate anchors in a text"),
-        ((np.diff(text)[same] == 0).all(), "the same text_tokens in all rows of a text"),
-        ((np.diff(prompt)[same] == 0).all(), "the same prompt_tokens in all rows of a text"),
+        ((np.diff([text, prompt])[:, same] == 0).all(), "the same text_tokens and prompt_tokens in all rows of a text"),
         (is_gapless or not header.has_every_anchor, "every anchor of each text, from 1 to text_tokens - 1"),
-        ((accepted.sum(1) == length).all(), "accepted_length nodes in `accepted`"),
-        ((path[:, list(tree.parent[1:])] >= path[:, 1:]).all(), "accepted nodes only below accepted nodes"),
-        (all((path[:, level].sum(1) <= 1).all() for level in tree.levels), "at most one accepted node at each depth"),
+        (is_path, "a path of accepted_length nodes from the anchor in `accepted`"),
     ):
         if not valid:
             raise TraceError(f"traces: {where}: expected {expected}; a column is damaged, collect it again")
