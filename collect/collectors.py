@@ -93,7 +93,7 @@ def choose_collector(
         pair, settings, hidden, memory << 20, draws=options.draws, mix=options.mix, completions=options.completions
     )
     if options.mix and (dense.tree.nodes != 1 or options.completions is not None or dense.mode.name != Match.name):
-        raise InputError("--mix: expected --depth 1, no --completions, and match verification")
+        raise InputError("--mix: expected a share between 0 and 1, --depth 1, no --completions, and match verification")
     header = {
         "features": dense.features, "verification": dense.mode.name, "label": dense.mode.label, "draws": options.draws,
         "mix": options.mix,
@@ -107,7 +107,8 @@ def _require_defaults(options: CollectOptions, defaults: Mapping[str, Any], reas
     """Raise `InputError` if an option has another value than its default."""
     for name, default in defaults.items():
         if getattr(options, name) not in (None, default):
-            raise InputError(f"--{name}: cannot be used with {reason}; leave it out")
+            other = ", or give --collector live" if defaults is NOT_DENSE else ""
+            raise InputError(f"--{name}: cannot be used with {reason}; leave it out{other}")
 
 
 def _engine_collector(
@@ -120,8 +121,8 @@ def _engine_collector(
         raise InputError(f"--through: expected vllm, not {options.through!r}")
     reason = "--through vllm"
     _require_defaults(options, NOT_IN_ENGINES, reason)
-    known = ("auto", "point") if settings.temperature else ("auto", "match", "point")
-    if settings.verification not in known or hidden or settings.shaping.to_dict():
+    supported = ("auto", "point") if settings.temperature else ("auto", "match", "point")
+    if settings.verification not in supported or hidden or settings.shaping.to_dict():
         raise InputError(
             f"--verification, --hidden, --sampling: cannot be used with {reason}; leave them out, and give "
             "--no-model-defaults if the target's generation_config sets sampling options"
@@ -130,8 +131,8 @@ def _engine_collector(
     carries = (policy is not None and policy.carries) or find_drafter(pair.drafter, pair).carries
     if carries and (options.shards or 1) > 1:
         raise InputError(
-            f"--shards: expected 1 with {reason}, not {options.shards}: the state that the policy or the drafter carries from "
-            "text to text is not reset there at the beginning of a shard"
+            f"--shards: expected 1 with {reason}, not {options.shards}: the state that the policy or the drafter carries "
+            "from text to text is not reset there at the beginning of a shard"
         )
     return Collector(engine.rows, engine.header, carries=carries)
 

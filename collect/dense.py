@@ -141,7 +141,9 @@ class DenseCollector:
         self.tree, self.temperature, self.hidden = settings.topology, settings.temperature, tuple(hidden)
         self.draws, self.mix, self.choices, self._completions = draws, mix, choices, completions
         if max(map(len, self.tree.children)) > pair.vocabulary:
-            raise InputError(f"--tree: {self.tree.name} wants more candidates than the vocabulary has")
+            raise InputError(
+                f"--tree: {self.tree.name} has more candidates below one node than the vocabulary has tokens"
+            )
         self.mode = dense_mode(self.settings, draws)
         self.given_text, self.is_block = self.mode.name in GIVEN_TEXT, self.mode.name == Block.name
         self.features = node_features(self.tree, self.mode.name)
@@ -256,7 +258,7 @@ def mixed_columns(of: DenseCollector, text: TargetText, columns: Mapping[str, An
     sampled = sampler(logits, lambda: [ids[: len(prompt) + 1 + row] for row in range(len(logits))])
     # The noise that Y was drawn with, at the same positions.
     scores = match_scores(sampled, None if text.noise is None else text.noise[1 : text.length])
-    # Y is seldom the best of these rows, so its score is looked up; a filter may leave it out here. The score 2 BOUND below
+    # Y is seldom the best of these rows, so its score is looked up; a filter may remove it. The score 2 BOUND below
     # the best is beyond any bounded margin and replaces -inf in noisy_score.
     top = scores.topk(2, -1).values
     best = torch.cat([scores.gather(-1, proposed[:, None]), top[:, 1:]], -1).maximum(top[:, :1] - 2 * BOUND)

@@ -18,7 +18,7 @@ from ..decode.loop import Request, Speculator
 from ..decode.models.outputs import check_rows, hidden_widths, stored
 from ..decode.models.pair import Pair
 from ..decode.records import Generation
-from ..decode.round_state import DraftScores, RoundState
+from ..decode.round_state import RoundState
 from ..decode.settings import Settings
 from ..decode.summaries import summarise, truncation_lead
 from ..decode.topology import Topology
@@ -68,7 +68,7 @@ class Recorder(Hook):
             self.rows[stream].append(self.row(round, stream, sent, round.path(stream), sampled))
 
     def end(self, stream: int) -> list[Row]:
-        """Return the rows of a stream, whose text has ended, and forget them."""
+        """Return the rows of a stream after the end of its text, and forget them."""
         return self.rows.pop(stream, [])
 
     def row(self, round: RoundState, stream: int, sent: Sequence[int], path: Sequence[int], sampled: Tensor) -> Row:
@@ -132,51 +132,34 @@ class Recorder(Hook):
             scores = None if level is None else level.part(stream)
             if scores is None or not any(scores.counts):
                 continue
-            rows, owner, tokens = self._read_level(row, round, scores, path)
+            check_rows(scores.raw, "draft")
+            drawn, _, rows = round.drawn_tokens(scores)
+            drawn.parent_path = np.array([path.get(parent[at], 0.0) for at in rows])  # 0 below the anchor
+            needs = self._columns.needs | SAMPLED
+            drawn.lead = truncation_lead(scores.untruncated, scores.sampled, drawn) if needs.noisy else None
+            summary = summarise(needs, scores.raw, drawn, self.temperature, scores.sampled, scores.scores, scores.best)
+            path |= zip(rows, summary.path.tolist(), strict=True)
+            nodes = np.array(rows) - 1
+            for name, values in zip(self.features, self._columns(summary, drawn, self.temperature).T, strict=True):
+                row[name][nodes] = values
+            row["draft_prob"][nodes] = np.exp(summary.numbers[:, 1])
+            ids = torch.from_numpy(drawn.ids).to(scores.raw.device)
+            owner, tokens = ids[:, 0], ids[:, 1]
+            if DRAFT_HIDDEN in self._widths:
+                assert scores.states is not None
+                row[DRAFT_HIDDEN][nodes] = stored(scores.states[owner]).cpu().numpy()
             read = [i for i, at in enumerate(rows) if parent[at] in index]  # the target has read what they follow
             if not read:
                 continue
             p = torch.softmax(sampled[[index[parent[rows[i]]] for i in read]], -1)
             weights = scores.raw / (self.temperature or 1.0) if scores.sampled is None else scores.sampled
             q = torch.softmax(weights[owner[read]], -1)
-            nodes = np.array(rows)[read] - 1
+            nodes = nodes[read]
             # As in dense traces, p has no meaning under match where there is no label.
             usable = row["observed"][nodes] | (not self.match)
             chance = p.gather(-1, tokens[read].to(p.device)[:, None])[:, 0].float().cpu().numpy()
             row["target_prob"][nodes] = chance * usable
             row["overlap"][nodes] = torch.minimum(p, q).sum(-1).float().cpu().numpy() * usable
-
-    def _read_level(
-        self, row: Row, round: RoundState, scores: DraftScores, path: dict[int, float]
-    ) -> tuple[list[int], Tensor, Tensor]:
-        """Fill in what only the draft says of the candidates of a depth.
-
-        Args:
-            row: of the round.
-            round: of the candidates.
-            scores: of one stream.
-            path: log-probability of each row's path; those of this depth are added.
-
-        Returns:
-            The row of the topology, row of the scores and token of each candidate.
-        """
-        check_rows(scores.raw, "draft")
-        drawn, _, rows = round.drawn_tokens(scores)
-        drawn.parent_path = np.array([path.get(round.topology.parent[at], 0.0) for at in rows])  # 0 below the anchor
-        needs = self._columns.needs | SAMPLED
-        drawn.lead = truncation_lead(scores.untruncated, scores.sampled, drawn) if needs.noisy else None
-        summary = summarise(needs, scores.raw, drawn, self.temperature, scores.sampled, scores.scores, scores.best)
-        path |= zip(rows, summary.path.tolist(), strict=True)
-        nodes = np.array(rows) - 1
-        for name, values in zip(self.features, self._columns(summary, drawn, self.temperature).T, strict=True):
-            row[name][nodes] = values
-        row["draft_prob"][nodes] = np.exp(summary.numbers[:, 1])
-        ids = torch.from_numpy(drawn.ids)
-        owner = ids[:, 0].to(scores.raw.device)
-        if DRAFT_HIDDEN in self._widths:
-            assert scores.states is not None
-            row[DRAFT_HIDDEN][nodes] = stored(scores.states[owner]).cpu().numpy()
-        return rows, owner, ids[:, 1]
 
 
 class LiveCollector:

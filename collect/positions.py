@@ -62,7 +62,7 @@ class _PositionsRecorder(Recorder):
                 self._record_first(stream, waiting)
 
     def end(self, stream: int) -> list[Row]:
-        """Return the rows of a stream, whose text has ended, and forget them."""
+        """Return the rows of a stream after the end of its text, and forget them."""
         waiting = self._waiting.pop(stream, [])
         while waiting:
             self._record_first(stream, waiting)

@@ -1,9 +1,9 @@
 """What a draft proposes after the prefixes of a text: on the text, and where candidates leave it.
 
-What is proposed depends on the prefix and the position alone, so two anchors whose candidates follow the text up to the same
-place propose the same from there on. Candidates on the text need no forward beyond the one that reads the text. Only what
-leaves it is drafted, once for each place where it does, depth by depth. Many places are rows of one forward, under a mask
-that lets each see its prefix and its own branch.
+Proposals depend on the prefix and the position alone, so two anchors with candidates that follow the text up to the same
+place have the same proposals from there on. Candidates on the text need no forward beyond the one that reads the text. Only
+what leaves it is drafted, once for each place where it does, depth by depth. Many places are rows of one forward, under a
+mask that lets each see its prefix and its own branch.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Proposals:
         self.after = (self.place + 1).clamp_max(self.places - 1)
         weight = torch.ones_like(self.place).double()
         if collector.is_block:
-            # The weights, and with them the states, must be known before anything is recorded: the text is read twice.
+            # The weights, and with them the states, are required before anything is recorded: the text is read twice.
             states = block_states(self._steps(draft), depth, self.last - self.first + 1)
             self.begin, self.place, self.after, weight = (torch.from_numpy(values).to(device) for values in states)
             draft.roll_back(0)
@@ -166,7 +166,7 @@ class Proposals:
         self.target_prob, self.accept_chance = torch.zeros(2, size[0], width, dtype=dtype, device=device)
         self._read_text(draft)
         if target is not None:
-            # For the keys that candidates off the text attend to; its rows on the text are known.
+            # Only for the keys that candidates off the text attend to: the text has the target's rows.
             target.read(torch.tensor([text.ids[: draft.length]], device=device), rows=1)
         self._read_branches(draft, target)
 
@@ -191,7 +191,7 @@ class Proposals:
         return np.asarray(step.cpu().numpy())
 
     def _read_text(self, draft: CachedModel) -> None:
-        """Read the text with the draft, whose cache is empty, and record the candidates on it."""
+        """Read the text with the draft and record the candidates on it."""
         for place, logits, sampled, target in self._segments(draft):
             # States are numbered by place, so those of adjacent places are adjacent.
             bounds = torch.searchsorted(self.place, torch.stack([place[0], place[-1] + 1])).tolist()
@@ -375,26 +375,26 @@ class Proposals:
             next_state[:, level] = torch.where(on_text, self.after[at], at)
             next_row[:, level] = torch.where(on_text, 0, self.shape.child[after, rank[level]])
         state, row, rank = state[:, 1:], row[:, 1:], rank[1:]
-        token, known = self.token[state, row, rank], (row == 0) & (self.next_token[state] >= 0)
+        token, is_labelled = self.token[state, row, rank], (row == 0) & (self.next_token[state] >= 0)
         exists = torch.nn.functional.pad(token != NO_TOKEN, (1, 0), value=True)
         for rows in tree.levels[2:]:
             exists[:, rows] &= exists[:, parent[rows]]  # what follows a token that does not exist has no meaning
         exists = exists[:, 1:]
-        known &= exists
+        is_labelled &= exists
         features, probability = self._features(state.cpu().numpy(), row.cpu().numpy(), rank.cpu().numpy())
         columns = {
             "tokens": token.where(exists, NO_TOKEN),
             "draft_prob": (torch.from_numpy(probability).to(device) * exists).float(),
             # Also of siblings after an accepted one, which are not tried.
-            "target_prob": (self.target_prob[state, rank] * known).float(),
-            "overlap": (self.overlap[state] * known).float(),
-            "accepted": known & (self.accepted[state] == rank),
+            "target_prob": (self.target_prob[state, rank] * is_labelled).float(),
+            "overlap": (self.overlap[state] * is_labelled).float(),
+            "accepted": is_labelled & (self.accepted[state] == rank),
         }
         if collector.given_text:
-            known &= (self.accepted[state] < 0) | (rank <= self.accepted[state])
-            columns["accept_chance"] = (self.accept_chance[state, rank] * known).float()
-            columns["next_chance"] = (self.next_chance[state] * known).float()
-        columns["observed"] = known
+            is_labelled &= (self.accepted[state] < 0) | (rank <= self.accepted[state])
+            columns["accept_chance"] = (self.accept_chance[state, rank] * is_labelled).float()
+            columns["next_chance"] = (self.next_chance[state] * is_labelled).float()
+        columns["observed"] = is_labelled
         values = torch.from_numpy(features).masked_fill(~exists.cpu()[..., None], 0.0)
         columns |= zip(collector.features, values.unbind(2), strict=True)
         if collector.state_width:
@@ -431,7 +431,7 @@ def closure(tree: Topology) -> Topology:
     rank, paths = sibling_ranks(tree), set()
     for row in range(1, len(tree)):
         path: tuple[int, ...] = ()
-        # The node as seen from each of its ancestors: every suffix of its path of ranks.
+        # Its paths from each of its ancestors: every suffix of its path of ranks.
         while row > 0:
             path, row = (rank[row], *path), tree.parent[row]
             paths.add(path)

@@ -17,7 +17,7 @@ def import_(
         Path,
         typer.Argument(
             help="Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of vLLM: a .jsonl file of "
-            "responses, or the folder that RecordingProposer wrote."
+            "responses."
         ),
     ],
     out: Out,

@@ -49,7 +49,7 @@ from .through_vllm import start_vllm
 
 
 class StepScript(StopPolicy):
-    """Lets some requests draft, all equally deep, from a shuffled deck; each card twice in a row.
+    """Lets a number of requests draft, all equally deep, from a shuffled deck; each card twice in a row.
 
     It counts steps, not rounds: an engine does not report the outcome of a round without a draft.
     """
@@ -66,7 +66,7 @@ class StepScript(StopPolicy):
         self._number, self._turn = number, -1
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep up to the length on the card, in the requests whose turn it is."""
+        """Keep up to the length on the card, in the requests of this turn."""
         self._turn += step.depth == 0  # called once per step at depth 0, for all requests
         deck, place = divmod(self._turn // TWICE, len(self._deck))
         count, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
@@ -133,7 +133,7 @@ class StepTimer:
 
     def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
         """See `EngineObserver.on_drafts`."""
-        # The seconds of the last step are known by now, unless a prompt was read in between.
+        # The last step has its seconds by now, unless a prompt was read in between.
         if self._last is not None and self._last.seconds and not self._began:
             self._add(self._last)
         (model_s, policy_s), before = self._spent(), self._before
@@ -244,7 +244,7 @@ def measure_vllm_decisions(
 
 
 class _Run:
-    """vLLM, started to decode texts whose steps are timed; see `measure_vllm`. `requests`: most that are decoded at once."""
+    """Times steps of vLLM while it decodes texts; see `measure_vllm`. `requests`: most that are decoded at once."""
 
     def __init__(
         self, target: str, draft: str, prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy],
@@ -263,7 +263,8 @@ class _Run:
             create_timer, self._script, target, depth, options, dtype, enable_prefix_caching=False
         )
         assert proposer.drafting is not None
-        self._drafting, self.timer = proposer.drafting, proposer.observed
+        self._drafting = proposer.drafting
+        self.timer: StepTimer = proposer.observed
         from vllm import SamplingParams
 
         common = {"temperature": temperature, "ignore_eos": True, "detokenize": False}

@@ -24,7 +24,6 @@ from ..acceptance import FIXED, LENGTHS, VARIED
 from ..prompts import lines, prompt_and_sample
 from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
 from ..store import Trace, load_trace, open_for_writing, write_shard
-from .serving import import_parts
 
 
 def import_vllm(
@@ -33,11 +32,10 @@ def import_vllm(
     """Turn vLLM's records into a trace.
 
     Args:
-        path: a folder that `serving.RecordingProposer` wrote, or JSON Lines: responses of the server, or their
-            `metrics.speculative_decoding` objects alone. `detailed` records keep the order of the steps. The histogram of
-            `summary` records becomes a list of steps in ascending order, all of which count.
+        path: JSON Lines with `detailed` records: responses of the server, or their `metrics.speculative_decoding` objects
+            alone.
         out: folder of the trace.
-        target, draft: names for the header, which JSON lines do not contain; a folder does.
+        target, draft: names for the header, which the records do not contain.
         overwrite: replace an older result in `out`.
 
     Raises:
@@ -47,10 +45,6 @@ def import_vllm(
         SpecstopWarning: draft lengths vary.
     """
     file = Path(path)
-    if file.is_dir():
-        if target or draft:
-            raise InputError(f"--target, --draft: {file} names the models that it was recorded with; leave them out")
-        return import_parts(file, out, overwrite=overwrite)
     prepare_output_dir(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():
         raise InputError(f"path: expected a JSON Lines file, but {file} does not exist or is no file")
@@ -86,7 +80,6 @@ class _Record:
     Attributes:
         name, sample: prompt id and name of the sample (fields `prompt_id` and `sample` of the record, or its id).
         accepted, drafted: by step.
-        ordered: the steps are in the order in which they were taken, unlike those of a histogram.
         prompt: number of tokens of the prompt.
         tokens: number of tokens of the completion; `known_end`: the record has it, otherwise it is that of the steps.
     """
@@ -95,7 +88,6 @@ class _Record:
     sample: str
     accepted: list[int]
     drafted: list[int]
-    ordered: bool
     prompt: int
     tokens: int
     known_end: bool
@@ -108,14 +100,8 @@ class _Record:
             for name in ("metrics", "speculative_decoding", "spec_decode_metrics"):
                 if isinstance(metrics.get(name), dict):
                     metrics = metrics[name]
-            if ordered := metrics.get("per_step_accepted") is not None:
-                accepted = [int(n) for n in metrics["per_step_accepted"]]
-            else:
-                histogram = enumerate(metrics["acceptance_histogram"])
-                accepted = [length for length, count in histogram for _ in range(int(count))]
-            by_step = metrics.get("per_step_drafted") if ordered else None
-            drafted = [int(n) for n in by_step or [metrics["num_spec_tokens"]] * len(accepted)]
-            total = sum(drafted) if by_step else int(metrics.get("num_draft_tokens", sum(drafted)))
+            accepted = [int(n) for n in metrics["per_step_accepted"]]
+            drafted = [int(n) for n in metrics.get("per_step_drafted") or [metrics["num_spec_tokens"]] * len(accepted)]
             usage = raw.get("usage") or {}
             prompt, generated = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -125,18 +111,13 @@ class _Record:
             ) from None
         if len(accepted) != len(drafted) or any(not 0 <= a <= d for a, d in zip(accepted, drafted, strict=False)):
             raise InputError(f"path: {where}: steps accept more than they drafted, or their numbers differ")
-        if total != sum(drafted):
-            raise InputError(
-                f"path: {where}: expected {len(drafted)} steps of {max(drafted, default=0)} drafted tokens, got {total} "
-                "drafted tokens in all; record with `--per-request-spec-decode-metrics detailed`, or leave the line out"
-            )
         tokens = generated or 1 + sum(accepted) + len(accepted)
         if max(drafted, default=0) >= MAX_ROWS or not all(0 <= n < 2**31 for n in (prompt, tokens)):
             raise InputError(f"path: {where}: expected steps of less than {MAX_ROWS} tokens, and texts of 0 to 2^31")
         prompt_id, sample = prompt_and_sample(raw.get("id"), raw.get("prompt_id"), raw.get("sample"), where)
         if not is_text(prompt_id + sample):
             raise InputError(f"path: {where}: the id has {SURROGATE}")
-        return cls(prompt_id, sample, accepted, drafted, ordered, prompt, tokens, generated > 0)
+        return cls(prompt_id, sample, accepted, drafted, prompt, tokens, generated > 0)
 
     @property
     def anchor(self) -> Array:
@@ -149,13 +130,10 @@ class _Record:
         """[steps] bool, the last step, and if the end of the text is known all drafts that reach beyond it.
 
         The step at the end accepts more than others, because a long step is more likely to reach the end. So all drafts that
-        could reach it are excluded, whatever they accepted. The last step of a summary is unknown; all its steps together are
-        an unbiased choice, and none is excluded.
+        could reach it are excluded, whatever they accepted.
         """
-        out = np.zeros(len(self.accepted), dtype=bool)
-        if self.ordered:
-            out |= (self.anchor + np.array(self.drafted, dtype=np.int64) > self.tokens) & self.known_end
-            out[-1:] = True
+        out: Array = (self.anchor + np.array(self.drafted, dtype=np.int64) > self.tokens) & self.known_end
+        out[-1:] = True
         return out
 
     def columns(self, sequence: int, depth: int) -> Mapping[str, Any]:

@@ -65,8 +65,6 @@ class EngineSettings:
         temperature: of sampling, for features that read it.
         fallback: draft length after the policy has failed.
         rows: maximum number of requests with drafts.
-        traces: folder for the traces of `collect.engines.serving.RecordingProposer`: of the requests a `share` is recorded,
-            and of their rounds a share `explore` is drafted to full depth whatever the policy decides.
     """
 
     draft: str = ""
@@ -78,9 +76,6 @@ class EngineSettings:
     temperature: float = 0.0
     fallback: int = 4
     rows: Annotated[int, Field(ge=1, le=1024)] = 64
-    traces: str = ""
-    share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    explore: float = 0.0
 
 
 def read_settings(raw: Any) -> EngineSettings:
@@ -106,5 +101,5 @@ def read_settings(raw: Any) -> EngineSettings:
         raise InputError(f"{where}: {name}: {first['msg']}, not {first['input']!r}{hint}") from None
     if needs_draft(settings.drafter) and not settings.draft:
         raise InputError(f"{where}: draft: expected the folder or hub name of the draft model")
-    check_limits(temperature=settings.temperature, fallback=settings.fallback, explore=settings.explore)
+    check_limits(temperature=settings.temperature, fallback=settings.fallback)
     return settings

@@ -20,7 +20,6 @@ import torch
 
 from ...policies import kernels
 from ...policies.contract import Array, StopPolicy
-from ...policies.errors import InputError
 from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ...policies.registry import load_policy
@@ -40,16 +39,8 @@ class Proposer:
         InputError, PolicyError: the settings or the policy are wrong, or the policy reads what vLLM does not pass on.
     """
 
-    records = False
-    """Whether it writes traces."""
-
     def __init__(self, vllm_config: Any) -> None:
         self.settings = read_settings(vllm_config.additional_config)
-        if bool(self.settings.traces) != self.records:
-            raise InputError(
-                "additional_config: specstop: traces: expected a folder with the class "
-                "specstop.collect.engines.serving.RecordingProposer, and with no other class"
-            )
         self._config = vllm_config
         policy = check_engine_policy(load_policy(self.settings.policy))
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -58,7 +49,7 @@ class Proposer:
         self.drafting: Drafting | None = None
 
     def prepared(self, policy: StopPolicy) -> StopPolicy:
-        """Return the policy to use: the same, or one that explores."""
+        """Return the policy to use: this one unless a subclass replaces it."""
         return policy
 
     def observer(self, options: Options) -> EngineObserver | None:

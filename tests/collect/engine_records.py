@@ -14,11 +14,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 DEPTH = 6
 
 
-def by_load(confidence: Array, request: int, chance: np.random.Generator) -> Array:
-    """One length for all rounds of a request."""
-    return np.full(len(confidence), (2, 4, 6)[request % 3])
-
-
 def at_random(confidence: Array, request: int, chance: np.random.Generator) -> Array:
     """A length for each round."""
     return chance.integers(1, DEPTH + 1, len(confidence))
@@ -50,23 +45,11 @@ def simulated(
         confidence = 1.0 / (1.0 + np.exp(-odds))
         length = (chance.random(odds.shape) < confidence).cumprod(1).sum(1)
         drafted = choose(confidence, request, chance)
-        accepted = np.minimum(length, drafted)
-        steps = {"per_step_accepted": accepted.tolist(), "per_step_drafted": drafted.tolist()}
+        steps = {"per_step_accepted": np.minimum(length, drafted).tolist(), "per_step_drafted": drafted.tolist()}
         counts = {"num_spec_tokens": DEPTH, "num_draft_tokens": int(drafted.sum()), **steps}
-        counts["acceptance_histogram"] = np.bincount(accepted, minlength=DEPTH + 1).tolist()
         records.append({"id": f"r{request}", "metrics": {"speculative_decoding": counts}})
         lengths.append(length)
     return records, lengths
-
-
-def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same records without their steps."""
-    out = []
-    for record in records:
-        counts = record["metrics"]["speculative_decoding"]
-        left = {name: value for name, value in counts.items() if not name.startswith("per_step")}
-        out.append({**record, "metrics": {"speculative_decoding": left}})
-    return out
 
 
 def write(path: Path, records: list[Any]) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_records import DEPTH, at_random, simulated
-from specstop.collect.acceptance import DEPENDENT, INDEPENDENT, LENGTHS, depth_outcomes, survival
+from specstop.collect.acceptance import FIXED, LENGTHS, VARIED, depth_outcomes, survival
 from specstop.collect.schema import NO_TOKEN, Header, chain
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -81,8 +81,8 @@ def test_a_drafter_without_a_token_ends_its_draft() -> None:
     assert depth_outcomes(header(chain(3)), columns).survival == pytest.approx([2 / 3, 1 / 3, 0.0])
 
 
-@pytest.mark.parametrize(("kind", "known"), [(INDEPENDENT, 3), (DEPENDENT, 2)])
-def test_lengths_that_depend_on_acceptance_identify_what_every_round_drafted(kind: str, known: int) -> None:
+@pytest.mark.parametrize(("kind", "known"), [(FIXED, 3), (VARIED, 2)])
+def test_lengths_that_vary_identify_what_every_round_drafted(kind: str, known: int) -> None:
     length, drafted = np.array([3, 2, 0, 3, 1]), np.array([3, 2, 2, 3, 3])
     found = depth_outcomes(header(chain(3), **{LENGTHS: kind}), rounds(length, drafted, 3))
     assert np.isfinite(found.survival).tolist() == [k <= known for k in (1, 2, 3)]

@@ -1,20 +1,23 @@
-"""Traces of filtered sampling: replay is the live loop, the header says what was sampled from, policies are checked by it."""
+"""Traces of filtered and structured sampling: replay is the live loop, the header says what was sampled from."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benchmark_scripts import part
+from byte_pair import PERSON, byte_pair
 from conftest import NEW, make_prompts
-from specstop.collect.dense import DenseCollector
+from contract_policies import DEPTH
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.schema import NO_TOKEN, Header, PromptTask
+from specstop.collect.schema import NO_TOKEN, Header
 from specstop.decode.benchmark import bench
+from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -22,22 +25,26 @@ from specstop.decode.run import decode
 from specstop.decode.verify.conditions import warn_if_untrained
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import FixedLength
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
+from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
-from trace_rows import numpy_rows
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-)
+from trace_rows import by_anchor
+from transformers.generation.logits_process import LogitsProcessor
 
-same_rounds = part("same_rounds", of="filtered")
+TREE = "3,2,1,1,1"
 TOP_P = SamplingParams(top_p=0.8)
+FILTERS = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}
+ALL = {"top_k": 3, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "min_new_tokens": 9}
 
 
 class Banning(LogitsProcessor):
@@ -47,30 +54,65 @@ class Banning(LogitsProcessor):
         return scores.scatter(1, (input_ids[:, -1:] + 1) % scores.shape[1], -torch.inf)
 
 
-CASES = [  # each filter once, each temperature and shape several times
-    (name, temperature, shape)
-    for at, name in enumerate(same_rounds.FILTERS)
-    for temperature, shape in [(same_rounds.TEMPERATURES[at % 3], ("chain", "tree")[at % 2])]
-] + [("top-p 0.9", 1.0, "tree"), ("repetition penalty 1.2", 0.7, "chain")]
+class ByNoise(StopPolicy):
+    """Reads what the filters change: margins, the chance of the drawn token, its path; and trims by it."""
+
+    name, trims, max_depth = "by-noise", True, DEPTH
+    features = ("noisy_margin", "noisy_lead", "drawn_prob", "path_logprob", "mean_accepted")
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        margin, lead, chance, path, mean = np.moveaxis(step.features, -1, 0)
+        return step.alive & (margin > 0.2) & (lead > -1.5) & (chance > 0.05) & (path > -5.0 - mean), state
 
 
-@pytest.mark.parametrize(("name", "temperature", "shape"), CASES)
+def compared_rounds(
+    pair: Pair, prompts: Sequence[Prompt], tokens: int, shaping: SamplingParams, temperature: float, tree: str | None,
+    profile: Profile, folder: Path,
+) -> int:  # fmt: skip
+    """Assert that replay of a dense trace gives the rounds of the live loop under several policies; return their number."""
+    assert pair.tokenizer is not None
+    options: dict[str, Any] = {"tree": tree, "shaping": shaping, "verification": "match"}
+    trace = collect(pair, prompts, folder, depth=DEPTH, temperature=temperature, max_new_tokens=tokens, **options)
+    arrays, rounds = trace_arrays(trace), 0
+    assert all(torch.isfinite(values).all() for values in arrays.columns.values())
+    policies = [
+        FixedLength(0),
+        FixedLength(2),
+        FixedLength(DEPTH),
+        ByNoise(),
+        *map(load_policy, ("confidence:0.2", "online:0.4")),
+    ]
+    for policy in policies:
+        policy = policy.limited(DEPTH)
+        speculator = Speculator(pair, policy, Settings(temperature, tokens, DEPTH, **options), profile)
+        log = replay(arrays, policy, profile).log.tolist()
+        at = {name: number for number, name in enumerate(arrays.prompt_ids)}
+        for prompt in prompts:
+            live = speculator.generate(list(pair.tokenizer(prompt.text)["input_ids"]), stream_key(0, prompt.id)).rounds
+            replayed = [line[1:] for line in log if line[0] == at.get(prompt.id)]
+            assert [[r.anchor, r.drafted, r.verified, r.accepted] for r in live] == replayed, policy.name
+            rounds += len(live)
+    return rounds
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "tree"),
+    [*((name, (0.5, 0.7, 1.0)[at % 3], (None, TREE)[at % 2]) for at, name in enumerate(FILTERS)), ("top_p", 1.0, TREE),
+     ("repetition_penalty", 0.7, None)],
+)  # fmt: skip
 def test_replay_of_filtered_traces_is_the_live_loop(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, name: str, temperature: float, shape: str
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, name: str, temperature: float, tree: str | None
 ) -> None:
-    shaping, tree = same_rounds.FILTERS[name], same_rounds.SHAPES[shape]
-    found = same_rounds.same_rounds(pair, prompts[::2], NEW, shaping, temperature, tree, tmp_path / "trace")
-    assert found.rounds > 150
-    assert (found.wrong, found.not_finite) == (0, 0)
+    shaping = SamplingParams(**{name: FILTERS[name]})
+    assert compared_rounds(pair, prompts[::2], NEW, shaping, temperature, tree, profile, tmp_path / "t") > 100
 
 
 def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
     """And where one of the user's own reads the tokens before."""
     shaping, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
-    found = same_rounds.same_rounds(pair, prompts[::2], NEW, shaping, 0.7, tree, tmp_path / "trace")
-    assert (found.wrong, found.not_finite) == (0, 0)
+    compared_rounds(pair, prompts[::2], NEW, shaping, 0.7, tree, profile, tmp_path / "a")
     again = collect(pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, shaping=shaping)
     arrays = trace_arrays(again)
     missing = (arrays.tokens == NO_TOKEN).numpy()
@@ -85,20 +127,9 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]
 ) -> None:
     keys = [stream_key(0, p.id) for p in prompts]
-    shapings = (
-        *same_rounds.FILTERS.values(),
-        SamplingParams(
-            top_k=3,
-            top_p=0.9,
-            min_p=0.01,
-            repetition_penalty=1.4,
-            no_repeat_ngram=2,
-            min_new_tokens=9,
-            processors=(Banning(),),
-        ),
-    )
     bare = plain_texts(pair, prompt_ids, keys, NEW, 0.7).tokens
-    for shaping in shapings:
+    filters = [SamplingParams(**{name: value}) for name, value in FILTERS.items()]
+    for shaping in (*filters, SamplingParams(**ALL, processors=(Banning(),))):
         for temperature in (0.0, 0.7):
             texts = plain_texts(pair, prompt_ids, keys, NEW, temperature, shaping=shaping).tokens
             loop = Speculator(pair, FixedLength(0), Settings(temperature, NEW, shaping=shaping, verification="match"))
@@ -106,121 +137,128 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
             assert temperature == 0.0 or texts != bare
 
 
-def test_a_mixed_trace_is_of_the_filtered_distribution(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_mixed_trace_is_of_the_filtered_distribution(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     """One token is left, so the draft's is sure; and labels are those of the dense trace."""
-    options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": SamplingParams(top_k=1)}
-    mixed = numpy_rows(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
-    work = [PromptTask(n, str(n), "", ids, stream_key(0, str(n))) for n, ids in enumerate(prompt_ids)]
-    settings = Settings(0.7, NEW, 1, shaping=SamplingParams(top_k=1), verification="match")
-    alone, together = (DenseCollector(pair, settings, memory_bytes=size, mix=0.3).rows(work) for size in (1, 1 << 28))
-    for one, other in zip(alone, together, strict=True):  # one text at a time, or all side by side
-        columns = {name: value for name, value in one.items() if isinstance(value, np.ndarray)}
-        assert {"tokens", "accepted", "top1"} <= set(columns)
-        assert all(np.allclose(value, other[name], atol=1e-6) for name, value in columns.items())
-    dense = numpy_rows(collect(pair, prompts, tmp_path / "dense", **options))
-    key = lambda row: (int(row["sequence"]), int(row["anchor"]))  # noqa: E731
-    labels = {key(row): bool(row["accepted"][0]) for row in dense}
-    assert {key(row): bool(row["accepted"][0]) for row in mixed} == labels
-    assert all(row["draft_prob"][0] == 1.0 for row in mixed)
-    chances = {float(row["drawn_prob"][0]) for row in mixed}
+    options: dict[str, Any] = {
+        "depth": 1,
+        "temperature": 0.7,
+        "max_new_tokens": NEW,
+        "shaping": SamplingParams(top_k=1),
+    }
+    mixed = by_anchor(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
+    dense = by_anchor(collect(pair, prompts, tmp_path / "dense", **options))
+    assert {key: bool(row["accepted"][0]) for key, row in mixed.items()} == {
+        key: bool(row["accepted"][0]) for key, row in dense.items()
+    }
+    assert all(row["draft_prob"][0] == 1.0 for row in mixed.values())
+    chances = {float(row["drawn_prob"][0]) for row in mixed.values()}
     assert chances == {0.0, 1.0}, "after the mixed text another token may be the only one left"
-    assert all(np.isfinite(row[name]).all() for row in mixed for name in CHAIN_FEATURES)
-
-
-def test_the_header_says_what_was_sampled_from(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    shaping = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
-    header = collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, shaping=shaping).header
-    assert header.shaping == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
-    assert Header.from_json(header.to_json(), "x") == header
-    with pytest.raises(TraceError, match="a run with another shaping"):
-        collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, resume=True)
-
-
-def test_traces_of_different_filters_are_not_one(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    made = [collect(pair, prompts[:2], tmp_path / str(len(s.options)), depth=2, temperature=0.7, max_new_tokens=6, shaping=s)
-            for s in (SamplingParams(), TOP_P)]  # fmt: skip
-    with pytest.raises(TraceError, match=r"differ in shaping \(\{\}, \{'top_p': 0.8\}\)"):
-        joined_arrays(made)
-
-
-def test_options_come_back_from_their_facts() -> None:
-    shaping = SamplingParams(
-        top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=9
-    )
-    assert SamplingParams.from_dict(shaping.to_dict()).to_dict() == shaping.to_dict()
-    assert SamplingParams.from_dict({}).to_dict() == SamplingParams().to_dict() == {}
-    for facts, message in (({"colour": 1}, "colour"), ({"top_p": 7}, "top_p"),
-                           ({"processors": ["Banning"]}, "processors.*restored")):  # fmt: skip
-        with pytest.raises(InputError, match=message):
-            SamplingParams.from_dict(facts)
+    assert all(np.isfinite(row[name]).all() for row in mixed.values() for name in CHAIN_FEATURES)
 
 
 @pytest.fixture(scope="module")
-def learned(pair: Pair, full_profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def structured() -> tuple[Pair, Any, list[Prompt]]:
+    """A pair of bytes, a grammar and prompts."""
+    grammars = pytest.importorskip("specstop.decode.verify.grammar")
+    pytest.importorskip("llguidance")
+    pair = byte_pair()
+    prompts = [Prompt(str(at), text) for at, text in enumerate(("the name", '{"age": 4', "a tag", "ok?"))]
+    return pair, grammars.Grammar.from_json_schema(PERSON, pair.tokenizer), prompts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("tree", [None, "2,2,1,1,1"])
+def test_replay_under_a_grammar_is_the_live_loop(
+    structured: tuple[Pair, Any, list[Prompt]], profile: Profile, tmp_path: Path, temperature: float, tree: str | None
+) -> None:
+    pair, grammar, prompts = structured
+    shaping = SamplingParams(processors=(grammar,))
+    assert compared_rounds(pair, prompts, 90, shaping, temperature, tree, profile, tmp_path / "trace") > 50
+
+
+@pytest.mark.parametrize("collector", ["dense", "live"])
+def test_the_header_names_the_grammar_and_resuming_requires_the_same(
+    structured: tuple[Pair, Any, list[Prompt]], tmp_path: Path, collector: str
+) -> None:
+    pair, grammar, prompts = structured
+    options = {"depth": 3, "max_new_tokens": 40, "temperature": 0.7, "collector": collector, "verification": "match"}
+    trace = collect(pair, prompts, tmp_path / "a", shaping=SamplingParams(processors=(grammar,)), **options)
+    assert trace.header.shaping == {"processors": [grammar.name]}
+    other = type(grammar).from_text("root ::= [a-c]{5}", pair.tokenizer)
+    for shaping in (SamplingParams(), SamplingParams(processors=(other,))):
+        with pytest.raises(TraceError, match="shaping"):
+            collect(pair, prompts, tmp_path / "a", shaping=shaping, resume=True, **options)
+
+
+def test_the_header_says_what_was_sampled_from_and_traces_of_different_filters_are_not_one(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    shaping = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
+    options = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6}
+    traces = [
+        collect(pair, prompts[:2], tmp_path / str(at), shaping=s, **options) for at, s in enumerate((shaping, TOP_P))
+    ]
+    header = traces[0].header
+    assert header.shaping == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
+    assert Header.from_json(header.to_json(), "x") == header
+    with pytest.raises(TraceError, match="shaping"):
+        joined_arrays(traces)
+
+
+def test_sampling_parameters_come_back_from_their_dictionary() -> None:
+    shaping = SamplingParams(**ALL)
+    assert SamplingParams.from_dict(shaping.to_dict()).to_dict() == shaping.to_dict()
+    assert SamplingParams.from_dict({}).to_dict() == SamplingParams().to_dict() == {}
+    for values, noun in (
+        ({"colour": 1}, "colour"),
+        ({"top_p": 7}, "top_p"),
+        ({"processors": ["Banning"]}, "processors"),
+    ):
+        with pytest.raises(InputError, match=noun):
+            SamplingParams.from_dict(values)
+
+
+def test_a_policy_is_warned_about_under_other_filters_temperatures_and_verifications(
+    pair: Pair,
+    plain_pair: Pair,
+    prompts: list[Prompt],
+    prompt_ids: list[list[int]],
+    full_profile: Profile,
+    tmp_path: Path,
+) -> None:
     """A policy trained under top-p 0.8 at temperature 0.7."""
-    room = tmp_path_factory.mktemp("learned")
-    traces = collect(pair, make_prompts(24, "fit", 21), room / "traces", depth=5, temperature=0.7, max_new_tokens=NEW,
-                     shaping=TOP_P, verification="match")  # fmt: skip
-    train(traces, full_profile, head="logistic", out=room / "policy", cross_fit=False)
-    return room / "policy"
+    options: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW}
+    fit = collect(pair, make_prompts(24, "fit", 21), tmp_path / "fit", shaping=TOP_P, verification="match", **options)
+    train(fit, full_profile, head="logistic", out=tmp_path / "policy", cross_fit=False)
+    policy = load_policy_folder(tmp_path / "policy")
+    assert isinstance(policy, LearnedPolicy) and policy.metadata.shaping == {"top_p": 0.8}
+    assert "top-p 0.8" in (tmp_path / "policy" / "README.md").read_text()
+    plain, same = (Settings(0.7, 4, shaping=s, verification="match") for s in (SamplingParams(), TOP_P))
+    other = collect(pair, prompts, tmp_path / "plain", verification="match", **options)
+    explored = collect(
+        pair, prompts, tmp_path / "live", collector="live", policy=FixedLength(3), explore=0.5, **options
+    )
 
-
-def test_a_policy_keeps_what_it_was_trained_for(learned: Path) -> None:
-    assert load_policy_folder(learned).metadata.shaping == {"top_p": 0.8}
-    assert "top-p 0.8" in (learned / "README.md").read_text()
-
-
-def test_other_filters_and_temperatures_are_told_of(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], full_profile: Profile, learned: Path, tmp_path: Path
-) -> None:
-    policy = load_policy_folder(learned)
-    filtered = "another filter \\(top-p 0.8\\) than this run \\(none\\)"
-    plain = Settings(0.7, 4, verification="match")
-    with pytest.warns(SpecstopWarning, match=filtered):
-        decode(pair, [prompts[0].text], policy, settings=plain)
-    with pytest.warns(SpecstopWarning, match=filtered):
-        bench(pair, [prompt_ids[3]], [policy], settings=plain)
-    with pytest.warns(SpecstopWarning, match="another temperature \\(0.7\\) than this run \\(1.0\\)"):
-        warn_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match"))
-    with pytest.warns(SpecstopWarning, match="another verification \\(match\\) than this run \\(rejection\\)"):
-        warn_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection"))
-    other = collect(pair, prompts, tmp_path / "plain", depth=5, temperature=0.7, max_new_tokens=NEW,
-                    verification="match")  # fmt: skip
-    with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
-        evaluate(other, full_profile, [policy])
-    explored = collect(pair, prompts, tmp_path / "live", depth=5, temperature=0.7, max_new_tokens=NEW, collector="live",
-                       policy=FixedLength(3), explore=0.5)  # fmt: skip
-    with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
-        evaluate(explored, full_profile, [policy])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P, verification="match"))
-        warn_if_untrained(FixedLength(3), plain)
-    with pytest.warns(SpecstopWarning, match="trained for another pair .* than this run .*'draft': 'lookup'"):
-        decode(
-            pair,
-            [prompts[0].text],
-            policy,
-            settings=Settings(0.7, 4, shaping=TOP_P, verification="match"),
-            drafter="lookup",
-        )
-
-
-def test_generate_tells_of_a_filter_that_a_policy_was_not_trained_for(
-    plain_pair: Pair, prompt_ids: list[list[int]], learned: Path
-) -> None:
-    from specstop.decode.hf.generate import specstop_generate
-
-    def generate(**options: object) -> None:
+    def generate(**sampling: object) -> None:
         plain_pair.target.generate(
             torch.tensor([prompt_ids[3]]), custom_generate=specstop_generate, draft_model=plain_pair.draft, max_new_tokens=4,
-            do_sample=True, policy=str(learned), pad_token_id=0, **options,
+            do_sample=True, policy=str(tmp_path / "policy"), pad_token_id=0, temperature=0.7, **sampling,
         )  # fmt: skip
 
-    with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than this run \\(top-k 7\\)"):
-        generate(temperature=0.7, top_k=7)
+    for run, words in (
+        (lambda: decode(pair, [prompts[0].text], policy, settings=plain), "another filter"),
+        (lambda: bench(pair, [prompt_ids[3]], [policy], settings=plain), "another filter"),
+        (lambda: evaluate(other, full_profile, [policy]), "another filter"),
+        (lambda: evaluate(explored, full_profile, [policy]), "another filter"),
+        (lambda: generate(top_k=7), "another filter"),
+        (lambda: warn_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match")), "temperature"),
+        (lambda: warn_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection")), "verification"),
+        (lambda: decode(pair, [prompts[0].text], policy, settings=same, drafter="lookup"), "another pair"),
+    ):
+        with pytest.warns(SpecstopWarning, match=words):
+            run()
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecstopWarning)
-        generate(temperature=0.7, top_k=0, top_p=0.8)
+        decode(pair, [prompts[0].text], policy, settings=same)
+        warn_if_untrained(FixedLength(3), plain)
+        generate(top_k=0, top_p=0.8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.collect.live import exploring
+from specstop.collect.exploring import exploring
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import DraftScores, RoundState

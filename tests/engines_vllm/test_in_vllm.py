@@ -5,6 +5,7 @@ vLLM binds threads and keeps its models until its process ends, so every engine 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ from pathlib import Path
 import pytest
 from conftest import build_draft, build_model
 from scipy.stats import chi2_contingency
-from specstop.collect.engines.vllm_records import import_vllm
 from transformers import PreTrainedTokenizerFast
 
 
@@ -77,6 +77,21 @@ print("ANSWER" + json.dumps({"texts": texts, "drafted": drafting.spent.drafted i
 """
 
 
+COLLECT = """
+import json, sys
+from specstop.collect import Prompt, collect
+from specstop.decode import load_pair
+from specstop.policies.display import silent
+task = json.loads(sys.argv[1])
+target, draft = (task["folder"] + f"/{name}" for name in ("target", "draft"))
+prompts = [Prompt(str(at), text) for at, text in enumerate(task["prompts"])]
+trace = collect(load_pair(target, draft), prompts, task["out"], target=target, draft=draft, collector="live", through="vllm",
+                policy="confidence:0.3", depth=5, max_new_tokens=24, batch=3, shards=1, explore=0.2, progress=silent)
+names = ["sequence", "anchor", "accepted_length", "drawn", "tokens", "committed"]
+print("ANSWER" + json.dumps(trace.table(names).to_pydict()))
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A pair whose heads are as wide as vLLM's attention on a CPU wants them."""
@@ -115,30 +130,35 @@ def ours(
     }
 
 
-def test_texts_are_those_of_plain_vllm(folder: Path, tmp_path: Path) -> None:
+def test_texts_are_those_of_plain_vllm(folder: Path) -> None:
     prompts = [[17 + (7 * i + j) % 31 for j in range(3 + 9 * (i % 3))] for i in range(8)]
     prompts[5] = list(prompts[2])  # requests of equal tokens
     plain = serve(folder, prompts)["texts"]
-    recording = {"drafts": "collect.engines.serving.RecordingProposer", "traces": str(tmp_path / "parts")}
     both = {"drafter": "suffix?sure=0.8+model"}
-    for policy, more in (("confidence:0.3", {}), ("fixed:4", both), ("fixed:5", recording)):
+    for policy, more in (("confidence:0.3", {}), ("fixed:4", both)):
         found = serve(folder, prompts, **ours(folder, policy, **more))
         assert found["texts"] == plain
         assert found["policy"] == policy and found["names"]
         assert found["drafted"] > found["steps"] > 10
-    rows = import_vllm(tmp_path / "parts", tmp_path / "trace").table().to_pydict()
-    recorded: dict[str, set[int]] = {}
-    for name, anchor, accepted, tokens in zip(
-        *(rows[column] for column in ("prompt_id", "anchor", "accepted_length", "tokens")), strict=True
+
+
+def test_a_collected_trace_has_each_round_of_the_texts_once(folder: Path, tmp_path: Path) -> None:
+    words = [[f"w{17 + (7 * i + j) % 31}" for j in range(3 + 9 * (i % 3))] for i in range(6)]
+    plain = serve(folder, [[int(word[1:]) for word in prompt] for prompt in words])["texts"]
+    task = {"folder": str(folder), "prompts": [" ".join(prompt) for prompt in words], "out": str(tmp_path / "trace")}
+    rows, recorded = answer_of(COLLECT, task), Counter[tuple[int, int]]()
+    for sequence, anchor, accepted, drawn, tokens in zip(
+        *(rows[name] for name in ("sequence", "anchor", "accepted_length", "drawn", "tokens")), strict=True
     ):
-        text = plain[int(name.partition("-")[0][1:])]
-        after = text[anchor : anchor + 5]
+        after = plain[sequence][anchor : anchor + sum(drawn)]
         agreed = next((at for at, (a, b) in enumerate(zip(tokens, after, strict=False)) if a != b), len(after))
-        # Behind the limit vLLM commits tokens that it does not give out.
-        assert accepted == agreed or (accepted > agreed == len(after)), name
-        assert anchor not in recorded.setdefault(name, set())
-        recorded[name].add(anchor)
-    assert len(recorded) == len(prompts) and all(1 in anchors for anchors in recorded.values())
+        assert accepted == agreed
+        recorded[sequence, anchor] += 1
+    assert max(recorded.values()) == 1 and {sequence for sequence, _ in recorded} == set(range(len(words)))
+    for sequence in range(len(words)):
+        columns = zip(rows["sequence"], rows["anchor"], rows["committed"], strict=True)
+        rounds = [(anchor, committed) for at, anchor, committed in columns if at == sequence]
+        assert rounds[0][0] == 1 and all(a + n == b for (a, n), (b, _) in itertools.pairwise(rounds))
 
 
 def test_sampled_tokens_are_of_plain_vllms_law_once_temperatures_reach_the_verification(folder: Path) -> None:

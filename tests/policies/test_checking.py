@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.collect.live import exploring
+from specstop.collect.exploring import exploring
 from specstop.collect.store import Trace
 from specstop.decode.hf.stopping import PolicyStoppingCriteria
 from specstop.decode.loop import Settings, Speculator

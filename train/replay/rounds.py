@@ -122,7 +122,8 @@ def check_identified(arrays: TraceArrays, policy: StopPolicy) -> None:
     if policy.max_depth > limit:
         raise TraceError(
             f"expected a policy of at most {limit} tokens, got {policy.name}: in this trace draft lengths vary and "
-            "may depend on acceptance, so that what longer drafts would bring is not identified; record with a fixed draft length"
+            "may depend on acceptance, so that what longer drafts would bring is not identified; record with a fixed draft "
+            "length"
         )
 
 

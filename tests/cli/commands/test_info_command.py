@@ -79,8 +79,7 @@ def test_depths_that_a_run_never_drafted_have_no_value(pair: Pair, prompts: list
     ("choose", "lengths", "known"),
     [
         (engine_records.fixed, "fixed", 6),
-        (engine_records.at_random, "independent", 6),
-        (engine_records.by_confidence, "dependent", 1),
+        (engine_records.by_confidence, "varied", 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore:path. draft lengths")
@@ -92,5 +91,4 @@ def test_records_of_an_engine(tmp_path: Path, choose: Callable[..., Any], length
     truth = [float((np.concatenate(length) >= k).mean()) for k in range(1, engine_records.DEPTH + 1)]
     for row, share in zip(facts["acceptance"], truth, strict=True):
         assert row["probability"] == (pytest.approx(share, rel=0.08) if row["depth"] <= known else None)
-    assert ("assumes" in facts.get("note on acceptance", "")) == (lengths == "independent")
-    assert (facts["accepted length, mean"] is None) == (lengths == "dependent")
+    assert (facts["accepted length, mean"] is None) == (lengths == "varied")
