@@ -128,7 +128,7 @@ def collect(
         out: folder of the trace.
         rank: this process, if several collect different shards of the trace.
         resume: continue an interrupted run in `out`.
-        overwrite: delete an older result in `out` first.
+        overwrite: replace an older result in `out` when the new one is complete.
         progress: see `Progress`.
         options: fields of `CollectOptions`, such as `depth=8`.
 

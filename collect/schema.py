@@ -102,63 +102,45 @@ HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class Header:
-    """What holds for all rows of a trace. Fields are validated at construction.
+    """What holds for all rows of a trace. Fields are validated at construction."""
 
-    Attributes:
-        target, draft: names that the models were loaded by.
-        pair: hashes of target, draft and tokenizer.
-        vocabulary: width of the logits.
-        eos: token ids that end a text.
-        temperature: of the sampling.
-        topology: parent of each node in breadth-first order, -1 = the anchor; a chain is -1, 0, 1, ...
-        features, anchor_features: names recorded at each node, and once per anchor.
-        max_new_tokens: limit of each text. Rows end there, labels may lie beyond.
-        seed: of the streams.
-        shards: number of shards of the complete trace.
-        prompts: number of texts to collect: prompts, or samples of prompts.
-        prompts_hash: hash of ids, samples, groups and token ids of the prompts.
-        verification: mode of the labels; `label` is its kind, "outcome" for records of an engine.
-        collector: "dense" or "live".
-        texts: "target": the target's own. "sampled": completions sampled from it. "completions": any completions;
-            anchors are recorded where the target continues in the same way. "vllm": texts of a server.
-        policy: of a live run; "" for dense traces.
-        explore: share of live rounds drafted to full depth regardless of the policy.
-        batch: number of texts that a live run decodes in parallel; 1 if unknown.
-        mix: share of the target's tokens in the text that the draft read; 0 = the target's text.
-        draws: number of draws of drafts and acceptances per text, as consecutive sequences.
-        hidden: width of each recorded hidden state.
-        shaping: other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
-        schema: version.
-        facts: device, dtype, threads, versions and other provenance.
-    """
-
+    # Names that the models were loaded by, and hashes of target, draft and tokenizer.
     target: str
     draft: str
     pair: Mapping[str, str]
-    vocabulary: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
-    eos: tuple[Annotated[int, Field(ge=0, lt=MAX_COUNT)], ...]
-    temperature: Annotated[float, _limited("temperature")]
+    vocabulary: Annotated[int, Field(ge=0, lt=MAX_COUNT)]  # width of the logits
+    eos: tuple[Annotated[int, Field(ge=0, lt=MAX_COUNT)], ...]  # token ids that end a text
+    temperature: Annotated[float, _limited("temperature")]  # of the sampling
+    # Parent of each node in breadth-first order, -1 = the anchor; a chain is -1, 0, 1, ...
     topology: Annotated[tuple[int, ...], Field(max_length=MAX_ROWS - 1), AfterValidator(_check_topology)]
-    features: Annotated[tuple[str, ...], _features_of(Kind.PRE, Kind.POST)]
-    anchor_features: Annotated[tuple[str, ...], _features_of(Kind.ANCHOR)]
-    max_new_tokens: Count
-    seed: Annotated[int, _limited("seed")]
-    shards: Annotated[int, _limited("shards")]
-    prompts: Count
-    prompts_hash: str
+    features: Annotated[tuple[str, ...], _features_of(Kind.PRE, Kind.POST)]  # recorded at each node
+    anchor_features: Annotated[tuple[str, ...], _features_of(Kind.ANCHOR)]  # recorded once per anchor
+    max_new_tokens: Count  # limit of each text: rows end there, labels may lie beyond
+    seed: Annotated[int, _limited("seed")]  # of the streams
+    shards: Annotated[int, _limited("shards")]  # number of shards of the complete trace
+    prompts: Count  # number of texts to collect: prompts, or samples of prompts
+    prompts_hash: str  # of ids, samples, groups and token ids of the prompts
     verification: Annotated[str, Field(pattern="^(match|point|rejection|rejection_replace|block|typical)$")] = "match"
+    # Kind of the labels of the verification mode; "outcome" for records of an engine.
     label: Annotated[str, Field(pattern="^(match|point|ratio|block|typical|outcome)$")] = "match"
     collector: Literal["dense", "live"] = "dense"
+    # "target": the target's own texts. "sampled": completions sampled from it. "completions": any completions; anchors are
+    # recorded where the target continues in the same way. "vllm": texts of a server.
     texts: Literal["target", "sampled", "completions", "vllm"] = "target"
-    policy: str = ""
-    explore: Annotated[float, _limited("explore")] = 0.0
-    batch: Annotated[int, _limited("batch")] = 1
-    mix: Annotated[float, _limited("mix")] = 0.0
-    draws: Annotated[int, _limited("draws")] = 1
-    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=1 << 20)]] = Field(default_factory=dict)
+    policy: str = ""  # of a live run; "" for dense traces
+    explore: Annotated[float, _limited("explore")] = (
+        0.0  # share of live rounds drafted to full depth whatever the policy
+    )
+    batch: Annotated[int, _limited("batch")] = 1  # texts that a live run decodes in parallel; 1 if unknown
+    mix: Annotated[float, _limited("mix")] = (
+        0.0  # share of the target's tokens in the text that the draft read; 0 = all
+    )
+    draws: Annotated[int, _limited("draws")] = 1  # drafts and acceptances drawn per text, as consecutive sequences
+    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=1 << 20)]] = Field(default_factory=dict)  # width of each
+    # Other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
     shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
     schema: Literal[7] = SCHEMA_VERSION
-    facts: Mapping[str, Any] = Field(default_factory=dict)
+    facts: Mapping[str, Any] = Field(default_factory=dict)  # device, dtype, threads, versions and other provenance
 
     @model_validator(mode="after")
     def _check_consistent(self) -> Header:
@@ -273,7 +255,9 @@ class Header:
     def differences(self, other: Header) -> list[str]:
         """Return which fields and `RUN_FACTS` differ, as `differing`; rows of such runs must not be in one trace."""
         fields = (name for name in Header.__dataclass_fields__ if name != "facts")
-        return self.differing(other, fields) + [name for name in RUN_FACTS if self.facts.get(name) != other.facts.get(name)]
+        return self.differing(other, fields) + [
+            name for name in RUN_FACTS if self.facts.get(name) != other.facts.get(name)
+        ]
 
 
 @cache

@@ -20,7 +20,7 @@ import numpy as np
 from ..policies.contract import StopPolicy
 from ..policies.display import Progress, silent
 from ..policies.errors import InputError, SpecstopWarning, TraceError
-from ..policies.files import Input, delete_result
+from ..policies.files import Input, delete_result, replace_folder
 from ..policies.learned import LearnedPolicy
 from ..policies.profile import Profile
 from ..policies.storage import content
@@ -124,7 +124,8 @@ def record(
         plan: from `plan_run`.
         out: folder of the trace.
         rank: this process among others.
-        resume, overwrite: what to do with a folder that is not empty. Several processes always resume.
+        resume, overwrite: what to do with a folder that is not empty. Several processes always resume. A folder that is
+            overwritten is replaced when the new trace is complete.
         progress: counts the texts of this process.
 
     Raises:
@@ -133,15 +134,17 @@ def record(
     """
     header, prompts = plan.header, prompts_json(plan.prompts) if plan.prompts else None
     resume = resume or rank.world > 1
-    open_for_writing(out, header, resume=resume, overwrite=overwrite, inputs=plan.inputs, prompts=prompts)
+    folder = open_for_writing(out, header, resume=resume, overwrite=overwrite, inputs=plan.inputs, prompts=prompts)
     shards = [index for index in range(header.shards) if rank.takes(index)]
-    missing = set(shards) - finished(out, header)
+    missing = set(shards) - finished(folder, header)
     for index in sorted(set(shards) - missing):
         try:
-            for _ in read_shard(shard_path(out, index, header.shards), header):
+            for _ in read_shard(shard_path(folder, index, header.shards), header):
                 pass
         except TraceError as error:
-            warnings.warn(f"{error.command_line}; it is collected again", SpecstopWarning, stacklevel=2)
+            warnings.warn(
+                f"{error.command_line.rpartition('; ')[0]}; it is collected again", SpecstopWarning, stacklevel=2
+            )
             missing.add(index)
     task = "collect" if rank.world == 1 else f"collect {rank.rank}/{rank.world}"
     total = sum(len(plan.tasks[index]) for index in shards)
@@ -155,18 +158,21 @@ def record(
             chunks += plan.rows(batch)
             done += len(batch)
             progress(task, done, total)
-        write_shard(out, header, index, chunks)
-    trace = Trace(out, header)
-    if trace.complete:
-        if not trace.row_count:
-            delete_result(out)
-            raise TraceError(
-                "--prompts: there is no row, so nothing is kept: every text ends at once, or no text of --completions "
-                "continues as the target would"
-            )
-        load_trace(out)
-        remove_stale_files(out)
-    return trace
+        write_shard(folder, header, index, chunks)
+    trace = Trace(folder, header)
+    if not trace.complete:
+        return trace
+    if not trace.row_count:
+        delete_result(folder)
+        raise TraceError(
+            "--prompts: there is no row, so nothing is kept: every text ends at once, or no text of --completions continues "
+            "as the target would"
+        )
+    load_trace(folder)
+    remove_stale_files(folder)
+    if folder != out:
+        replace_folder(folder, out)
+    return Trace(out, header)
 
 
 def short_hash(value: Any) -> str:

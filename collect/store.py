@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,9 +36,9 @@ from ..policies.files import (
     MANIFEST,
     STAGE_PREFIX,
     Input,
-    delete_result,
     is_empty_dir,
     prepare_output_dir,
+    staging_path,
     sync,
     uninterrupted,
     write_atomic,
@@ -114,24 +115,28 @@ def open_for_writing(
     overwrite: bool = False,
     inputs: Iterable[Input] = (),
     prompts: str | None = None,
-) -> None:
+) -> Path:
     """Prepare a trace folder for the run that `header` describes. Several processes may do so at the same time.
 
     Args:
         folder: of the trace.
         header: of the run.
-        resume: continue the run in a folder that is not empty.
-        overwrite: delete an older result in the folder, unless it is resumed.
+        resume, overwrite: what to do with a folder that is not empty.
         inputs: files and folders that the run reads.
         prompts: contents of `PROMPTS_FILE`; None = no such file.
+
+    Returns:
+        The folder to write to. With `overwrite`, this is a folder next to it that `record` renames when it is complete.
 
     Raises:
         InputError: the folder is not empty and neither flag is set, or see `prepare_output_dir`.
         TraceError: `resume`, but the folder holds another run.
     """
-    prepare_output_dir(folder, overwrite=overwrite, resume=resume, inputs=inputs)
-    if overwrite and not resume:
-        delete_result(folder)
+    folder = prepare_output_dir(folder, overwrite=overwrite, resume=resume, inputs=inputs)
+    if overwrite:
+        folder = staging_path(folder)
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped and starts again
     path = folder / HEADER_FILE
     if not path.exists():
         if not is_empty_dir(folder) and {entry.name for entry in folder.iterdir()} - {PROMPTS_FILE}:
@@ -150,6 +155,7 @@ def open_for_writing(
         write_atomic(folder / CARD_FILE, data_card(present))
         shards = (shard_path(Path(), index, present.shards).as_posix() for index in range(present.shards))
         write_manifest(folder, (HEADER_FILE, PROMPTS_FILE, CARD_FILE, *shards))
+    return folder
 
 
 @contextlib.contextmanager

@@ -21,11 +21,11 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, PromptTask, stream_name
 from specstop.collect.shards import DistributedRank, Plan, record
-from specstop.collect.store import Trace, check_trace, finished, load_trace, shard_path
+from specstop.collect.store import Trace, check_trace, finished, shard_path
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
-from specstop.policies.files import MANIFEST, STAGE_PREFIX
+from specstop.policies.files import MANIFEST, STAGE_PREFIX, staging_path
 from specstop.policies.fixed import Confidence
 from specstop.policies.learned import TrainingMetadata
 from specstop.policies.profile import Profile
@@ -66,7 +66,9 @@ def same_rows(first: Trace, second: Trace) -> bool:
     return bool(first.table().equals(second.table()))
 
 
-def collect_and_hang(models: Path, out: Path, rank: DistributedRank, shards: int, writing: bool, ready: Connection) -> None:
+def collect_and_hang(
+    models: Path, out: Path, rank: DistributedRank, shards: int, writing: bool, ready: Connection
+) -> None:
     """Collect so many shards in another process, then wait to be killed within the next one."""
     torch.set_num_threads(1)
     pair = load_pair(models / "target", models / "draft", dtype="float64", engine="compact")
@@ -138,7 +140,9 @@ def test_any_number_of_processes_gives_the_same_rows(plan: Plan, alone: Trace, t
     assert same_rows(check_trace(tmp_path), alone)
 
 
-def test_processes_that_run_at_the_same_time_do_not_disturb_each_other(plan: Plan, alone: Trace, tmp_path: Path) -> None:
+def test_processes_that_run_at_the_same_time_do_not_disturb_each_other(
+    plan: Plan, alone: Trace, tmp_path: Path
+) -> None:
     """The second starts and ends while the first is within its first shard, the third while it is within its second."""
     others = [DistributedRank(1, 3), DistributedRank(2, 3)]
     collected: list[str] = []
@@ -212,13 +216,26 @@ def stopped_after(plan: Plan, shards: int, folder: Path) -> Plan:
 def test_an_interruption_leaves_whole_shards_and_the_run_can_be_resumed(
     plan: Plan, alone: Trace, tmp_path: Path, overwrite: bool
 ) -> None:
+    out, older = tmp_path / "out", {}
+    folder = staging_path(out) if overwrite else out
     if overwrite:
-        shutil.copytree(alone.folder, tmp_path, dirs_exist_ok=True)
-    with pytest.raises(KeyboardInterrupt):
-        record(stopped_after(plan, 2, tmp_path), tmp_path, overwrite=overwrite)
-    assert finished(tmp_path, plan.header) == {0, 1}
-    assert [p.name for p in tmp_path.rglob(".*")] == [MANIFEST]
-    assert same_rows(record(plan, tmp_path, resume=True, overwrite=overwrite), alone)
+        shutil.copytree(alone.folder, out)
+        older = files(out)
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            record(stopped_after(plan, 2, folder), out, overwrite=overwrite, resume=resume)
+        assert finished(folder, plan.header) == {0, 1}
+        assert [p.name for p in folder.rglob(".*")] == [MANIFEST]
+        assert not overwrite or files(out) == older, "the older trace stays until the new one is complete"
+    calls: list[tuple[int, int]] = []
+    progress = lambda task, *done: calls.append(done)  # noqa: E731
+    assert same_rows(record(plan, out, resume=True, overwrite=overwrite, progress=progress), alone)
+    assert calls[0][0] == len(plan.tasks[0]) + len(plan.tasks[1]), "finished shards are not collected again"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    if overwrite:  # a run that was stopped and is not resumed begins again
+        with pytest.raises(KeyboardInterrupt):
+            record(stopped_after(plan, 1, folder), out, overwrite=True)
+        assert same_rows(record(plan, out, overwrite=True), alone) and set(files(out)) == set(older)
 
 
 def test_a_damaged_shard_is_collected_again(plan: Plan, alone: Trace, tmp_path: Path) -> None:
@@ -286,7 +303,9 @@ def test_inputs_of_the_same_name_are_told_apart_by_their_contents(
         return header(depth=4, temperature=0.7, collector="live", policy=load_policy_folder(tmp_path / "policy"))
 
     old, new = trained(FACTS), trained(dataclasses.replace(FACTS, rho=60.0))
-    assert old.policy == new.policy and old.differences(new) == ["policy digest"] and not old.differences(trained(FACTS))
+    assert (
+        old.policy == new.policy and old.differences(new) == ["policy digest"] and not old.differences(trained(FACTS))
+    )
     slower = dataclasses.replace(profile, round_s=2.0 * profile.round_s)
     policies = [{}, {}, {"draft": 0.4}, {"profile": profile}, {"profile": slower}]
     headers = [header(collector="live", policy=SmartSpec(max_depth=3, **options)) for options in policies]
@@ -344,7 +363,9 @@ def test_samples_of_a_prompt_draw_different_random_numbers(pair: Pair, tmp_path:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_each_sample_is_labelled_by_its_completion(pair: Pair, temperature: float) -> None:
     samples = samples_of(make_prompts(1, "sampled", 61), 2)
-    texts = {(p.id, p.sample): text for p, text in zip(samples, ([7, 8, 9, 10, 11, 12], [12, 11, 10, 9, 8]), strict=True)}
+    texts = {
+        (p.id, p.sample): text for p, text in zip(samples, ([7, 8, 9, 10, 11, 12], [12, 11, 10, 9, 8]), strict=True)
+    }
     options: dict[str, Any] = {"depth": 1, "temperature": temperature, "max_new_tokens": 6}
     plan = plan_run(pair, samples, completions=texts, **options)
     chunks = {chunk["sample"][0]: chunk for chunk in plan.rows(plan.tasks[0])}
@@ -355,7 +376,7 @@ def test_each_sample_is_labelled_by_its_completion(pair: Pair, temperature: floa
         expected = list(single.rows(single.tasks[0]))
         assert len(expected) == (sample.sample in chunks)
         assert all((one["accepted"] == chunks[sample.sample]["accepted"]).all() for one in expected)
-    with pytest.raises(InputError, match="completions: sample 's1' of prompt .* has none"):
+    with pytest.raises(InputError, match=r"completions: sample .s1. of prompt .* has none"):
         plan_run(pair, samples, completions={samples[0].id: [7, 8], (samples[0].id, "s0"): [7, 8]}, **options)
 
 

@@ -67,7 +67,9 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(strategies.lists(strategies.tuples(TEXTS, TEXTS), min_size=1, max_size=4, unique_by=lambda pair: pair[0]))
 @settings(max_examples=25, deadline=None)
-def test_every_source_gives_the_same_prompts(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]) -> None:
+def test_every_source_gives_the_same_prompts(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
+) -> None:
     folder = tmp_path_factory.mktemp("sources")
     rows = [{"id": id, "prompt": text, "category": "k"} for id, text in pairs]
     table = datasets.Dataset.from_list(rows)
@@ -120,7 +122,9 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
     ],
     ids=["humaneval", "spec-bench", "gsm8k", "first with a value", "messages", "parts", "sharegpt", "parts alone"],
 )  # fmt: skip
-def test_known_forms_of_records_are_read_without_options(tmp_path: Path, data: dict[str, Any], expected: Prompt) -> None:
+def test_known_forms_of_records_are_read_without_options(
+    tmp_path: Path, data: dict[str, Any], expected: Prompt
+) -> None:
     assert read_prompts(write_records(tmp_path, [data])) == [expected]
 
 
@@ -321,7 +325,11 @@ def test_stored_prompts_are_read_as_they_were(tmp_path_factory: pytest.TempPathF
 
 def test_encode_returns_the_ids_of_the_tokenizer_and_refuses_others(tokenizer: PreTrainedTokenizerFast) -> None:
     assert encode([Prompt("a", "w7 w9 </s>"), Prompt("b", "w6")], tokenizer, 3) == [[7, 9, 16], [6]]
-    for text, limit, message in (("w7 w8 w9 w10", 3, "'me' has 4"), (" ", 3, "'me' has 0 tokens"), ("w7", 0, "no room")):
+    for text, limit, message in (
+        ("w7 w8 w9 w10", 3, "'me' has 4"),
+        (" ", 3, "'me' has 0 tokens"),
+        ("w7", 0, "no room"),
+    ):
         with pytest.raises(InputError, match=message):
             encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, limit)
     with pytest.raises(InputError, match="tokenizer"):

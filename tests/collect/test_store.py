@@ -104,7 +104,7 @@ def test_a_header_without_a_field_is_refused(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(TraceError, match="here: .*expected"):
+    with pytest.raises(TraceError, match=r"here: .*expected"):
         Header.from_json(json.dumps({**RAW, **changes}), "here")
 
 
@@ -129,7 +129,11 @@ def test_replay_is_exact_where_every_anchor_of_the_texts_was_recorded(
         ("d", {}, "--target t --draft d"),
         # With another drafter the header's `draft` is its spec.
         ("hydra:h", {"drafter": "hydra:h", "draft model": ""}, "--target t --drafter hydra:h"),
-        ("suffix+model", {"drafter": "suffix+model", "draft model": "d"}, "--target t --draft d --drafter suffix+model"),
+        (
+            "suffix+model",
+            {"drafter": "suffix+model", "draft model": "d"},
+            "--target t --draft d --drafter suffix+model",
+        ),
         ("", {}, "--target t --draft DRAFT"),
         ("d", {"device": "NVIDIA H100", "dtype": "bfloat16"}, "--target t --draft d --device cuda --dtype bfloat16"),
     ],
@@ -156,7 +160,9 @@ def test_rows_are_read_as_they_were_written(
     )
     assert list(rows[0]) == arrow_schema(HEADER).names
     for name in rows[0]:
-        np.testing.assert_array_equal([row[name] for row in rows], np.concatenate([np.asarray(c[name]) for c in chunks]))
+        np.testing.assert_array_equal(
+            [row[name] for row in rows], np.concatenate([np.asarray(c[name]) for c in chunks])
+        )
 
 
 def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
@@ -220,10 +226,9 @@ def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
     write(tmp_path / "t")
     with pytest.raises(InputError, match="not empty"):
         open_for_writing(tmp_path / "t", HEADER)
-    open_for_writing(tmp_path / "t", HEADER, resume=True, overwrite=True)
-    assert finished(tmp_path / "t", HEADER) == {0, 1}
-    open_for_writing(tmp_path / "t", dataclasses.replace(HEADER, seed=5), overwrite=True)
-    assert (finished(tmp_path / "t", HEADER), read_header(tmp_path / "t").seed) == (set(), 5)
+    new = open_for_writing(tmp_path / "t", dataclasses.replace(HEADER, seed=5), overwrite=True)
+    assert (finished(new, HEADER), read_header(new).seed) == (set(), 5)
+    assert (finished(tmp_path / "t", HEADER), read_header(tmp_path / "t")) == ({0, 1}, HEADER), "until it is complete"
     (tmp_path / "notes.txt").write_text("mine")
     for how in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(InputError, match=r"notes\.txt|header\.json"):
