@@ -28,8 +28,8 @@ from specstop.policies.features import CHAIN_FEATURES, HISTORY_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 from torch import Tensor
 from trace_rows import by_anchor
 

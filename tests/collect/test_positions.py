@@ -26,9 +26,9 @@ from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 from trace_rows import assert_close, by_anchor, tasks
 
 DEPTH = 3
