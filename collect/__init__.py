@@ -11,18 +11,18 @@ from ..policies import attach
 
 if TYPE_CHECKING:
     from .prompts import Prompt as Prompt, apply_chat_template as apply_chat_template, read_prompts as read_prompts
-    from .run import CollectOptions as CollectOptions, collect as collect, plan_run as plan_run
-    from .schema import SCHEMA_VERSION as SCHEMA_VERSION, Header as Header
-    from .shards import DistributedRank as DistributedRank, Plan as Plan, record as record
+    from .run import collect as collect
+    from .schema import Header as Header
+    from .shards import DistributedRank as DistributedRank
     from .store import Trace as Trace, check_trace as check_trace, load_trace as load_trace
 
 __getattr__, __all__ = attach(
     __name__,
     {
         "prompts": "Prompt apply_chat_template read_prompts",
-        "run": "CollectOptions collect plan_run",
-        "schema": "Header SCHEMA_VERSION",
-        "shards": "DistributedRank Plan record",
+        "run": "collect",
+        "schema": "Header",
+        "shards": "DistributedRank",
         "store": "Trace check_trace load_trace",
     },
     is_callable=True,

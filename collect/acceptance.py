@@ -32,11 +32,11 @@ LENGTHS = "lengths"
 FIXED, VARIED = "fixed", "varied"
 """All lengths are equal; they vary, and may depend on acceptance."""
 
-EXPLORED = (
+_EXPLORED = (
     "P(A >= k) is of the rounds that explored: they were drafted to full depth at random, so that it is unbiased for the "
     "anchors that the recorded run visited"
 )
-ASSUMED = (
+_ASSUMED = (
     "P(A >= k) is a product over depths, each of the rounds that drafted so deep; it assumes that draft lengths do not "
     "depend on acceptance"
 )
@@ -81,6 +81,7 @@ class AcceptanceByDepth(Table):
     """
 
     def __init__(self, outcomes: DepthOutcomes) -> None:
+        self.basis = outcomes.basis
         survival = outcomes.survival.tolist()
         observed, accepted = outcomes.observed.sum(0).tolist(), outcomes.accepted.sum(0).tolist()
         super().__init__(
@@ -119,8 +120,8 @@ def depth_outcomes(header: Header, columns: Mapping[str, Array]) -> DepthOutcome
         return DepthOutcomes(row, observed, accepted, "")
     explored = columns["explored"][row].astype(bool)
     if explored.any():
-        return DepthOutcomes(row[explored], observed[explored], accepted[explored], EXPLORED)
-    basis = ASSUMED
+        return DepthOutcomes(row[explored], observed[explored], accepted[explored], _EXPLORED)
+    basis = _ASSUMED
     if header.facts.get(LENGTHS) == VARIED:
         limit = identified_depth(header, columns["drawn"][row])
         observed, accepted, basis = observed & (depths <= limit), accepted & (depths <= limit), _LIMITED.format(limit)
@@ -159,8 +160,8 @@ def _tried(header: Header, columns: Mapping[str, Array], row: Array) -> Array:
     All candidates of a tree are required: a depth that was observed because one of a few candidates was accepted would always
     be an acceptance.
     """
-    accepted, labelled, sent, tokens = (columns[name][row] for name in ("accepted", "observed", "sent", "tokens"))
-    known = labelled.astype(bool) | sent.astype(bool) | (tokens == NO_TOKEN)  # no token at all: the draft ends there
+    accepted, observed, sent, tokens = (columns[name][row] for name in ("accepted", "observed", "sent", "tokens"))
+    known = observed.astype(bool) | sent.astype(bool) | (tokens == NO_TOKEN)  # no token at all: the draft ends there
     tree = header.tree
     parent = np.array(tree.parent[1:])  # of each node, as a row of the tree; row 0 is the anchor
     alive = np.concatenate([np.ones((len(row), 1), dtype=bool), accepted.astype(bool)], 1)[:, parent]

@@ -1,45 +1,47 @@
-"""Prompts: reading them from a source, chat templates, token ids, and samples of prompts.
+"""Prompts: reading them from files, pipes and data sets, samples of prompts, chat templates, and token ids.
 
 Several texts of one prompt are samples: they share the id of the prompt and differ in the name of the sample.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
+import itertools
 import json
 import os
-import re
+import sys
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..policies.arguments import check_limits
 from ..policies.errors import InputError, SpecstopWarning, TraceError, close_match
-from ..policies.files import SURROGATE, is_text
-from .prompt_files import STANDARD_INPUT, lines, records
+from ..policies.files import SURROGATE, is_text, strict_loads
 from .schema import stream_name
-from .store import PROMPTS_FILE, write_once
+from .store import PROMPTS_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
 
+Record = tuple[str, Mapping[str, Any]]
+"""The place of a record ("FILE, line 3"), and its columns."""
+
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "turns", "question")
 ID_COLUMNS = ("id", "task_id", "question_id")
 GROUP_COLUMNS = ("group", "category")
 """Columns that are read by default, of which the first one present is used, also in GSM8K, HumanEval and Spec-Bench."""
 
-_SAMPLE_ID = re.compile(r"(.*(?:\d|[0-9a-f]{8}))[-_/#]\d+", re.DOTALL | re.IGNORECASE)
-"""An id that looks like a sample: the id of a prompt, which ends in a number or a hash, and a number. `HumanEval/3`
-does not."""
-
-_SAMPLE_SHARE = 0.2
-"""Share of all ids that must look like samples before a warning is issued."""
+HUB, HUB_FORM = "hf:", "hf:organisation/name[:configuration[:split]]"
+STANDARD_INPUT = "-"
+BATCH_ROWS = 4096
+"""Rows of a Parquet file that are read together."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class Prompt:
         system: the system message that came with it; used under a chat template only.
         templated: `text` is the result of a chat template and has its special tokens.
         sample: name of the sample, "" if the prompt has one text. Samples of a prompt have the same id and text.
+
+    Raises:
+        InputError: an attribute has a lone surrogate, which is not valid text.
     """
 
     id: str
@@ -76,32 +81,34 @@ class Prompt:
 
 
 def as_prompts(prompts: str | Sequence[Prompt | str]) -> list[Prompt]:
-    """Return prompts; a text becomes a prompt with its index as the id."""
+    """Return prompts; a text becomes a prompt with its index as the id.
+
+    Raises:
+        InputError: there is no prompt, or an item is neither a text nor a `Prompt`; see also `check_distinct`.
+    """
     items = [prompts] if isinstance(prompts, str) else list(prompts)
-    return [Prompt(str(at), item) if isinstance(item, str) else item for at, item in enumerate(items)]
+    converted = [Prompt(str(at), item) if isinstance(item, str) else item for at, item in enumerate(items)]
+    if not converted or not all(isinstance(item, Prompt) for item in converted):
+        raise InputError(
+            "--prompts: expected at least one text, or a list of Prompt(id, text) as read_prompts returns it"
+        )
+    check_distinct(converted)
+    return converted
 
 
 def read_prompts(
-    source: str | Path,
-    limit: int | None = None,
-    *,
-    column: str | None = None,
-    group: str | None = None,
-    completion: str | None = None,
-    split: str | None = None,
+    source: str | Path, limit: int | None = None, *, column: str | None = None, completion: str | None = None
 ) -> list[Prompt]:
-    """Read prompts from a JSON (Lines), CSV, Parquet or .txt file, a data set, or a pipe; see `prompt_files.records`.
+    """Read prompts from a JSON (Lines), CSV, Parquet or .txt file, a data set, or a pipe; see `records`.
 
     A record without an id gets the hash of its prompt as id. Columns `sample` and `prompt_id` name samples of a prompt;
-    see `SampleNames`. Blank lines are skipped. The source is read as far as `limit` requires.
+    see `prompt_and_sample`. Blank lines are skipped. The source is read as far as `limit` requires.
 
     Args:
         source: of the prompts.
         limit: maximum number of prompts.
         column: column of the prompt: a text, a list of turns, or chat messages; default: `PROMPT_COLUMNS`.
-        group: column of the group; default: `GROUP_COLUMNS`.
         completion: column of an answer, which is read only if it is named.
-        split: of a data set.
 
     Raises:
         InputError: the source is missing or empty, or a record is invalid; the message says where. Also if two records
@@ -111,82 +118,62 @@ def read_prompts(
         SpecstopWarning: prompts with different ids have equal texts.
     """
     check_limits(limit=limit)
-    name = os.fspath(source)
-    wanted = (column,) if column else PROMPT_COLUMNS
-    groups = (group,) if group else GROUP_COLUMNS
-    # A column `sample` may hold the texts of samples.
-    other = [name for name in ("prompt_id", "sample") if name not in (*wanted, completion)]
-    prompts: list[Prompt] = []
-    places: list[str] = []
-    names = SampleNames()
-    for where, record in records(name, (*wanted, *ID_COLUMNS, *groups, *other, *filter(None, [completion])), split):
-        system, text = _prompt_of(record, wanted, where)
-        if group and group not in record:
-            raise InputError(_no_column("--group", group, record, where))
-        text_hash = hashlib.blake2b((f"{system}\0{text}" if system else text).encode(), digest_size=8).hexdigest()
-        prompt_id, sample = (record.get(name) if name in other else None for name in ("prompt_id", "sample"))
-        id, sample = names.assign(_first(record, ID_COLUMNS), prompt_id, sample, text_hash)
-        group_value = _first(record, groups)
-        group_name = "" if group_value is None else str(group_value)
-        answer = _completion_of(record, completion, where) if completion else None
-        _check_text(where, id=id, group=group_name, sample=sample)
-        prompts.append(Prompt(id, text, group_name, answer, system, sample=sample))
-        places.append(where)
-        if len(prompts) == limit:
-            break
+    columns = (column,) if column else PROMPT_COLUMNS
+    prompts = [
+        _parse_record(record, columns, completion, where)
+        for where, record in itertools.islice(records(source, columns[0]), limit)
+    ]
     if not prompts:
-        shown = "standard input" if name == STANDARD_INPUT else name
-        raise InputError(f'--prompts: {shown} is empty; expected one JSON object with a "prompt" a line')
-    check_distinct(prompts, places)
-    _warn_equal_texts(prompts)
+        name = "standard input" if os.fspath(source) == STANDARD_INPUT else source
+        raise InputError(f'--prompts: {name} is empty; expected one JSON object with a "prompt" a line')
+    check_distinct(prompts)
+    ids: dict[tuple[str, str], str] = {}
+    repeats = {p.id for p in prompts if ids.setdefault((p.system, p.text), p.id) != p.id}
+    if repeats:
+        warnings.warn(
+            f"{len(repeats)} of {len(prompts)} prompts repeat the text of an earlier one; equal texts count as one prompt "
+            "in splits and intervals",
+            SpecstopWarning,
+            stacklevel=2,
+        )
     return prompts
+
+
+def _parse_record(record: Mapping[str, Any], columns: Sequence[str], completion: str | None, where: str) -> Prompt:
+    """Return the prompt of a record; arguments as of `read_prompts`, `columns` in order of preference."""
+    name = next((name for name in columns if record.get(name) is not None), columns[0])
+    if name not in record:
+        raise InputError(
+            f'--prompts: {where}: expected an object with a non-empty string "{name}", but it has '
+            f"{', '.join(map(str, record)) or 'nothing'}{close_match(name, map(str, record))}; name another with --column"
+        )
+    try:
+        system, text = prompt_text(record[name])
+    except ValueError as error:
+        raise InputError(
+            f'--prompts: {where}: expected an object with a non-empty string "{name}", or turns or messages in it, '
+            f"got {error}"
+        ) from None
+    # The column of the prompt or of its answer may have one of these names.
+    prompt_id, sample = (
+        None if other in (name, completion) else record.get(other) for other in ("prompt_id", "sample")
+    )
+    text_hash = hashlib.blake2b((f"{system}\0{text}" if system else text).encode("utf-8", "replace"), digest_size=8)
+    id, sample = prompt_and_sample(_first(record, ID_COLUMNS), prompt_id, sample, text_hash.hexdigest())
+    answer = None if completion is None else record.get(completion)
+    if isinstance(answer, list) and answer and all(type(token) is int for token in answer):
+        answer = tuple(answer)
+    elif completion is not None and not (isinstance(answer, str) and answer):
+        raise InputError(
+            f'--completions: {where}: expected a non-empty string "{completion}", or a list of token ids in it'
+        )
+    group = _first(record, GROUP_COLUMNS)
+    return Prompt(id, text, "" if group is None else str(group), answer, system, sample=sample)
 
 
 def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
     """Return the value of the first of these columns that has one, or None."""
     return next((record[name] for name in names if record.get(name) is not None), None)
-
-
-def _prompt_of(record: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, str]:
-    """Return (system message, text) of a record; see `prompt_text`."""
-    name = next((name for name in names if record.get(name) is not None), None)
-    if name is None and not any(name in record for name in names):
-        raise InputError(_no_column("--column", names[0], record, where))
-    try:
-        system, text = ("", "") if name is None else prompt_text(record[name])
-    except ValueError as error:
-        raise InputError(
-            f'--prompts: {where}: expected an object with a string "{name}", or turns or messages in it, got {error}'
-        ) from None
-    if not text:
-        raise InputError(f'--prompts: {where}: expected an object with a non-empty string "{name or names[0]}"')
-    _check_text(where, prompt=text + system)
-    return system, text
-
-
-def _completion_of(record: Mapping[str, Any], name: str, where: str) -> str | tuple[int, ...]:
-    """Return an answer: its text, or its token ids."""
-    value = record.get(name)
-    if isinstance(value, list) and value and all(type(token) is int for token in value):
-        return tuple(value)
-    if not isinstance(value, str) or not value:
-        raise InputError(f'--completions: {where}: expected a non-empty string "{name}", or a list of token ids')
-    _check_text(where, completion=value)
-    return value
-
-
-def _check_text(where: str, **texts: str) -> None:
-    for what, text in texts.items():
-        if not is_text(text):
-            raise InputError(f"--prompts: {where}: the {what} has {SURROGATE}")
-
-
-def _no_column(option: str, name: str, record: Mapping[str, Any], where: str) -> str:
-    names = ", ".join(map(str, record)) or "nothing"
-    return (
-        f'--prompts: {where}: expected an object with a non-empty string "{name}", but it has {names}'
-        f"{close_match(name, map(str, record))}; collect takes another one with {option}"
-    )
 
 
 def prompt_text(value: Any) -> tuple[str, str]:
@@ -197,74 +184,46 @@ def prompt_text(value: Any) -> tuple[str, str]:
             The first turn or the first user message is the prompt. Contents may be lists of text parts.
 
     Raises:
-        ValueError: the value has another form; the message describes it.
+        ValueError: the value has another form or no text; the message describes it.
     """
-    if not isinstance(value, list):
-        return "", _content(value)
-    if not value:
-        raise ValueError("an empty list")
-    if not all(isinstance(item, Mapping) for item in value):
-        return "", _content(value[0])
-    if all("content" in item or "value" in item for item in value):
-        roles = [str(message.get("role", message.get("from"))) for message in value]
-        contents = [message["content"] if "content" in message else message["value"] for message in value]
-        user = next((index for index, role in enumerate(roles) if role in ("user", "human")), None)
-        if user is None:
-            raise ValueError(f"only messages of {', '.join(dict.fromkeys(roles))}; a user message is required")
-        return _content(contents[roles.index("system")]) if "system" in roles else "", _content(contents[user])
-    if all("type" in item for item in value):
-        return "", _content(value)
-    names = ", ".join(map(str, value[0])) or "nothing"
-    raise ValueError(f"a list of objects with {names}; messages have role and content, or from and value")
+    is_list_of_objects = isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    if not is_list_of_objects or all("type" in item and "content" not in item for item in value):
+        is_turns = isinstance(value, list) and not is_list_of_objects
+        return "", _content(value[0] if is_turns and value else value)
+    roles = [str(message.get("role", message.get("from"))) for message in value]
+    user = next((at for at, role in enumerate(roles) if role in ("user", "human")), None)
+    if user is None:
+        raise ValueError(f"messages of {', '.join(dict.fromkeys(roles))}, none of them of role user")
+    contents = [message.get("content", message.get("value")) for message in value]
+    return _content(contents[roles.index("system")]) if "system" in roles else "", _content(contents[user])
 
 
 def _content(value: Any) -> str:
-    """Return a text, or the texts of a list of parts joined by newlines."""
-    if isinstance(value, str):
+    """Return a text, or the texts of a list of parts joined by newlines. Raises `ValueError` for anything else."""
+    if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError(_kind(value))
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, Mapping) else "text"
-        if kind not in ("text", "input_text"):
-            raise ValueError(f"a part of type {kind!r}; only parts of type text are supported, remove such prompts")
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            raise ValueError(f"a part with {_kind(text)} as its text")
-        texts.append(text)
+        raise ValueError(f"a value of type {type(value).__name__}" if value else "an empty value")
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
+    kinds = {part.get("type") if isinstance(part, Mapping) else "text" for part in value}
+    if not kinds <= {"text", "input_text"} or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"parts of type {', '.join(map(str, kinds))}; only parts with a text are supported")
     return "\n".join(texts)
 
 
-def _kind(value: Any) -> str:
-    """Return a description of a value's type for messages."""
-    if isinstance(value, list):
-        return f"a list of {type(value[0]).__name__}" if value else "an empty list"
-    return f"a value of type {type(value).__name__}" if not isinstance(value, Mapping) else "an object"
+def prompt_and_sample(record_id: Any, prompt_id: Any, sample: Any, default: str) -> tuple[str, str]:
+    """Return (prompt id, sample) of a record; the sample is "" if the record names none.
 
-
-class SampleNames:
-    """Assigns prompt ids and sample names to records, and numbers the records of a prompt that name no sample."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def assign(self, record_id: Any, prompt_id: Any, sample: Any, default: str) -> tuple[str, str]:
-        """Return (prompt id, sample) of a record; the sample is "" if the record names neither a prompt nor a sample.
-
-        Args:
-            record_id: id of the record, or None. It names the sample if `prompt_id` names the prompt.
-            prompt_id: id of the prompt that the record is a sample of, or None.
-            sample: name of the sample, or None.
-            default: prompt id of a record without ids.
-        """
-        name, record_id = ("" if value is None else str(value) for value in (sample, record_id))
-        if prompt_id is None or prompt_id == "":
-            return record_id or default, name
-        prompt = str(prompt_id)
-        number = self._counts[prompt]
-        self._counts[prompt] += 1
-        return prompt, name or (record_id if record_id != prompt else "") or str(number)
+    Args:
+        record_id: id of the record, or None. It names the sample if `prompt_id` names the prompt.
+        prompt_id: id of the prompt that the record is a sample of, or None.
+        sample: name of the sample, or None.
+        default: prompt id of a record without ids.
+    """
+    record_id, prompt_id, sample = ("" if value is None else str(value) for value in (record_id, prompt_id, sample))
+    if not prompt_id:
+        return record_id or default, sample
+    return prompt_id, sample or (record_id if record_id != prompt_id else "")
 
 
 def sample_text(prompt_id: str, sample: str) -> str:
@@ -272,59 +231,151 @@ def sample_text(prompt_id: str, sample: str) -> str:
     return f"sample {sample!r} of prompt {prompt_id!r}" if sample else f"prompt {prompt_id!r}"
 
 
-def check_distinct(prompts: Sequence[Prompt], places: Sequence[str]) -> None:
-    """Check that no two prompts have the same id and sample, and that prompts with the same id have the same text.
-
-    Args:
-        prompts: to check.
-        places: of each prompt, for messages: "FILE, line 3".
-
-    Raises:
-        InputError: a prompt contradicts an earlier one.
-    """
-    first: dict[str, tuple[Prompt, str]] = {}  # by id
-    earlier: dict[str, str] = {}  # places by stream name
-    for prompt, place in zip(prompts, places, strict=True):
-        other, other_place = first.setdefault(prompt.id, (prompt, place))
+def check_distinct(prompts: Sequence[Prompt]) -> None:
+    """Raise `InputError` if two prompts have the same id and sample, or the same id and different texts."""
+    first: dict[str, Prompt] = {}  # by id
+    numbers: dict[str, int] = {}  # by stream name
+    for number, prompt in enumerate(prompts, 1):
+        other = first.setdefault(prompt.id, prompt)
         if (other.system, other.text) != (prompt.system, prompt.text):
             raise InputError(
-                f"--prompts: {place}: prompt id {prompt.id!r} appears in {other_place.rpartition(', ')[2]} too, with another "
-                "text; use another prompt_id, or `group` for related prompts"
+                f"--prompts: prompt number {number}: expected the text of the earlier prompt with the id {prompt.id!r}, got "
+                "another text; use another id or prompt_id, or `group` for related prompts"
             )
-        if (same := earlier.setdefault(prompt.stream_name, place)) != place:
+        if (earlier := numbers.setdefault(prompt.stream_name, number)) != number:
             raise InputError(
-                f"--prompts: {place}: {sample_text(prompt.id, prompt.sample)} appears in {same.rpartition(', ')[2]} too; "
-                "remove repeated records, or name the samples of a prompt in a column `sample`"
+                f"--prompts: {sample_text(prompt.id, prompt.sample)} appears twice, as prompts number {earlier} and "
+                f"{number}; remove repeated records, or name the samples of a prompt in a column `sample`"
             )
 
 
-def warn_sample_ids(ids: Sequence[str]) -> None:
-    """Warn if ids of texts look like samples of prompts, such as `q1-0` and `q1-1`."""
-    members: dict[str, set[str]] = defaultdict(set)
-    for name in ids:
-        if match := _SAMPLE_ID.fullmatch(name):
-            members[match[1]].add(name)
-    alike = [sorted(names) for names in members.values() if len(names) > 1]
-    count = sum(map(len, alike))
-    if alike and count >= _SAMPLE_SHARE * len(ids):
-        warnings.warn(
-            f"{count} of {len(ids)} ids look like samples of prompts ({alike[0][0]!r}, {alike[0][1]!r}), but each id counts "
-            "as a separate prompt in splits and intervals; if they are samples, add a column `prompt_id` or `sample`",
-            SpecstopWarning,
-            stacklevel=3,
+def records(source: str | Path, text_column: str = "prompt") -> Iterator[Record]:
+    """Yield the records of a source lazily.
+
+    Args:
+        source: a file of JSON Lines or of a JSON array; a .txt file with a prompt per line; a .csv or .parquet file; a
+            folder with a data set; `hf:organisation/name[:configuration[:split]]`; or `-` (standard input) or another
+            pipe, which is JSON if it begins with a brace or a bracket, and otherwise has a prompt per line.
+        text_column: column of lines of plain text.
+
+    Raises:
+        InputError: the source does not exist, or a record is invalid; the message says where.
+    """
+    name, path = os.fspath(source), Path(source)
+    if name.startswith(HUB) or path.is_dir():
+        return ((f"{name}, row {number}", row) for number, row in enumerate(_data_set(name), 1))
+    if name != STANDARD_INPUT and not path.exists():
+        raise InputError(
+            f"--prompts: expected a JSON Lines file, .txt, .csv, .parquet, a folder with a data set, -, or {HUB_FORM}, "
+            f"but {name} does not exist or is no file"
         )
+    if is_stream(name):
+        return _json_records("standard input" if name == STANDARD_INPUT else name, lines(path), text_column)
+    suffix = path.suffix.lower()
+    if suffix == ".txt":
+        return ((where, {text_column: line}) for where, line in lines(path))
+    if suffix in (".csv", ".parquet"):
+        return ((f"{name}, row {number}", row) for number, row in enumerate(_table_rows(path, suffix == ".csv"), 1))
+    return _json_records(name, lines(path))
 
 
-def _warn_equal_texts(prompts: Sequence[Prompt]) -> None:
-    first: dict[tuple[str, str], str] = {}
-    repeats = {p.id for p in prompts if first.setdefault((p.system, p.text), p.id) != p.id}
-    if repeats:
-        count = "1 prompt repeats" if len(repeats) == 1 else f"{len(repeats)} prompts repeat"
-        warnings.warn(
-            f"{count} the text of an earlier one; equal texts count as one prompt in splits and intervals",
-            SpecstopWarning,
-            stacklevel=3,
+def is_stream(source: str) -> bool:
+    """Whether a source is standard input or another pipe, which can be read only once."""
+    is_pipe = os.path.exists(source) and not (os.path.isfile(source) or os.path.isdir(source))
+    return source == STANDARD_INPUT or source.startswith("/dev/") or is_pipe
+
+
+def lines(path: Path, option: str = "--prompts") -> Iterator[tuple[str, str]]:
+    """Yield (place, line) of the lines that are not blank. Only a newline ends one: U+2028 may occur in a string."""
+    name = "standard input" if str(path) == STANDARD_INPUT else str(path)
+    try:
+        standard: Any = getattr(sys.stdin, "buffer", None) or io.BytesIO()  # None if it is closed
+        with contextlib.nullcontext(standard) if str(path) == STANDARD_INPUT else path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if line := raw.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                    yield f"{name}, line {number}", line
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option}: {name} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise InputError(f"{option}: {name} cannot be read: {error.strerror or error}") from None
+
+
+def _json_records(name: str, lines: Iterator[tuple[str, str]], text_column: str | None = None) -> Iterator[Record]:
+    """Yield the records of JSON Lines or of a JSON array; with `text_column`, other lines are prompts."""
+    first = next(lines, ("", ""))
+    lines = itertools.chain([first], lines) if first[1] else iter(())
+    parsed: Iterable[tuple[str, Any]]
+    if first[1].startswith("["):
+        items = _parse_json(name, "\n".join(line for _, line in lines))
+        parsed = ((f"{name}, item {number}", item) for number, item in enumerate(items, 1))
+    elif text_column and not first[1].startswith("{"):
+        parsed = ((where, {text_column: line}) for where, line in lines)
+    else:
+        parsed = ((where, _parse_json(where, line)) for where, line in lines)
+    for where, record in parsed:
+        if not isinstance(record, dict):
+            raise InputError(f'--prompts: {where}: expected an object with a "prompt", not {type(record).__name__}')
+        yield where, record
+
+
+def _parse_json(where: str, text: str) -> Any:
+    try:
+        return strict_loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--prompts: {where}: invalid JSON: {error}") from None
+
+
+def _table_rows(path: Path, is_csv: bool) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a CSV or Parquet file, with a few thousand rows in memory at a time."""
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    try:
+        batches: Any
+        if is_csv:
+            quoted = csv.ParseOptions(newlines_in_values=True)  # prompts have lines
+            # The columns must be known before the file is read as text, so it is opened twice.
+            names = csv.open_csv(path, parse_options=quoted).schema.names
+            text = csv.ConvertOptions(column_types={name: pa.string() for name in names})  # "12" is a prompt too
+            batches = csv.open_csv(path, parse_options=quoted, convert_options=text)
+        else:
+            file = parquet.ParquetFile(path)
+            names, batches = file.schema_arrow.names, file.iter_batches(BATCH_ROWS)
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise InputError(f"--prompts: {path} has several columns {repeated[0]!r}; rename all but one")
+        for batch in batches:
+            yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"--prompts: {path} cannot be read as {path.suffix.lower()}: {reason[0]}") from None
+
+
+def _data_set(name: str) -> Any:
+    """Load a data set from the hub or a folder: files that `load_dataset` reads, or what `save_to_disk` wrote."""
+    import datasets
+
+    folder, configuration, split = Path(name), None, None
+    path: str | None = str(folder.absolute())  # the relative path "data" could be the name of a data set on the hub
+    if name.startswith(HUB):
+        parts = [part or None for part in name.removeprefix(HUB).split(":", 2)]
+        path, configuration, split = [*parts, None, None][:3]
+        if not path or path.count("/") > 1:
+            raise InputError(f"--prompts: expected {HUB_FORM}, not {name!r}")
+    try:
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            loaded: Any = datasets.load_from_disk(name)
+        else:
+            loaded = datasets.load_dataset(path, configuration, split=split)
+    except Exception as error:  # of many unrelated classes: offline, no such name, no such split, no data files
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"--prompts: no data set can be read from {name}: {reason}") from None
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if "train" not in loaded and len(loaded) > 1:
+        raise InputError(
+            f"--prompts: {name} has the splits {', '.join(loaded)}; name one of them: {HUB_FORM}, or a file of the folder"
         )
+    return loaded["train" if "train" in loaded else next(iter(loaded))]
 
 
 def apply_chat_template(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
@@ -348,24 +399,26 @@ def apply_chat_template(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenize
     return rendered
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, room: int) -> list[list[int]]:
-    """Return the token ids of each prompt; a prompt of more than `room` tokens is an error, see `fit`."""
-    return fit(prompts, tokenizer, room, "refuse")[1]
+def encode(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int
+) -> list[list[int]]:
+    """Return the token ids of each prompt; a prompt of more than `max_prompt_tokens` tokens is an error, see `fit`."""
+    return fit(prompts, tokenizer, max_prompt_tokens, "refuse")[1]
 
 
 def fit(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, room: int, long: str = "skip"
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int, long: str = "skip"
 ) -> tuple[list[Prompt], list[list[int]]]:
     """Return the prompts that the models can read, and the token ids of each.
 
     Args:
         prompts: to be read.
         tokenizer: of the pair.
-        room: maximum number of tokens of a prompt: what the models read, less the new tokens and the depth.
-        long: "skip" leaves longer ones out, with a `SpecstopWarning`; "refuse" is an error.
+        max_prompt_tokens: what the models read, less the new tokens and the depth.
+        long: "skip" leaves longer prompts out, with a `SpecstopWarning`; "refuse" is an error.
 
     Raises:
-        InputError: there is no room, a prompt has no tokens, or none is left.
+        InputError: `max_prompt_tokens` is below 1, a prompt has no tokens, or no prompt is left.
     """
     from ..decode.prompts import warn_two_bos  # imports transformers
 
@@ -373,22 +426,21 @@ def fit(
         raise InputError("the pair has no tokenizer to read prompts with")
     if long not in ("skip", "refuse"):
         raise InputError(f"--long: expected skip or refuse, not {long!r}")
-    if room < 1:
+    if max_prompt_tokens < 1:
         raise InputError("--max-new-tokens: leaves no room for a prompt in what this pair can read; lower it")
     encoded = [list(tokenizer(p.text, add_special_tokens=not p.templated)["input_ids"]) for p in prompts]
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        if not ids:
-            raise InputError(f"--prompts: prompt {prompt.id!r} has 0 tokens; expected 1 to {room}")
+    pairs = list(zip(prompts, encoded, strict=True))
+    if empty := [prompt.id for prompt, ids in pairs if not ids]:
+        raise InputError(f"--prompts: prompt {empty[0]!r} has 0 tokens; expected 1 to {max_prompt_tokens}")
     warn_two_bos(encoded, tokenizer)
-    longer = [f"{p.id!r} has {len(ids)}" for p, ids in zip(prompts, encoded, strict=True) if len(ids) > room]
-    if not longer:
-        return list(prompts), encoded
-    named = ", ".join(longer[:5]) + (", ..." if len(longer) > 5 else "")
-    text = f"{len(longer)} of {len(prompts)} prompts have more than {room} tokens ({named})"
-    kept = [(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
-    if long == "refuse" or not kept:
-        raise InputError(f"--prompts: {text}; that is what the pair reads, less --max-new-tokens and --depth")
-    warnings.warn(f"{text} and are left out", SpecstopWarning, stacklevel=2)
+    kept = [(prompt, ids) for prompt, ids in pairs if len(ids) <= max_prompt_tokens]
+    if len(kept) < len(pairs):
+        longer = [f"{prompt.id!r} has {len(ids)}" for prompt, ids in pairs if len(ids) > max_prompt_tokens]
+        named = ", ".join(longer[:5]) + (", ..." if len(longer) > 5 else "")
+        text = f"{len(longer)} of {len(prompts)} prompts have more than {max_prompt_tokens} tokens ({named})"
+        if long == "refuse" or not kept:
+            raise InputError(f"--prompts: {text}; that is what the pair reads, less --max-new-tokens and --depth")
+        warnings.warn(f"{text} and are left out", SpecstopWarning, stacklevel=2)
     return [prompt for prompt, _ in kept], [ids for _, ids in kept]
 
 
@@ -403,12 +455,6 @@ def prompts_json(prompts: Sequence[Prompt]) -> str:
     return "".join(json.dumps(dataclasses.asdict(prompt)) + "\n" for prompt in prompts)
 
 
-def share_prompts(folder: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Store the prompts of a run unless another process has stored them, and return the stored ones."""
-    write_once(folder / PROMPTS_FILE, prompts_json(prompts))
-    return stored_prompts(folder)
-
-
 def stored_prompts(folder: Path) -> list[Prompt]:
     """Return the prompts stored in the folder of a run.
 
@@ -419,10 +465,10 @@ def stored_prompts(folder: Path) -> list[Prompt]:
     """
     path = folder / PROMPTS_FILE
     try:
-        raw = [json.loads(line) for _, line in lines(path)]
-        answers = (
-            tuple(one["completion"]) if isinstance(one["completion"], list) else one["completion"] for one in raw
-        )
-        return [Prompt(**{**one, "completion": answer}) for one, answer in zip(raw, answers, strict=True)]
+        fields = [json.loads(line) for _, line in lines(path)]
+        answers = [
+            tuple(one["completion"]) if isinstance(one["completion"], list) else one["completion"] for one in fields
+        ]
+        return [Prompt(**{**one, "completion": answer}) for one, answer in zip(fields, answers, strict=True)]
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f"--resume: {path} is damaged ({error}); collect the trace again") from None

@@ -17,21 +17,18 @@ from ..decode.drafters.spec import find_drafter, parse_spec, paths_of, warn_dept
 from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
-from ..decode.topology import Topology
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from ..policies.arguments import check_limits
-from ..policies.contract import StopPolicy
 from ..policies.display import Progress, shown
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
-from ..policies.files import digest
 from ..policies.fixed import FixedLength
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
-from .collectors import Collector, check_dense, choose_collector, tokens_beyond
+from .collectors import check_dense, choose_collector, tokens_beyond
 from .completions import Completions, check_completions, find_completion
-from .prompts import Prompt, as_prompts, check_distinct, fit
+from .prompts import Prompt, as_prompts, fit
 from .schema import Header, PromptTask, parents
 from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
 from .store import Trace
@@ -106,33 +103,19 @@ class CollectOptions:
     shaping: SamplingParams = MODEL_DEFAULTS
 
     def __post_init__(self) -> None:
-        names = (
-            "depth",
-            "max_new_tokens",
-            "temperature",
-            "shards",
-            "seed",
-            "memory",
-            "explore",
-            "mix",
-            "batch",
-            "draws",
-        )
-        # A text needs two tokens to have an anchor.
-        check_limits({"depth": 1, "max_new_tokens": 2}, **{name: getattr(self, name) for name in names})
+        check_limits({"depth": 1, "max_new_tokens": 2}, **vars(self))  # a text needs two tokens to have an anchor
 
 
 def collect(
     pair: Pair,
     prompts: str | Sequence[Prompt | str],
     out: str | Path,
-    options: CollectOptions | None = None,
     *,
     rank: DistributedRank = ALONE,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress = shown,
-    **changes: Any,
+    **options: Any,
 ) -> Trace:
     """Record a trace: what the draft proposes, and what of it the target accepts.
 
@@ -143,12 +126,11 @@ def collect(
         pair: target and draft.
         prompts: texts, or `Prompt`s with unique (id, sample); samples of a prompt have the same text.
         out: folder of the trace.
-        options: of the run.
         rank: this process, if several collect different shards of the trace.
         resume: continue an interrupted run in `out`.
         overwrite: replace an older result in `out` when the new one is complete.
         progress: see `Progress`.
-        changes: fields of `CollectOptions`, such as `depth=8`.
+        options: fields of `CollectOptions`, such as `depth=8`.
 
     Returns:
         The trace, which is incomplete if other processes have not finished their shards.
@@ -157,17 +139,16 @@ def collect(
         InputError: an option is out of range, prompts are not unique or too long, `out` is not empty, a logits
             processor cannot follow candidates, or the completions are not samples of the target.
         PolicyError: an unknown policy or hidden state.
-        TraceError: `resume`, but the folder holds another run; or the disk is full.
+        TraceError: `resume`, but the folder holds another run.
     """
-    plan = plan_run(pair, as_prompts(prompts), options, **changes)
+    plan = plan_run(pair, prompts, **options)
     return record(plan, Path(out), rank=rank, resume=resume, overwrite=overwrite, progress=progress)
 
 
-def plan_run(pair: Pair, prompts: Sequence[Prompt], options: CollectOptions | None = None, **changes: Any) -> Plan:
+def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) -> Plan:
     """Validate a run before anything is written, and assign its prompts to shards; arguments and errors as of
     `collect`."""
-    options = dataclasses.replace(options or CollectOptions(), **changes)
-    _check_distinct(prompts)
+    options, all_prompts = CollectOptions(**changes), as_prompts(prompts)
     settings = Settings(
         options.temperature, options.max_new_tokens, options.depth, verification=options.verification,
         tree=options.tree, shaping=options.shaping,
@@ -177,7 +158,7 @@ def plan_run(pair: Pair, prompts: Sequence[Prompt], options: CollectOptions | No
     tree = settings.topology
     settings = dataclasses.replace(settings, max_depth=tree.deepest)
     new = options.max_new_tokens + tokens_beyond(pair, tree, "live" if options.through else options.collector)
-    readable, ids = fit(prompts, pair.tokenizer, pair.readable - new)
+    readable, ids = fit(all_prompts, pair.tokenizer, pair.readable - new)
     if options.shards is not None and options.shards > len(readable):
         raise InputError(f"--shards: expected at most {len(readable)}, one for each prompt, not {options.shards}")
     if options.through is None and options.collector == "dense":
@@ -186,99 +167,68 @@ def plan_run(pair: Pair, prompts: Sequence[Prompt], options: CollectOptions | No
     # A drafter is only loaded if its width is needed.
     drafter = find_drafter(pair.drafter, pair) if pair.drafter != "model" and DRAFT_HIDDEN in hidden else None
     widths = hidden_widths(pair, hidden, drafter)
-    chosen = choose_collector(pair, settings, options, policy, tuple(widths))
+    collector = choose_collector(pair, settings, options, policy, tuple(widths))
     warn_depth_limited(pair, options.depth, settings.tree)
     facts = environment_facts(pair) | {
         "prompts from": options.source,
         "prompt options": dict(options.prompt_options),
-        "digests": _digests(options, policy or FixedLength(tree.deepest), readable),
+        "policy digest": policy_digest(policy or FixedLength(tree.deepest)),
     }
-    if chosen.memory:
-        facts["memory MiB"] = chosen.memory
-    if len(readable) < len(prompts):
-        facts["prompts left out"] = f"{len(prompts) - len(readable)} of {len(prompts)}, longer than the pair reads"
+    if collector.memory:
+        facts["memory MiB"] = collector.memory
+    if len(readable) < len(all_prompts):
+        facts["prompts left out"] = (
+            f"{len(all_prompts) - len(readable)} of {len(all_prompts)}, longer than the pair reads"
+        )
     if options.profile is not None:
-        facts["profile"] = digest(options.profile.to_dict())[:16]
+        facts["profile digest"] = short_hash(options.profile.to_dict())
     if options.completions is not None:
-        texts = list(zip(readable, ids, strict=True))
-        limit = options.max_new_tokens + tree.deepest
-        if balance := check_completions(pair, settings, texts, options.completions, limit):
-            facts["completions"] = balance
-    shards = options.shards or _shard_count(chosen.carries, len(readable), options, widths, tree.nodes)
+        facts |= _completion_facts(pair, settings, options.completions, list(zip(readable, ids, strict=True)))
+    shards = options.shards or (1 if collector.carries else _shard_count(len(readable), options, widths, tree.nodes))
     tasks: list[list[PromptTask]] = [[] for _ in range(shards)]
     for sequence, (prompt, tokens) in enumerate(zip(readable, ids, strict=True)):
         # The shard depends on id and sample alone: the same for a part of the prompts.
         shard = tasks[int(short_hash(prompt.stream_name), 16) % shards]
         key = stream_key(options.seed, prompt.stream_name)
         shard.append(PromptTask(sequence, prompt.id, prompt.group, tokens, key, prompt.sample))
-    header = _header(pair, tree, settings, options, chosen, widths, facts, tuple(readable), ids, shards)
-    # Twice as many prompts as texts in parallel: when one ends, the next takes its place.
-    batch = max(BATCH, 2 * (options.batch or 1))
-    inputs = _inputs(pair, options, policy)
-    return Plan(header, tuple(map(tuple, tasks)), chosen.rows, chosen.begin, inputs, batch, tuple(prompts))
-
-
-def _check_distinct(prompts: Sequence[Prompt]) -> None:
-    if not prompts:
-        raise InputError("--prompts: expected at least one prompt")
-    if not all(isinstance(prompt, Prompt) for prompt in prompts):  # a text is a sequence too
-        raise InputError("prompts: expected a list of Prompt(id, text), as read_prompts returns it")
-    check_distinct(prompts, [f"prompt number {number}" for number in range(1, len(prompts) + 1)])
-
-
-def _header(
-    pair: Pair, tree: Topology, settings: Settings, options: CollectOptions, chosen: Collector, widths: Mapping[str,
-    int],
-    facts: Mapping[str, Any], prompts: Sequence[Prompt], ids: Sequence[list[int]], shards: int,
-) -> Header:  # fmt: skip
-    return Header(
-        target=options.target,
-        draft=options.draft,
-        pair=pair.fingerprint,
-        vocabulary=pair.vocabulary,
-        eos=pair.eos,
-        temperature=options.temperature,
-        topology=parents(tree),
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        shards=shards,
-        prompts=len(prompts),
+    fields = {"anchor_features": ANCHOR_FEATURES, **collector.header}  # an engine records fewer
+    header = Header(
+        target=options.target, draft=options.draft, pair=pair.fingerprint, vocabulary=pair.vocabulary, eos=pair.eos,
+        temperature=options.temperature, topology=parents(tree), max_new_tokens=options.max_new_tokens, seed=options.seed,
+        shards=shards, prompts=len(readable), hidden=widths, shaping=settings.shaping.to_dict(), facts=facts,
         # A run can be resumed with exactly the same prompts only (`Header.differences`).
-        prompts_hash=short_hash([[p.id, p.sample, p.group, tokens] for p, tokens in zip(prompts, ids, strict=True)]),
-        hidden=widths,
-        shaping=settings.shaping.to_dict(),
-        **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
-        facts=facts,
-    )
-
-
-def _shard_count(carries: bool, prompts: int, options: CollectOptions, widths: Mapping[str, int], nodes: int) -> int:
-    if carries:
-        return 1
-    row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))  # float16
-    rows = prompts * options.draws * options.max_new_tokens
-    return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-rows * row_bytes // SHARD_BYTES))
-
-
-def _inputs(pair: Pair, options: CollectOptions, policy: StopPolicy | None) -> tuple[str | Path | None, ...]:
-    """Return names and files of models, drafter, policy and profile, which no result may overwrite."""
+        prompts_hash=short_hash([[p.id, p.sample, p.group, tokens] for p, tokens in zip(readable, ids, strict=True)]),
+        **fields,
+    )  # fmt: skip
+    # What no result may overwrite.
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
     sources = [one.source for one in (policy, options.profile) if one is not None]
-    return (options.target, options.draft, *models, *paths_of(pair.drafter), *sources)
+    inputs = (options.target, options.draft, *models, *paths_of(pair.drafter), *sources)
+    # Twice as many prompts as texts in parallel: when one ends, the next takes its place.
+    batch = max(BATCH, 2 * (options.batch or 1))
+    return Plan(header, tuple(map(tuple, tasks)), collector.rows, collector.begin, inputs, batch, tuple(all_prompts))
 
 
-def _digests(options: CollectOptions, policy: StopPolicy, prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Return hashes of inputs whose contents may change under the same name; "" = not used."""
-    completions, profile = options.completions, options.profile
-    texts = (
-        [] if completions is None else [find_completion(completions, prompt.id, prompt.sample) for prompt in prompts]
-    )
-    values = [text if text is None or isinstance(text, str) else [int(token) for token in text] for text in texts]
-    return {
-        "policy": policy_digest(policy),
-        "profile": "" if profile is None else short_hash(profile.to_dict()),
-        "completions": "" if completions is None else short_hash(values),
-    }
+def _completion_facts(
+    pair: Pair, settings: Settings, completions: Completions, prompts: Sequence[tuple[Prompt, list[int]]]
+) -> dict[str, str]:
+    """Return a hash of the completions, and whether they are samples of the target; see `check_completions`."""
+    texts = [find_completion(completions, prompt.id, prompt.sample) for prompt, _ in prompts]
+    facts = {"completions digest": short_hash([text if isinstance(text, str) else list(text or ()) for text in texts])}
+    limit = settings.max_new_tokens + settings.topology.deepest
+    if balance := check_completions(pair, settings, prompts, completions, limit):
+        facts["completions"] = (
+            f"{balance['texts']} checked: log p + entropy {balance['mean']:+.4f} a token (standard error "
+            f"{balance['standard_error']:.4f}), {balance['impossible']} of {balance['tokens']} tokens cannot be drawn"
+        )
+    return facts
+
+
+def _shard_count(prompts: int, options: CollectOptions, widths: Mapping[str, int], nodes: int) -> int:
+    """Return the default number of shards; `widths` are those of the hidden states, in float16."""
+    row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))
+    rows = prompts * options.draws * options.max_new_tokens
+    return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-rows * row_bytes // SHARD_BYTES))
 
 
 def environment_facts(pair: Pair) -> dict[str, Any]:

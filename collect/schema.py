@@ -16,13 +16,12 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pydantic
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from typing_extensions import TypedDict
 
 from ..decode.topology import Topology
 from ..policies.arguments import LIMITS, MAX_ROWS
@@ -54,8 +53,8 @@ GIVEN_TEXT = ("rejection", "rejection_replace", "block")
 MAX_COUNT = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""
 
-_MAX_BYTES, _MAX_TEXT, _MAX_WIDTH = 1 << 20, 4096, 1 << 20
-"""Limits of a header: bytes, characters of a name, and numbers of a hidden state."""
+RUN_FACTS = ("dtype", "policy digest", "profile digest", "completions digest")
+"""Entries of `facts` that must be equal in all rows of a trace."""
 
 _SHOWN = 40
 """Characters of a value in a message."""
@@ -97,93 +96,51 @@ def _check_shaping(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-class _Balance(TypedDict):
-    texts: int
-    tokens: int
-    impossible: int
-    mean: float
-    standard_error: float
-
-
-_Facts = TypedDict(
-    "_Facts",
-    {
-        "device": str, "dtype": str, "threads": int, "drafter": str, "draft model": str, "reading": str,
-        "prompts from": str, "prompts left out": str, "prompt options": dict[str, Any], "temperature": str,
-        "lengths": str, "completions": _Balance, "digests": dict[str, str], "versions": dict[str, str],
-    },
-    total=False,
-)  # fmt: skip
-_Facts.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
-
-Name: TypeAlias = Annotated[str, Field(max_length=_MAX_TEXT)]
-HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES)})$")]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
-if TYPE_CHECKING:
-    Facts: TypeAlias = Mapping[str, Any]
-else:
-    Facts = _Facts
+HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES)})$")]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class Header:
-    """What holds for all rows of a trace. Fields are validated at construction.
+    """What holds for all rows of a trace. Fields are validated at construction."""
 
-    Attributes:
-        target, draft: names that the models were loaded by.
-        pair: hashes of target, draft and tokenizer.
-        vocabulary: width of the logits.
-        eos: token ids that end a text.
-        temperature: of the sampling.
-        topology: parent of each node in breadth-first order, -1 = the anchor; a chain is -1, 0, 1, ...
-        features, anchor_features: names recorded at each node, and once per anchor.
-        max_new_tokens: limit of each text. Rows end there, labels may lie beyond.
-        seed: of the streams.
-        shards: number of shards of the complete trace.
-        prompts: number of texts to collect: prompts, or samples of prompts.
-        prompts_hash: hash of ids, samples, groups and token ids of the prompts.
-        verification: mode of the labels; `label` is its kind, "outcome" for records of an engine.
-        collector: "dense" or "live".
-        texts: "target": the target's own. "sampled": completions sampled from it. "completions": any completions;
-            anchors are recorded where the target continues in the same way. "vllm": texts of a server.
-        policy: of a live run; "" for dense traces.
-        explore: share of live rounds drafted to full depth regardless of the policy.
-        batch: number of texts that a live run decodes in parallel; 1 if unknown.
-        mix: share of the target's tokens in the text that the draft read; 0 = the target's text.
-        draws: number of draws of drafts and acceptances per text, as consecutive sequences.
-        hidden: width of each recorded hidden state.
-        shaping: other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
-        schema: version.
-        facts: device, dtype, threads, versions and other provenance.
-    """
-
-    target: Name
-    draft: Name
-    pair: Mapping[Name, Name]
-    vocabulary: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
-    eos: tuple[Annotated[int, Field(ge=0, lt=MAX_COUNT)], ...]
-    temperature: Annotated[float, _limited("temperature")]
+    # Names that the models were loaded by, and hashes of target, draft and tokenizer.
+    target: str
+    draft: str
+    pair: Mapping[str, str]
+    vocabulary: Annotated[int, Field(ge=0, lt=MAX_COUNT)]  # width of the logits
+    eos: tuple[Annotated[int, Field(ge=0, lt=MAX_COUNT)], ...]  # token ids that end a text
+    temperature: Annotated[float, _limited("temperature")]  # of the sampling
+    # Parent of each node in breadth-first order, -1 = the anchor; a chain is -1, 0, 1, ...
     topology: Annotated[tuple[int, ...], Field(max_length=MAX_ROWS - 1), AfterValidator(_check_topology)]
-    features: Annotated[tuple[Name, ...], _features_of(Kind.PRE, Kind.POST)]
-    anchor_features: Annotated[tuple[Name, ...], _features_of(Kind.ANCHOR)]
-    max_new_tokens: Count
-    seed: Annotated[int, _limited("seed")]
-    shards: Annotated[int, _limited("shards")]
-    prompts: Count
-    prompts_hash: Name
+    features: Annotated[tuple[str, ...], _features_of(Kind.PRE, Kind.POST)]  # recorded at each node
+    anchor_features: Annotated[tuple[str, ...], _features_of(Kind.ANCHOR)]  # recorded once per anchor
+    max_new_tokens: Count  # limit of each text: rows end there, labels may lie beyond
+    seed: Annotated[int, _limited("seed")]  # of the streams
+    shards: Annotated[int, _limited("shards")]  # number of shards of the complete trace
+    prompts: Count  # number of texts to collect: prompts, or samples of prompts
+    prompts_hash: str  # of ids, samples, groups and token ids of the prompts
     verification: Annotated[str, Field(pattern="^(match|point|rejection|rejection_replace|block|typical)$")] = "match"
+    # Kind of the labels of the verification mode; "outcome" for records of an engine.
     label: Annotated[str, Field(pattern="^(match|point|ratio|block|typical|outcome)$")] = "match"
     collector: Literal["dense", "live"] = "dense"
+    # "target": the target's own texts. "sampled": completions sampled from it. "completions": any completions; anchors are
+    # recorded where the target continues in the same way. "vllm": texts of a server.
     texts: Literal["target", "sampled", "completions", "vllm"] = "target"
-    policy: Name = ""
-    explore: Annotated[float, _limited("explore")] = 0.0
-    batch: Annotated[int, _limited("batch")] = 1
-    mix: Annotated[float, _limited("mix")] = 0.0
-    draws: Annotated[int, _limited("draws")] = 1
-    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=_MAX_WIDTH)]] = Field(default_factory=dict)
+    policy: str = ""  # of a live run; "" for dense traces
+    explore: Annotated[float, _limited("explore")] = (
+        0.0  # share of live rounds drafted to full depth whatever the policy
+    )
+    batch: Annotated[int, _limited("batch")] = 1  # texts that a live run decodes in parallel; 1 if unknown
+    mix: Annotated[float, _limited("mix")] = (
+        0.0  # share of the target's tokens in the text that the draft read; 0 = all
+    )
+    draws: Annotated[int, _limited("draws")] = 1  # drafts and acceptances drawn per text, as consecutive sequences
+    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=1 << 20)]] = Field(default_factory=dict)  # width of each
+    # Other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
     shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
     schema: Literal[7] = SCHEMA_VERSION
-    facts: Facts = Field(default_factory=dict)
+    facts: Mapping[str, Any] = Field(default_factory=dict)  # device, dtype, threads, versions and other provenance
 
     @model_validator(mode="after")
     def _check_consistent(self) -> Header:
@@ -192,10 +149,7 @@ class Header:
             (not live and mode == "typical", "dense rounds of typical, expected a lossless verification"),
             (mode == "block" and not self.tree.is_chain, "a tree under block, expected a chain"),
             (self.draws > 1 and not self.given_text, f"{self.draws} draws under {mode}, expected 1"),
-            (
-                self.mix > 0 and (live or len(self.topology) != 1),
-                "a mixed text of several nodes, expected dense rounds",
-            ),
+            (self.mix > 0 and (live or len(self.topology) != 1), "mixed texts, expected dense rounds of one node"),
             (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
         ):
             if contradictory:
@@ -263,12 +217,10 @@ class Header:
             where: name of the file, for messages.
 
         Raises:
-            TraceError: the text is not JSON or has another schema version; a field is missing, unknown, out of range or
-                contradicts another.
+            TraceError: the text is not JSON or has another schema version; or a field is missing, unknown, out of range
+                or contradicts another.
         """
         try:
-            if len(text) > _MAX_BYTES:
-                raise ValueError(f"expected at most {_MAX_BYTES} bytes, got {len(text)}")
             raw = strict_loads(text)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
@@ -278,21 +230,16 @@ class Header:
                 f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema "
                 f"{SCHEMA_VERSION}; collect it again"
             )
-        if raw.get("topology") == []:  # only sub-trees of a recorded tree may be empty
-            raise TraceError(
-                f"{where}: the header has [] as 'topology': expected at least one node; collect the trace again"
-            )
-        if wrong := set(raw) ^ set(Header.__dataclass_fields__):
-            names = ", ".join(sorted(wrong))[: 10 * _SHOWN]
-            raise TraceError(f"{where}: the header lacks or has unknown fields: {names}; collect it again")
         try:
             return _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            name = ".".join(map(str, first["loc"]))
-            field = f"{repr(first['input'])[:_SHOWN]} as {name[:_SHOWN]!r}: " if name else ""
-            expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-            raise TraceError(f"{where}: the header has {field}{expected}; collect the trace again") from None
+            name = ".".join(map(str, first["loc"]))[:_SHOWN]
+            reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+            value = f", got {repr(first['input'])[:_SHOWN]}" if name else ""
+            raise TraceError(
+                f"{where}: the header is invalid: {name} {reason}{value}; collect the trace again"
+            ) from None
 
     def differing(self, other: Header, names: Iterable[str]) -> list[str]:
         """Return which of these fields differ, with both values: `temperature (0.0, 0.7)`; hashes without values."""
@@ -306,16 +253,11 @@ class Header:
         return [name if name in hashes else f"{name} ({shown(self, name)}, {shown(other, name)})" for name in differ]
 
     def differences(self, other: Header) -> list[str]:
-        """Return the names of the settings that differ; rows of such runs must not be in one trace.
-
-        Of `facts` only the precision and the digests of the inputs are compared.
-        """
-        fields = [name for name in Header.__dataclass_fields__ if name != "facts"]
-        names = [name for name in fields if getattr(self, name) != getattr(other, name)]
-        names += ["dtype"] if self.facts.get("dtype") != other.facts.get("dtype") else []
-        mine, theirs = (header.facts.get("digests", {}) for header in (self, other))
-        names += [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-        return list(dict.fromkeys(names))  # `policy` is a field and a digest
+        """Return which fields and `RUN_FACTS` differ, as `differing`; rows of such runs must not be in one trace."""
+        fields = (name for name in Header.__dataclass_fields__ if name != "facts")
+        return self.differing(other, fields) + [
+            name for name in RUN_FACTS if self.facts.get(name) != other.facts.get(name)
+        ]
 
 
 @cache

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,16 @@ from ..policies.profile import Profile
 from ..policies.storage import content
 from .prompts import Prompt, prompts_json
 from .schema import Header, PromptTask
-from .store import Trace, damage, finished, load_trace, open_for_writing, remove_stale_files, shard_path, write_shard
+from .store import (
+    Trace,
+    finished,
+    load_trace,
+    open_for_writing,
+    read_shard,
+    remove_stale_files,
+    shard_path,
+    write_shard,
+)
 
 BATCH = 16
 """Minimum number of prompts that are collected together."""
@@ -58,18 +67,13 @@ class DistributedRank:
         """
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls()
-        values = []
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            text = environment.get(name, "0" if name == "LOCAL_RANK" else "")
-            if not text.isdecimal():
-                raise InputError(
-                    f"{name}: expected a number, as torchrun sets it together with RANK and WORLD_SIZE, not {text!r}; "
-                    "unset all of them to run one process"
-                )
-            values.append(int(text))
-        if values[0] >= values[1]:
-            raise InputError(f"RANK: expected less than WORLD_SIZE ({values[1]}), not {values[0]}")
-        return cls(*values)
+        texts = [environment.get("RANK", ""), environment.get("WORLD_SIZE", ""), environment.get("LOCAL_RANK", "0")]
+        if not all(text.isdecimal() for text in texts) or int(texts[0]) >= int(texts[1]):
+            raise InputError(
+                f"RANK, WORLD_SIZE, LOCAL_RANK: expected numbers with RANK below WORLD_SIZE, as torchrun sets them, not "
+                f"{', '.join(map(repr, texts))}; unset all of them to run one process"
+            )
+        return cls(*map(int, texts))
 
 
 ALONE = DistributedRank()
@@ -102,11 +106,6 @@ class Plan:
     batch: int = BATCH
     prompts: tuple[Prompt, ...] = ()
 
-    def batches(self, index: int) -> Iterator[Sequence[PromptTask]]:
-        """Yield the batches of a shard."""
-        for start in range(0, len(self.tasks[index]), self.batch):
-            yield self.tasks[index][start : start + self.batch]
-
 
 def record(
     plan: Plan,
@@ -131,34 +130,35 @@ def record(
 
     Raises:
         InputError: the folder is not empty, or see `prepare_output_dir`.
-        TraceError: the folder holds another run, the disk is full, or there is no row.
+        TraceError: the folder holds another run, or there is no row.
     """
     header, prompts = plan.header, prompts_json(plan.prompts) if plan.prompts else None
     resume = resume or rank.world > 1
     folder = open_for_writing(out, header, resume=resume, overwrite=overwrite, inputs=plan.inputs, prompts=prompts)
     shards = [index for index in range(header.shards) if rank.takes(index)]
-    present = finished(folder, header).intersection(shards)
-    for index in sorted(present):
-        path = shard_path(folder, index, header.shards)
-        if reason := damage(path, header):
-            text = f"the shard {path} is damaged and is collected again: {reason}"
-            warnings.warn(text, SpecstopWarning, stacklevel=2)
-            path.unlink()
-            present.remove(index)
+    missing = set(shards) - finished(folder, header)
+    for index in sorted(set(shards) - missing):
+        try:
+            for _ in read_shard(shard_path(folder, index, header.shards), header):
+                pass
+        except TraceError as error:
+            warnings.warn(
+                f"{error.command_line.rpartition('; ')[0]}; it is collected again", SpecstopWarning, stacklevel=2
+            )
+            missing.add(index)
     task = "collect" if rank.world == 1 else f"collect {rank.rank}/{rank.world}"
     total = sum(len(plan.tasks[index]) for index in shards)
-    done = sum(len(plan.tasks[index]) for index in present)
+    done = total - sum(len(plan.tasks[index]) for index in missing)
     progress(task, done, total)
-    for index in shards:
-        if index in present:
-            continue
+    for index in sorted(missing):
         chunks: list[Mapping[str, Any]] = []
         plan.begin()
-        for batch in plan.batches(index):
+        for start in range(0, len(plan.tasks[index]), plan.batch):
+            batch = plan.tasks[index][start : start + plan.batch]
             chunks += plan.rows(batch)
             done += len(batch)
             progress(task, done, total)
-        write_shard(folder, header, index, chunks, [(one.prompt_id, one.sample) for one in plan.tasks[index]])
+        write_shard(folder, header, index, chunks)
     trace = Trace(folder, header)
     if not trace.complete:
         return trace
@@ -190,14 +190,11 @@ def policy_digest(policy: StopPolicy) -> str:
             return value.to_dict()
         if isinstance(value, (np.ndarray, np.generic)):
             return value.tolist()
-        if isinstance(value, StopPolicy):
+        if isinstance(value, StopPolicy) or dataclasses.is_dataclass(value):
             # `label` and `source` do not change what a policy does; private dicts are caches.
             names = {name: inner for name, inner in vars(value).items() if name not in ("label", "source")}
             names = {name: inner for name, inner in names.items() if not (name[0] == "_" and isinstance(inner, dict))}
             return [type(value).__qualname__, names]
-        if dataclasses.is_dataclass(value):  # private fields are derived from the others
-            names = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return [type(value).__qualname__, {name: inner for name, inner in names.items() if name[0] != "_"}]
         return dict(value) if isinstance(value, Mapping) else type(value).__name__  # others may print as an address
 
     return hashlib.blake2b(json.dumps(policy, default=settings, sort_keys=True).encode(), digest_size=8).hexdigest()

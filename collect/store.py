@@ -7,31 +7,31 @@ time.
     trace/data/train-00000-of-00008.parquet        written whole: temporary name, fsync, rename
 
 Parquet pages have checksums, which are verified whenever a page is read. The metadata of a shard has the header of the
-run, and the names and the number of rows of the texts in the shard. A trace is complete if all shards exist.
+run and the number of rows. A trace is complete if all shards exist.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from ..policies.arguments import as_list
+from ..policies.contract import Array
 from ..policies.display import markdown, markdown_cell, printable
 from ..policies.errors import InputError, TraceError
-from ..policies.features import HIDDEN_STATES
+from ..policies.features import HIDDEN_STATES, TOKEN_FEATURES
 from ..policies.files import (
     MANIFEST,
     STAGE_PREFIX,
@@ -44,60 +44,26 @@ from ..policies.files import (
     write_atomic,
     write_manifest,
 )
-from ..policies.learned import shaping_text
 from .acceptance import COLUMNS, LIVE_COLUMNS, AcceptanceByDepth, depth_outcomes
-from .checks import TEXT_COLUMNS, check_texts, check_values, column_array
-from .schema import HEADER_KEY, Header, arrow_schema
+from .schema import HEADER_KEY, MAX_COUNT, NO_TOKEN, TIMES, Header, arrow_schema
 
+if TYPE_CHECKING:
+    import datasets
 
-def data_card(header: Header) -> str:
-    """Return the data card, which depends on the header alone: all processes of a run write the same one."""
+HEADER_FILE, PROMPTS_FILE, CARD_FILE = "header.json", "prompts.jsonl", "README.md"
 
-    def model(name: str) -> str:
-        """Return a hub name, or the end of a path: cards are published, and home folders are private."""
-        return "/".join(name.replace("\\", "/").split("/")[-2:]) or "a model without a name"
+TEXT_COLUMNS = ("sequence", "anchor", "text_tokens", "prompt_tokens", "accepted_length", "accepted")
+"""Columns that `check_texts` reads."""
 
-    name = printable(f"Draft traces of {model(header.draft)} for {model(header.target)}")
-    front = {
-        "pretty_name": name,
-        "tags": ["speculative-decoding", "specstop"],
-        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]}],
-    }
-    shown = header.shown_temperature
-    facts = {
-        "target": model(header.target),
-        "drafter": model(header.draft),
-        "temperature": shown if isinstance(shown, str) else f"{shown:g}",
-        "filter": shaping_text(header.shaping),
-        "verification": header.verification,
-        "replay": replay_text(header),
-        "depth": header.depth,
-        "prompts": header.prompts,
-        "prompts from": header.facts.get("prompts from") or "not recorded",
-        "schema version": header.schema,
-        "hidden states": hidden_text(header),
-    }
-    lines = "\n".join(f"| {name} | {markdown_cell(str(value))} |" for name, value in facts.items())
-    return f"""---
-{yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
----
-# {markdown(name)}
+ROWS_KEY = b"specstop.rows"
+"""Key of the number of rows in the metadata of a shard: the footer of a Parquet file has no checksum."""
 
-What a draft model proposed at positions of the target's text, the features of its proposals, and what the target
-accepted. Recorded by `specstop collect`. A row is one anchor; columns of nodes are lists over the nodes of the
-topology. A node was accepted (`observed` and `accepted`), rejected (`observed` and not `accepted`), or not observed.
+_SHARD_NAME = re.compile(r"train-(\d{5})-of-(\d{5})\.parquet")
+_BATCH_ROWS = 1 << 16
+"""Rows that are read together by default."""
 
-| what | value |
-|---|---|
-{lines}
-
-    from datasets import load_dataset
-    rows = load_dataset("path/to/this/folder", split="train", streaming=True)
-
-`header.json` holds what is true of all rows, and `prompts.jsonl` the prompts if they are known. The rows contain prompt
-ids and drafted tokens, so the licence of the prompts applies to them. `specstop info FOLDER --check` verifies the whole
-folder.
-"""
+_ROUNDING = 1e-3
+"""Tolerance for sums of float32 probabilities that exceed 1."""
 
 
 def hidden_text(header: Header) -> str:
@@ -108,30 +74,37 @@ def hidden_text(header: Header) -> str:
 
 def replay_text(header: Header) -> str:
     """Return how exact replay of a trace is."""
-    draws = f"{header.draws} draw{'s' * (header.draws > 1)} of each text"
     return {
         "": "single rounds only" if header.collector == "live" else "none: its texts are not whole texts of the target",
         "path": "exact path by path",
-        "law": f"exact in law, {draws}",
+        "law": f"exact in law, {header.draws} draw{'s' * (header.draws > 1)} of each text",
     }[header.exactness]
 
 
-def balance_text(checked: Mapping[str, Any]) -> str:
-    """Return the result of the check of completions (`dense.completion_check.Balance`)."""
-    return (
-        f"{checked['texts']} checked: log p + entropy {checked['mean']:+.4f} a token (standard error "
-        f"{checked['standard_error']:.4f}), {checked['impossible']} of {checked['tokens']} tokens cannot be drawn"
-    )
+def data_card(header: Header) -> str:
+    """Return the data card, which depends on the header alone: all processes of a run write the same one."""
+    # Hub names, or ends of paths: cards are published, and home folders are private.
+    draft, target = ("/".join(name.replace("\\", "/").split("/")[-2:]) for name in (header.draft, header.target))
+    name = printable(f"Draft traces of {draft or 'a model without a name'} for {target or 'a model without a name'}")
+    files = [{"split": "train", "path": "data/train-*.parquet"}]
+    front = {
+        "pretty_name": name, "tags": ["speculative-decoding", "specstop"],
+        "configs": [{"config_name": "default", "data_files": files}],
+    }  # fmt: skip
+    source = header.facts.get("prompts from") or "not recorded"
+    facts = f"{header.prompts} prompts ({source}), {header.tree.name}, temperature {header.shown_temperature}"
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
+---
+# {markdown(name)}
 
+What a draft model proposed at positions of the target's text, the features of its proposals, and what the target
+accepted. Recorded by `specstop collect`: {markdown_cell(facts)}, {header.verification} verification.
 
-if TYPE_CHECKING:
-    import datasets
-
-HEADER_FILE, PROMPTS_FILE, CARD_FILE = "header.json", "prompts.jsonl", "README.md"
-SHARD_KEY = b"specstop.shard"
-"""Key of a shard's texts and number of rows in the metadata of its Parquet file."""
-
-_SHARD_NAME = re.compile(r"train-(\d{5})-of-(\d{5})\.parquet")
+A row is one anchor; columns of nodes are lists over the nodes of the topology. A node was accepted (`observed` and
+`accepted`), rejected (`observed` and not `accepted`), or not observed. `header.json` holds what is true of all rows, and
+`prompts.jsonl` the prompts. The rows contain drafted tokens, so the licence of the prompts applies to them.
+"""
 
 
 def open_for_writing(
@@ -143,8 +116,7 @@ def open_for_writing(
     inputs: Iterable[Input] = (),
     prompts: str | None = None,
 ) -> Path:
-    """Prepare a trace folder for the run that `header` describes. Of several processes, the first one writes the
-    header.
+    """Prepare a trace folder for the run that `header` describes. Several processes may do so at the same time.
 
     Args:
         folder: of the trace.
@@ -154,86 +126,51 @@ def open_for_writing(
         prompts: contents of `PROMPTS_FILE`; None = no such file.
 
     Returns:
-        The folder to write to. If a trace is overwritten, this is a folder next to it that replaces it when it is
-        complete.
+        The folder to write to. With `overwrite`, this is a folder next to it that `record` renames when it is complete.
 
     Raises:
         InputError: the folder is not empty and neither flag is set, or see `prepare_output_dir`.
-        TraceError: `resume`, but the folder holds another run; or the disk is full.
+        TraceError: `resume`, but the folder holds another run.
     """
     folder = prepare_output_dir(folder, overwrite=overwrite, resume=resume, inputs=inputs)
     if overwrite:
-        stage = staging_path(folder)
-        if stage.exists() and not resume:
-            shutil.rmtree(stage)  # of a run that was stopped and starts again
-        folder = stage if stage.exists() or not (resume or is_empty_dir(folder)) else folder
+        folder = staging_path(folder)
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped and starts again
     path = folder / HEADER_FILE
-    names = {entry.name for entry in os.scandir(folder) if entry.name[0] != "."} if folder.exists() else set()
-    if names - {PROMPTS_FILE, "data"} and not path.exists():  # the second, because another process may be faster
-        raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
-    with disk_full_advice(folder):
-        (folder / "data").mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        if not is_empty_dir(folder) and {entry.name for entry in folder.iterdir()} - {PROMPTS_FILE}:
+            raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
+        # Processes that write at the same time write the same prompts and fields, and facts that need not agree.
         if prompts is not None:
-            write_once(folder / PROMPTS_FILE, prompts)
-        write_once(path, header.to_json() + "\n")
-        present = read_header(folder)
-        if differ := header.differences(present):
-            raise TraceError(
-                f"--resume: {folder} holds a run with another {', '.join(differ)}; "
-                "give the same options as before, or choose another folder"
-            )
-        if not (folder / MANIFEST).exists():
-            write_atomic(folder / CARD_FILE, data_card(present))
-            shards = (shard_path(Path(), index, present.shards).as_posix() for index in range(present.shards))
-            write_manifest(folder, (HEADER_FILE, PROMPTS_FILE, CARD_FILE, *shards))
+            write_atomic(folder / PROMPTS_FILE, prompts)
+        write_atomic(path, header.to_json() + "\n")
+    present = read_header(folder)
+    if differ := header.differences(present):
+        raise TraceError(
+            f"--resume: {folder} holds a run with another {', '.join(differ)}; "
+            "give the same options as before, or choose another folder"
+        )
+    if not (folder / MANIFEST).exists():
+        write_atomic(folder / CARD_FILE, data_card(present))
+        shards = (shard_path(Path(), index, present.shards).as_posix() for index in range(present.shards))
+        write_manifest(folder, (HEADER_FILE, PROMPTS_FILE, CARD_FILE, *shards))
     return folder
 
 
 @contextlib.contextmanager
-def staged(path: Path, *, keep: bool = False) -> Iterator[Path]:
-    """Yield a temporary name in the folder of `path`. The file is flushed and renamed at the end, or removed on an
-    error.
-
-    Args:
-        path: of the file.
-        keep: if the file exists at the end, keep it: another process has written it.
-    """
-    stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{secrets.token_hex(4)}.{os.getpid()}")
+def staged(path: Path) -> Iterator[Path]:
+    """Yield a temporary name in the folder of `path`, which is flushed and renamed at the end, or removed on an error."""
+    stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{secrets.token_hex(8)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield stage
         sync(stage)
         with uninterrupted:
-            if not keep:
-                os.replace(stage, path)
-                sync(path.parent)
-                return
-            with contextlib.suppress(FileExistsError):
-                os.link(stage, path)  # unlike a rename, fails if the file exists
+            os.replace(stage, path)
+            sync(path.parent)
     finally:
         stage.unlink(missing_ok=True)
-
-
-def write_once(path: Path, text: str) -> None:
-    """Write a file unless it exists. Of several processes that write at the same time, the first one wins."""
-    if not path.exists():
-        with staged(path, keep=True) as stage:
-            stage.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def disk_full_advice(folder: Path) -> Iterator[None]:
-    """Raise `TraceError` with a remedy if the disk, or the quota of the user, is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        done = len(list((folder / "data").glob("train-*.parquet")))
-        raise TraceError(
-            f"--out: no space is left on the disk of {folder}; its {done} finished shards stay: free some space and run the "
-            "same command again with --resume"
-        ) from None
 
 
 def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -266,27 +203,19 @@ def write_table(table: pa.Table, where: Any) -> None:
     pq.write_table(table, where, compression="zstd", write_page_checksum=True, **options)
 
 
-def write_shard(
-    folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]] | pa.Table,
-    texts: Sequence[Sequence[str]] = (),
-) -> None:  # fmt: skip
-    """Write one shard under a temporary name, flush it to the disk, and rename it.
+def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]] | pa.Table) -> None:
+    """Write shard `index` whole: under a temporary name, flushed to the disk and renamed.
 
     Args:
         folder: of the trace.
         header: of the trace.
         index: of the shard.
         rows: chunks of columns, see `shard_table`, or the table.
-        texts: (prompt id, sample) of the texts of the shard, also of those without rows.
-
-    Raises:
-        TraceError: the disk is full.
     """
     table = rows if isinstance(rows, pa.Table) else shard_table(header, rows)
-    metadata = json.dumps({"rows": table.num_rows, "texts": [list(names) for names in texts]})
-    table = table.replace_schema_metadata({HEADER_KEY: header.to_json(), SHARD_KEY: metadata})
-    with disk_full_advice(folder), staged(shard_path(folder, index, header.shards)) as stage:
-        write_table(table, stage)
+    with staged(shard_path(folder, index, header.shards)) as stage:
+        metadata = {HEADER_KEY: header.to_json(), ROWS_KEY: str(table.num_rows)}
+        write_table(table.replace_schema_metadata(metadata), stage)
 
 
 def remove_stale_files(folder: Path) -> None:
@@ -322,35 +251,112 @@ def read_header(folder: Path) -> Header:
     return Header.from_json(path.read_bytes(), str(path))
 
 
-def damage(path: Path, header: Header, *, data: bool = True) -> str:
-    """Return what is wrong with a shard, or "".
+def read_shard(
+    path: Path, header: Header, columns: Sequence[str] | None = None, rows: int = _BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Yield columns of a shard after validation of its schema, header, page checksums and values.
 
     Args:
         path: of the shard.
         header: of the trace.
-        data: read all pages, so that their checksums are verified; otherwise only the metadata.
+        columns: their names; None = all.
+        rows: maximum number of rows of each batch.
+
+    Raises:
+        TraceError: the file is damaged, or of another run.
     """
     try:
         with pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
-            schema, rows = file.schema_arrow, file.metadata.num_rows
-            metadata = schema.metadata or {}
-            run = Header.from_json(metadata.get(HEADER_KEY, b"{}"), str(path))
-            if not schema.equals(arrow_schema(header)) or run.differences(header):
-                return "it is of another run than header.json"
-            if json.loads(metadata.get(SHARD_KEY, b"{}")).get("rows") != rows:
-                return "its number of rows is not the recorded one"
-            for batch in file.iter_batches() if data else ():
-                check_values(header, batch, str(path))
-    except TraceError as error:
-        return error.command_line
-    except (OSError, ValueError, AttributeError) as error:  # pa.ArrowInvalid is a ValueError
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    return ""
+            metadata = file.schema_arrow.metadata or {}
+            run = Header.from_json(metadata.get(HEADER_KEY, b"{}"), "its metadata")
+            if not file.schema_arrow.equals(arrow_schema(header)) or run.differences(header):
+                raise TraceError("it is of another run than header.json")
+            count = 0
+            for batch in file.iter_batches(rows, columns=columns):
+                check_values(header, batch)
+                count += len(batch)
+                yield batch
+            if metadata.get(ROWS_KEY) != str(count).encode():  # pyarrow ends silently at some damaged pages
+                raise TraceError(f"it has {count} readable rows, which is not the recorded number")
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise TraceError(
+            f"traces: the shard {path} cannot be read: {reason}; run collect with --resume, which collects it again"
+        ) from None
 
 
-def damaged_text(path: Path, reason: str) -> str:
-    """Return the message that names a damaged shard."""
-    return f"traces: the shard {path} cannot be read: {reason}; run collect with --resume, which collects it again"
+def column_array(column: pa.ChunkedArray) -> Array:
+    """Return a column as an array [N], or [N, nodes] for fixed-size lists."""
+    if not pa.types.is_fixed_size_list(column.type):
+        return np.asarray(column.to_numpy())
+    width = column.type.list_size
+    parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return np.concatenate(parts).reshape(-1, width) if parts else np.zeros((0, width))
+
+
+def check_values(header: Header, batch: pa.RecordBatch) -> None:
+    """Raise `ValueError` if a column of a trace has nulls, invalid text, or numbers that are not finite or out of range."""
+    largest = float(np.finfo(np.float32).max)
+    bounds = {
+        **dict.fromkeys(("prompt_tokens", "anchor", "committed", "decisions", "backlog"), (0, MAX_COUNT)),
+        **dict.fromkeys(("draft_prob", "target_prob", "overlap", "accept_chance", "next_chance"), (0, 1 + _ROUNDING)),
+        **dict.fromkeys(("accepted_length", "depth"), (0, header.depth)),
+        **dict.fromkeys(TOKEN_FEATURES, (NO_TOKEN, MAX_COUNT)),
+        **dict.fromkeys(TIMES, (-1.0, 1e9)),
+        "sequence": (0, header.prompts * header.draws - 1),
+        "text_tokens": (1, MAX_COUNT),
+        "tokens": (NO_TOKEN, (header.vocabulary or MAX_COUNT) - 1),
+        "branch_rank": (0, len(header.topology)),
+    }
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        flat = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+        if column.null_count or flat.null_count:
+            raise ValueError(f"expected a value in each row of {name}, got a null")
+        if pa.types.is_string(flat.type):
+            flat.validate(full=True)  # raises ArrowInvalid, a ValueError, for invalid UTF-8
+        elif pa.types.is_float16(flat.type):  # comparisons are emulated and slow: compare the bits of the exponent
+            if ((flat.to_numpy().view(np.uint16) & 0x7C00) == 0x7C00).any():
+                raise ValueError(f"expected finite numbers in {name}")
+        elif len(flat) and not pa.types.is_boolean(flat.type):
+            least, most = bounds.get(name, (-largest, largest))
+            low, high = flat.to_numpy().min(), flat.to_numpy().max()  # NaN if any value is NaN
+            if not (least <= low and high <= most):
+                raise ValueError(
+                    f"expected finite numbers from {least:g} to {most:g} in {name}, got {low:g} to {high:g}"
+                )
+
+
+def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> None:
+    """Check that the rows of each text are consistent.
+
+    Args:
+        header: header of the trace.
+        columns: `TEXT_COLUMNS` as arrays [N], and `accepted` as [N, nodes].
+        where: folder name for messages.
+
+    Raises:
+        TraceError: an anchor is out of range, missing or duplicated, or `accepted` is not a path of the tree.
+    """
+    sequence, anchor, text, prompt, length, accepted = (columns[name] for name in TEXT_COLUMNS)
+    order = np.lexsort((anchor, sequence))  # by sequence, then by anchor
+    sequence, anchor, text, prompt = sequence[order], anchor[order], text[order], prompt[order]
+    same = np.diff(sequence) == 0
+    step = np.diff(anchor)[same]
+    first, last = np.append(True, ~same), np.append(~same, True)
+    path = np.concatenate([np.ones((len(accepted), 1), dtype=bool), accepted], 1)  # the anchor before the nodes
+    tree = header.tree
+    is_path = (path[:, list(tree.parent[1:])] >= path[:, 1:]).all()  # accepted nodes only below accepted ones
+    is_path &= all((path[:, level].sum(1) <= 1).all() for level in tree.levels) and (accepted.sum(1) == length).all()
+    is_gapless = (step == 1).all() and (anchor[first] == 1).all() and (anchor[last] + 1 == text[last]).all()
+    for valid, expected in (
+        ((anchor < text).all(), "each anchor before the end of its text (anchor < text_tokens)"),
+        ((step != 0).all(), "no duplicate anchors in a text"),
+        ((np.diff([text, prompt])[:, same] == 0).all(), "the same text_tokens and prompt_tokens in all rows of a text"),
+        (is_gapless or not header.has_every_anchor, "every anchor of each text, from 1 to text_tokens - 1"),
+        (is_path, "a path of accepted_length nodes from the anchor in `accepted`"),
+    ):
+        if not valid:
+            raise TraceError(f"traces: {where}: expected {expected}; a column is damaged, collect it again")
 
 
 class Trace:
@@ -378,10 +384,20 @@ class Trace:
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return these columns, or all, of all rows."""
         if "rows" in vars(self):  # passed to the constructor, or read before by the cached property
-            chosen = self.rows if columns is None else self.rows.select_columns(as_list(columns))
-            return chosen.with_format("arrow")[:]
-        tables = list(self.shards(columns))
-        return pa.concat_tables(tables) if tables else arrow_schema(self.header).empty_table()
+            rows = self.rows if columns is None else self.rows.select_columns(as_list(columns))
+            return rows.with_format("arrow")[:]
+        names = arrow_schema(self.header).names if columns is None else as_list(columns)
+        schema = pa.schema([arrow_schema(self.header).field(name) for name in names])
+        return pa.Table.from_batches((batch.select(names) for batch in self.batches(names)), schema)
+
+    def batches(self, columns: Sequence[str] | None = None, rows: int = _BATCH_ROWS) -> Iterator[pa.RecordBatch]:
+        """Yield these columns, or all, with at most `rows` rows at a time: a large trace need not fit into memory."""
+        names = None if columns is None else as_list(columns)
+        if "rows" in vars(self):
+            yield from self.table(names).to_batches(rows)
+            return
+        for index in sorted(self.finished):
+            yield from read_shard(shard_path(self.folder, index, self.header.shards), self.header, names, rows)
 
     def to_pandas(self, columns: Sequence[str] | None = None) -> Any:
         """Return these columns, or all, of all rows as a `pandas.DataFrame`."""
@@ -399,35 +415,6 @@ class Trace:
             f"Trace({str(self.folder)!r}: {self.row_count:,} rounds of {header.prompts} prompts, {header.tree.name}, "
             f"{header.collector}, {header.verification}, temperature {header.shown_temperature})"
         )
-
-    def shards(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Yield the table of each finished shard with these columns, or all."""
-        names = None if columns is None else as_list(columns)
-        return self._read(lambda file: iter([file.read(names)]))
-
-    def batches(self, names: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield these columns in order with at most `rows` rows at a time, so that a large trace need not fit into
-        memory."""
-        if "rows" in vars(self):
-            return iter(pa.table({name: self._as_arrow[name][:] for name in names}).to_batches(rows))
-        return self._read(lambda file: file.iter_batches(rows, columns=list(names)))
-
-    def _read(self, read: Callable[[pq.ParquetFile], Iterator[Any]]) -> Iterator[Any]:
-        """Yield the results of `read` for each finished shard after validation of their values."""
-        for index in sorted(self.finished):
-            path = shard_path(self.folder, index, self.header.shards)
-            try:
-                with pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
-                    for rows in read(file):
-                        check_values(self.header, rows, str(path))
-                        yield rows
-            except (OSError, pa.ArrowInvalid) as error:
-                raise TraceError(damaged_text(path, str(error).splitlines()[0])) from None
-
-    @cached_property
-    def _as_arrow(self) -> datasets.Dataset:
-        """The rows in memory in the format of arrow: to change the format takes a millisecond."""
-        return self.rows.with_format("arrow")
 
     @property
     def row_count(self) -> int:
@@ -457,16 +444,21 @@ def load_trace(folder: str | Path) -> Trace:
     Raises:
         TraceError: the folder is no trace, has another schema, has no finished shard with rows, or is damaged.
     """
-    return _open(Path(folder), data=False)
+    trace = Trace(Path(folder), read_header(Path(folder)))
+    rows = trace.table(TEXT_COLUMNS)
+    if not len(rows):
+        raise TraceError(f"traces: {folder} has no finished shard with rows; run collect with --resume")
+    check_texts(trace.header, {name: column_array(rows[name]) for name in TEXT_COLUMNS}, str(folder))
+    return trace
 
 
 def check_trace(folder: str | Path) -> Trace:
     """Open a trace after validation of all shards and all values; see `load_trace`.
 
     Raises:
-        TraceError: as `load_trace`; a shard is missing; or a text is in several shards.
+        TraceError: as `load_trace`; or a shard is missing.
     """
-    trace = _open(Path(folder), data=True)
+    trace = load_trace(folder)
     missing = sorted(set(range(trace.header.shards)) - trace.finished)
     if missing:
         named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
@@ -474,24 +466,6 @@ def check_trace(folder: str | Path) -> Trace:
             f"traces: {folder} is not complete, {len(missing)} of its {trace.header.shards} shards are missing ({named}); "
             "run the collect command again with --resume, as one process or several"
         )
-    texts: set[tuple[str, ...]] = set()
-    for index in range(trace.header.shards):
-        path = shard_path(trace.folder, index, trace.header.shards)
-        names = {tuple(name) for name in json.loads(pq.read_schema(path).metadata[SHARD_KEY])["texts"]}
-        if texts & names:
-            raise TraceError(f"traces: the shard {path} has {len(texts & names)} texts that an earlier one has too")
-        texts |= names
-    return trace
-
-
-def _open(folder: Path, data: bool) -> Trace:
-    trace = Trace(folder, read_header(folder))
-    for index in sorted(trace.finished):
-        path = shard_path(folder, index, trace.header.shards)
-        if reason := damage(path, trace.header, data=data):
-            raise TraceError(damaged_text(path, reason))
-    if not trace.row_count:
-        raise TraceError(f"traces: {folder} has no finished shard with rows; run collect with --resume")
-    rows = trace.table(TEXT_COLUMNS)
-    check_texts(trace.header, {name: column_array(rows[name]) for name in TEXT_COLUMNS}, str(folder))
+    for _ in trace.batches():
+        pass
     return trace

@@ -65,7 +65,6 @@ def collect(
     stored = _stored_prompts(folder, selection) if resume or rank.world > 1 else None
     prompts = source.read(models, completions=completions) if stored is None else stored
 
-    from ...collect.prompts import share_prompts
     from ...collect.run import collect as run
     from ...decode.settings import Settings
 
@@ -75,8 +74,6 @@ def collect(
         pair = replace(models, device=rank.device(models.device)).open(paths)
         if stored is None:
             prompts = source.apply_template(prompts, pair)
-            if rank.world > 1:
-                prompts = share_prompts(out, prompts)
         if not quiet:
             options.print_model_defaults(pair, Settings(temperature, max_new_tokens, shaping=sampling.params()))
         create_trace = partial(
@@ -112,8 +109,7 @@ def _read_extra(items: list[str] | None) -> dict[str, Any]:
 
 def _stored_prompts(folder: Path, selection: Mapping[str, Any]) -> list[Prompt] | None:
     """Return the prompts that a run has stored, or None if there is no run, or they were selected by other options."""
-    from ...collect.prompt_files import is_stream
-    from ...collect.prompts import stored_prompts
+    from ...collect.prompts import is_stream, stored_prompts
     from ...collect.store import HEADER_FILE, read_header
 
     if (folder / HEADER_FILE).exists() and read_header(folder).facts.get("prompt options") == selection:

@@ -78,8 +78,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     import numpy as np
 
     from ...collect.acceptance import COLUMNS, LENGTHS, LIVE_COLUMNS, depth_outcomes
-    from ...collect.checks import column_array
-    from ...collect.store import balance_text, hidden_text, replay_text
+    from ...collect.store import column_array, hidden_text, replay_text
     from ...policies.learned import shaping_text
 
     header = trace.header
@@ -102,7 +101,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "prompts left out": header.facts.get("prompts left out"),
         "note on acceptance": outcomes.basis,
         "draft lengths": header.facts.get(LENGTHS),
-        "completions": balance_text(checked) if (checked := header.facts.get("completions")) else None,
+        "completions": header.facts.get("completions"),
     }
     facts = {
         "kind": "trace",
@@ -139,7 +138,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
 
 def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
     """Return rows (depth, branch, share of accepted tokens, labelled rows) of the nodes of a tree."""
-    from ...collect.checks import column_array
+    from ...collect.store import column_array
 
     columns = trace.table(["accepted", "observed"])
     accepted, labelled = (column_array(columns[name]).astype(bool) for name in ("accepted", "observed"))
@@ -158,7 +157,7 @@ def sample_row(trace: Trace) -> dict[str, str]:
     """Return the first row with an accepted token, or the first row, as an example."""
     import pyarrow.compute as pc
 
-    table = next((table for table in trace.shards() if table.num_rows), None)
+    table = next((batch for batch in trace.batches() if batch.num_rows), None)
     if table is None:
         return {}
     first = pc.index(pc.greater(table["accepted_length"], 0), True).as_py()  # -1 without such a row

@@ -21,8 +21,7 @@ from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import SURROGATE, is_text, prepare_output_dir, staged_folder, strict_loads
 from ..acceptance import FIXED, LENGTHS, VARIED
-from ..prompt_files import lines
-from ..prompts import SampleNames, warn_sample_ids
+from ..prompts import lines, prompt_and_sample
 from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
 from ..store import Trace, load_trace, open_for_writing, write_shard
 
@@ -49,9 +48,7 @@ def import_vllm(
     prepare_output_dir(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():
         raise InputError(f"path: expected a JSON Lines file, but {file} does not exist or is no file")
-    names = SampleNames()
-    records = [_Record.parse(line, where, names) for where, line in lines(file, "path")]
-    warn_sample_ids([record.name for record in records if not record.sample])
+    records = [_Record.parse(line, where) for where, line in lines(file, "path")]
     depth = max((count for record in records for count in record.drafted), default=0)
     if not depth:
         raise InputError(f"path: {file} has no step that drafted a token; there is nothing to learn from it")
@@ -96,7 +93,7 @@ class _Record:
     known_end: bool
 
     @classmethod
-    def parse(cls, line: str, where: str, names: SampleNames) -> _Record:
+    def parse(cls, line: str, where: str) -> _Record:
         """Parse a line of JSON. Raises `InputError` with its place if it has no valid record."""
         try:
             raw = metrics = strict_loads(line)
@@ -117,7 +114,7 @@ class _Record:
         tokens = generated or 1 + sum(accepted) + len(accepted)
         if max(drafted, default=0) >= MAX_ROWS or not all(0 <= n < 2**31 for n in (prompt, tokens)):
             raise InputError(f"path: {where}: expected steps of less than {MAX_ROWS} tokens, and texts of 0 to 2^31")
-        prompt_id, sample = names.assign(raw.get("id"), raw.get("prompt_id"), raw.get("sample"), where)
+        prompt_id, sample = prompt_and_sample(raw.get("id"), raw.get("prompt_id"), raw.get("sample"), where)
         if not is_text(prompt_id + sample):
             raise InputError(f"path: {where}: the id has {SURROGATE}")
         return cls(prompt_id, sample, accepted, drafted, prompt, tokens, generated > 0)

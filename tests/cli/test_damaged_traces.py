@@ -17,7 +17,7 @@ import pytest
 from commands import cli
 from specstop.collect import load_trace
 from specstop.collect.schema import HEADER_KEY
-from specstop.collect.store import SHARD_KEY, Trace
+from specstop.collect.store import ROWS_KEY, Trace
 from specstop.policies.errors import SpecstopError, TraceError
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
@@ -47,8 +47,7 @@ def forged(
     (folder / "header.json").write_text(text)
     for shard in (folder / "data").glob("*.parquet"):
         rows = table(pq.read_table(shard))
-        texts = json.dumps({"rows": len(rows), "texts": []})
-        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, SHARD_KEY: texts}), shard)
+        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, ROWS_KEY: str(len(rows))}), shard)
     return folder
 
 

@@ -1,12 +1,11 @@
-"""`collect`: the same rows whatever happened on the way, killed processes included."""
+"""`collect`: the same rows whatever happened on the way, and whoever collected them, killed processes included."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import os
-import random
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -16,34 +15,64 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import VOCABULARY
+from conftest import VOCABULARY, make_prompts
 from learned_policies import FACTS, learned
-from specstop.collect.prompts import Prompt, read_prompts
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
-from specstop.collect.schema import Header, PromptTask
+from specstop.collect.schema import Header, PromptTask, stream_name
 from specstop.collect.shards import DistributedRank, Plan, record
-from specstop.collect.store import Trace, finished, load_trace, shard_path
+from specstop.collect.store import Trace, check_trace, finished, shard_path
 from specstop.decode.models.pair import Pair, load_pair
-from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files import STAGE_PREFIX
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.files import MANIFEST, STAGE_PREFIX, staging_path
 from specstop.policies.fixed import Confidence
 from specstop.policies.learned import TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train.replay.traces.arrays import trace_arrays
 
-SHARDS = 20
-OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}
+SHARDS = 7
+OPTIONS: dict[str, Any] = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6, "seed": 1, "shards": SHARDS}
+SAMPLED: dict[str, Any] = {"depth": 2, "temperature": 0.9, "verification": "match", "max_new_tokens": 12, "seed": 4}
+
+
+def many_prompts() -> list[Prompt]:
+    return [dataclasses.replace(p, group=f"g{at % 3}") for at, p in enumerate(make_prompts(30, "m", 40))]
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Prompt]:
+    return many_prompts()
+
+
+@pytest.fixture(scope="module")
+def plan(pair: Pair, many: list[Prompt]) -> Plan:
+    return plan_run(pair, many, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def alone(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return record(plan, tmp_path_factory.mktemp("alone"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def same_rows(first: Trace, second: Trace) -> bool:
+    return bool(first.table().equals(second.table()))
 
 
 def collect_and_hang(
-    models: Path, prompts: Path, out: Path, rank: DistributedRank, shards: int, writing: bool, ready: Connection
+    models: Path, out: Path, rank: DistributedRank, shards: int, writing: bool, ready: Connection
 ) -> None:
-    """Collect so many shards in a process of its own, then say so and wait to be killed, the next one half done."""
+    """Collect so many shards in another process, then wait to be killed within the next one."""
     torch.set_num_threads(1)
     pair = load_pair(models / "target", models / "draft", dtype="float64", engine="compact")
-    plan = plan_run(pair, read_prompts(prompts), **OPTIONS)
+    plan = plan_run(pair, many_prompts(), **OPTIONS)
     written, replace = [0], os.replace
 
     def hang() -> None:
@@ -56,7 +85,7 @@ def collect_and_hang(
         return plan.rows(batch)
 
     def replace_or_hang(stage: Path, path: Path) -> None:
-        if path.suffix == ".parquet":
+        if Path(path).suffix == ".parquet":
             if written[0] == shards:
                 hang()
             written[0] += 1
@@ -66,213 +95,317 @@ def collect_and_hang(
     record(Plan(plan.header, plan.tasks, rows), out, rank=rank, resume=True)
 
 
-@pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    chance = random.Random(8)
-    lines = [
-        {
-            "id": f"q{i}",
-            "prompt": " ".join(f"w{chance.randrange(6, VOCABULARY)}" for _ in range(1 + i % 5)),
-            "group": i % 3,
-        }
-        for i in range(60)
-    ]
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in lines))
-    return path
-
-
-@pytest.fixture(scope="module")
-def many(prompt_file: Path) -> list[Prompt]:
-    return read_prompts(prompt_file)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(pair: Pair, many: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    return collect(pair, many, tmp_path_factory.mktemp("undisturbed"), **OPTIONS)
-
-
 def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
-    pair: Pair, pair_folder: Path, prompt_file: Path, many: list[Prompt], undisturbed: Trace, tmp_path: Path
+    pair: Pair, pair_folder: Path, many: list[Prompt], alone: Trace, tmp_path: Path
 ) -> None:
     """Three kills: of one process, then of both of two; one while it collects, two while they write."""
     out, total, left = tmp_path / "out", 0, 0
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.models.pair"])
-    for moments in ([(2, True)], [(3, True), (1, False)]):
+    for moments in ([(1, True)], [(2, True), (1, False)]):
         children = []
         for rank, (shards, writing) in enumerate(moments):
-            told, ready = context.Pipe(duplex=False)
-            arguments = (pair_folder, prompt_file, out, DistributedRank(rank, len(moments)), shards, writing, ready)
+            receiver, ready = context.Pipe(duplex=False)
+            arguments = (pair_folder, out, DistributedRank(rank, len(moments)), shards, writing, ready)
             child = context.Process(target=collect_and_hang, args=arguments, daemon=True)
             child.start()
-            children.append((child, told))
-        for child, told in children:
-            wait([told, child.sentinel])
-            assert told.poll(), "it ended before it was killed"
+            children.append((child, receiver))
+        for child, receiver in children:
+            wait([receiver, child.sentinel])
+            assert receiver.poll(), "it ended before it was killed"
             child.kill()
             child.join()
         total += sum(shards for shards, _ in moments)
-        there = finished(out, undisturbed.header)
-        assert len(there) == total
+        assert len(finished(out, alone.header)) == total
         left += sum(writing for _, writing in moments)
         assert len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == left
-        for index in there:
-            tables = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)]
+        for index in finished(out, alone.header):
+            tables = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, alone.folder)]
             assert tables[0].equals(tables[1])
     calls: list[tuple[int, int]] = []
-    trace = collect(
-        pair,
-        many,
-        out,
-        resume=True,
-        progress=lambda task, done, total: calls.append((done, total)),
-        **OPTIONS,
-    )
-    assert trace.rows.data.table.equals(undisturbed.rows.data.table)
+    trace = collect(pair, many, out, resume=True, progress=lambda task, *done: calls.append(done), **OPTIONS)
+    assert same_rows(trace, alone)
     assert calls[0][0] > 0, "finished shards are not collected again"
-    assert calls[-1] == (60, 60)
+    assert calls[-1] == (30, 30)
     assert not [p for p in out.rglob("*") if p.name.startswith(STAGE_PREFIX)]
 
 
-def test_every_prompt_lies_in_one_shard_whatever_its_place_in_the_file(
-    pair: Pair, many: list[Prompt], undisturbed: Trace, tmp_path: Path
+@pytest.mark.parametrize("world", [2, 3, 9])
+def test_any_number_of_processes_gives_the_same_rows(plan: Plan, alone: Trace, tmp_path: Path, world: int) -> None:
+    takers = [sum(DistributedRank(rank, world).takes(index) for rank in range(world)) for index in range(SHARDS)]
+    assert takers == [1] * SHARDS
+    for rank in reversed(range(world)):
+        trace = record(plan, tmp_path, rank=DistributedRank(rank, world))
+        assert trace.complete == (rank == 0)
+    assert same_rows(check_trace(tmp_path), alone)
+
+
+def test_processes_that_run_at_the_same_time_do_not_disturb_each_other(
+    plan: Plan, alone: Trace, tmp_path: Path
 ) -> None:
-    def shards_of(folder: Path) -> dict[str, set[int]]:
-        found: dict[str, set[int]] = {}
+    """The second starts and ends while the first is within its first shard, the third while it is within its second."""
+    others = [DistributedRank(1, 3), DistributedRank(2, 3)]
+    collected: list[str] = []
+
+    def rows(batch: Any) -> Any:
+        if others:
+            record(Plan(plan.header, plan.tasks, rows), tmp_path, rank=others.pop(0))
+        collected.extend(task.prompt_id for task in batch)
+        return plan.rows(batch)
+
+    trace = record(Plan(plan.header, plan.tasks, rows), tmp_path, rank=DistributedRank(0, 3))
+    assert trace.complete and same_rows(trace, alone)
+    assert len(collected) == len(set(collected)) == 30, "no shard is collected twice"
+    assert [p.name for p in tmp_path.rglob(".*")] == [MANIFEST]
+
+
+def test_a_lost_process_is_replaced_by_the_same_command_or_by_one_process(
+    plan: Plan, alone: Trace, tmp_path: Path
+) -> None:
+    for rank in (0, 2):
+        record(plan, tmp_path / "a", rank=DistributedRank(rank, 3))
+    with pytest.raises(TraceError, match=r"2 of its 7 shards are missing \(1, 4\)"):
+        check_trace(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    calls: list[tuple[int, int]] = []
+    trace = record(plan, tmp_path / "a", rank=DistributedRank(1, 3), progress=lambda task, *done: calls.append(done))
+    assert same_rows(trace, alone) and calls[0] == (0, len(plan.tasks[1]) + len(plan.tasks[4]))
+    assert same_rows(record(plan, tmp_path / "b", resume=True), alone)
+
+
+def test_a_shard_and_its_rows_depend_on_the_prompt_alone(
+    pair: Pair, many: list[Prompt], alone: Trace, tmp_path: Path
+) -> None:
+    def by_prompt(trace: Trace) -> dict[str, tuple[int, list[Any]]]:
+        rows: dict[str, tuple[int, list[Any]]] = {}
         for index in range(SHARDS):
-            for name in pq.read_table(shard_path(folder, index, SHARDS), columns=["prompt_id"])[
-                "prompt_id"
-            ].to_pylist():
-                found.setdefault(name, set()).add(index)
-        return found
+            for row in pq.read_table(shard_path(trace.folder, index, SHARDS)).drop_columns(["sequence"]).to_pylist():
+                rows.setdefault(row["prompt_id"], (index, []))[1].append(row)
+                assert rows[row["prompt_id"]][0] == index
+        return rows
 
     backwards = collect(pair, many[::-1], tmp_path / "out", **OPTIONS)
-    first, second = shards_of(undisturbed.folder), shards_of(backwards.folder)
-    assert first == second
-    assert all(len(indices) == 1 for indices in first.values())
-    assert len(first) > 50
+    assert by_prompt(backwards) == by_prompt(alone) and len(by_prompt(alone)) > 20
+    other = collect(pair, many, tmp_path / "seed", **{**OPTIONS, "seed": 6})
+    assert not same_rows(other, alone)
 
 
-def test_the_header_tells_the_run(pair: Pair, undisturbed: Trace) -> None:
-    header = undisturbed.header
-    assert (header.depth, header.temperature, header.max_new_tokens, header.seed, header.shards) == (
-        3,
-        0.7,
-        10,
-        5,
-        SHARDS,
-    )
-    assert (header.eos, header.vocabulary, header.prompts) == (pair.eos, VOCABULARY, 60)
-    assert header.pair == pair.fingerprint
-    assert header.facts["dtype"] == "float64"
-
-
-def test_group_and_prompt_length_are_those_of_the_prompt(pair: Pair, many: list[Prompt], undisturbed: Trace) -> None:
-    known = {p.id: p for p in many}
-    for row in undisturbed.rows.select_columns(["prompt_id", "group", "sequence", "prompt_tokens"]):
-        prompt = known[row["prompt_id"]]
-        assert many[row["sequence"]] is prompt
-        assert row["group"] == prompt.group
+def test_header_and_rows_describe_the_run(pair: Pair, many: list[Prompt], alone: Trace) -> None:
+    header = alone.header
+    assert {name: getattr(header, name) for name in OPTIONS} == OPTIONS
+    assert (header.eos, header.vocabulary, header.prompts) == (pair.eos, VOCABULARY, 30)
+    assert (header.pair, header.facts["dtype"]) == (pair.fingerprint, "float64")
+    for row in alone.table(["prompt_id", "group", "sequence", "prompt_tokens"]).to_pylist():
+        prompt = many[row["sequence"]]
+        assert (row["prompt_id"], row["group"]) == (prompt.id, prompt.group)
         assert row["prompt_tokens"] == len(prompt.text.split())
 
 
-def test_another_seed_samples_other_texts(pair: Pair, many: list[Prompt], undisturbed: Trace, tmp_path: Path) -> None:
-    other = collect(pair, many, tmp_path / "out", **{**OPTIONS, "seed": 6})
-    assert not other.rows.data.table.equals(undisturbed.rows.data.table)
+def stopped_after(plan: Plan, shards: int, folder: Path) -> Plan:
+    """Return the plan with an interruption within the shard after so many shards of `folder`."""
+
+    def interrupted(batch: Any) -> Any:
+        if len(finished(folder, plan.header)) == shards:
+            raise KeyboardInterrupt
+        return plan.rows(batch)
+
+    return Plan(plan.header, plan.tasks, interrupted)
 
 
-def test_a_policy_that_was_trained_anew_under_its_name_goes_on_with_no_trace_of_the_old_one(
-    pair: Pair, many: list[Prompt], tmp_path: Path
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interruption_leaves_whole_shards_and_the_run_can_be_resumed(
+    plan: Plan, alone: Trace, tmp_path: Path, overwrite: bool
 ) -> None:
-    def told(facts: TrainingMetadata) -> Header:
-        policy = learned()
-        policy.metadata = facts
-        save_policy(policy, tmp_path / "policy")
-        loaded = load_policy_folder(tmp_path / "policy")
-        return plan_run(
-            pair, many[:2], depth=4, temperature=0.7, max_new_tokens=9, collector="live", policy=loaded
-        ).header
+    out, older = tmp_path / "out", {}
+    folder = staging_path(out) if overwrite else out
+    if overwrite:
+        shutil.copytree(alone.folder, out)
+        older = files(out)
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            record(stopped_after(plan, 2, folder), out, overwrite=overwrite, resume=resume)
+        assert finished(folder, plan.header) == {0, 1}
+        assert [p.name for p in folder.rglob(".*")] == [MANIFEST]
+        assert not overwrite or files(out) == older, "the older trace stays until the new one is complete"
+    calls: list[tuple[int, int]] = []
+    progress = lambda task, *done: calls.append(done)  # noqa: E731
+    assert same_rows(record(plan, out, resume=True, overwrite=overwrite, progress=progress), alone)
+    assert calls[0][0] == len(plan.tasks[0]) + len(plan.tasks[1]), "finished shards are not collected again"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    if overwrite:  # a run that was stopped and is not resumed begins again
+        with pytest.raises(KeyboardInterrupt):
+            record(stopped_after(plan, 1, folder), out, overwrite=True)
+        assert same_rows(record(plan, out, overwrite=True), alone) and set(files(out)) == set(older)
 
-    old, new = told(FACTS), told(dataclasses.replace(FACTS, rho=60.0))
-    assert old.policy == new.policy and old.differences(new) == ["policy"]
+
+def test_a_damaged_shard_is_collected_again(plan: Plan, alone: Trace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(alone.folder, out)
+    for index, damage in ((3, lambda raw: raw[:-9]), (5, lambda raw: raw[:40] + bytes(40) + raw[80:])):
+        path = shard_path(out, index, SHARDS)
+        path.write_bytes(damage(path.read_bytes()))
+    shard_path(out, 0, SHARDS).unlink()
+    calls: list[tuple[int, int]] = []
+    with pytest.warns(SpecstopWarning, match=r"0000[35]-of-00007\.parquet .* is collected again") as caught:
+        trace = record(plan, out, resume=True, progress=lambda task, *done: calls.append(done))
+    assert len(caught) == 2 and calls[0][0] == sum(len(plan.tasks[index]) for index in (1, 2, 4, 6))
+    assert same_rows(trace, alone) and same_rows(check_trace(out), alone)
 
 
-def test_a_run_goes_on_with_the_same_settings_profile_and_completions_only(
+def test_foreign_files_and_models_are_not_replaced(
+    plan: Plan, alone: Trace, pair: Pair, pair_folder: Path, many: list[Prompt], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(alone.folder, out)
+    (out / "data" / "train-mine.parquet").write_text("mine")
+    before = files(out), files(pair_folder)
+    with pytest.raises(InputError, match=r"train-mine\.parquet"):
+        record(Plan(plan.header, plan.tasks, lambda batch: pytest.fail("rows")), out, overwrite=True)
+    for folder in (pair_folder, pair_folder / "target", pair_folder / "draft" / "trace"):
+        for how in ({"overwrite": True}, {"resume": True}):
+            with pytest.raises(InputError, match="which the command reads"):
+                collect(pair, many, folder, **OPTIONS, **how)
+    assert (files(out), files(pair_folder)) == before
+
+
+def test_a_run_is_resumed_with_the_same_settings_only(
+    pair: Pair, many: list[Prompt], profile: Profile, pair_folder: Path, tmp_path: Path
+) -> None:
+    live: dict[str, Any] = {"depth": 3, "max_new_tokens": 6, "collector": "live", "policy": Confidence(0.4, 3)}
+    out, few = tmp_path / "live", many[:2]
+    collect(pair, few, out, **live)
+    for same in ({"policy": load_policy("confidence?max_depth=3")}, {"batch": 1}):
+        assert collect(pair, few, out, resume=True, **{**live, **same})
+    others = {"policy": Confidence(0.4, 2), "batch": 2, "profile": profile, "temperature": 1.0, "seed": 2}
+    for name, value in others.items():
+        with pytest.raises(TraceError, match=f"resume: .* another .*{name}"):
+            collect(pair, few, out, resume=True, **{**live, name: value})
+    with pytest.raises(TraceError, match="prompts"):
+        collect(pair, few[:1], out, resume=True, **live)
+    with pytest.raises(TraceError, match="another seed"):
+        record(plan_run(pair, few, **live, seed=2), out, rank=DistributedRank(1, 2))
+    half = load_pair(pair_folder / "target", pair_folder / "draft", dtype="bfloat16")
+    with pytest.raises(TraceError, match="dtype"):
+        collect(half, few, out, resume=True, **live)
+    assert collect(pair, few, out, overwrite=True, **{**live, "temperature": 1.0}).header.temperature == 1.0
+
+
+def test_inputs_of_the_same_name_are_told_apart_by_their_contents(
     pair: Pair, many: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
-    live: dict[str, Any] = {"depth": 3, "max_new_tokens": 6, "collector": "live"}
-    collect(pair, many[:2], tmp_path / "live", **live, policy=Confidence(0.4, 3))
-    assert collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=load_policy("confidence?max_depth=3"))
-    with pytest.raises(TraceError, match="another policy;"):
-        collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 2))
-    with pytest.raises(TraceError, match=r"resume: .* another batch;"):
-        collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), batch=2)
-    assert collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), batch=1)
-    with pytest.raises(TraceError, match="another profile;"):
-        collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), profile=profile)
+    def header(**options: Any) -> Header:
+        return plan_run(pair, many[:2], **{"depth": 3, "max_new_tokens": 6, **options}).header
+
+    def trained(metadata: TrainingMetadata) -> Header:
+        policy = learned()
+        policy.metadata = metadata
+        save_policy(policy, tmp_path / "policy")
+        return header(depth=4, temperature=0.7, collector="live", policy=load_policy_folder(tmp_path / "policy"))
+
+    old, new = trained(FACTS), trained(dataclasses.replace(FACTS, rho=60.0))
+    assert (
+        old.policy == new.policy and old.differences(new) == ["policy digest"] and not old.differences(trained(FACTS))
+    )
     slower = dataclasses.replace(profile, round_s=2.0 * profile.round_s)
-    usual, *others = (
-        plan_run(pair, many[:2], **live, policy=made).header
-        for made in (SmartSpec(max_depth=3), SmartSpec(draft=0.4, max_depth=3), SmartSpec(profile=profile, max_depth=3),
-                     SmartSpec(profile=slower, max_depth=3))
-    )  # fmt: skip
-    assert usual.differences(plan_run(pair, many[:2], **live, policy=SmartSpec(max_depth=3)).header) == []
-    assert [usual.differences(other) for other in others] == [["policy"]] * 3
-    assert others[1].differences(others[2]) == ["policy"], "costs of another profile"
+    policies = [{}, {}, {"draft": 0.4}, {"profile": profile}, {"profile": slower}]
+    headers = [header(collector="live", policy=SmartSpec(max_depth=3, **options)) for options in policies]
+    assert [headers[0].differences(other) for other in headers[1:]] == [[], *[["policy digest"]] * 3]
+    assert headers[3].differences(headers[4]) == ["policy digest"]
     texts = [{p.id: word * 3 for p in many[:2]} for word in ("w7 ", "w8 ")]
-    one, other, own = (
-        plan_run(pair, many[:2], depth=3, max_new_tokens=6, completions=given).header for given in (*texts, None)
-    )
-    assert one.differences(other) == ["completions"] and "completions" in one.differences(own)
+    one, other, plain = header(completions=texts[0]), header(completions=texts[1]), header()
+    assert one.differences(other) == ["completions digest"] and "completions digest" in one.differences(plain)
 
 
-def test_a_folder_in_use_is_refused_resumed_or_replaced(
-    pair: Pair, many: list[Prompt], pair_folder: Path, tmp_path: Path
-) -> None:
-    few, out = many[:4], tmp_path / "out"
-    options = {**OPTIONS, "shards": 1}
-    collect(pair, few, out, **options)
-    with pytest.raises(InputError, match="not empty"):
-        collect(pair, few, out, **options)
-    with pytest.raises(TraceError, match="another temperature"):
-        collect(pair, few, out, resume=True, **{**options, "temperature": 1.0})
-    with pytest.raises(TraceError, match="another prompts, prompts_hash"):
-        collect(pair, few[:3], out, resume=True, **options)
-    assert load_trace(out).header.temperature == 0.7
-    assert collect(pair, few, out, overwrite=True, **{**options, "temperature": 1.0}).header.temperature == 1.0
-    single, half = (
-        load_pair(pair_folder / "target", pair_folder / "draft", dtype=name) for name in ("float32", "bfloat16")
-    )
-    assert collect(single, few, out, overwrite=True, **options).header.facts["dtype"] == "float32"
-    with pytest.raises(TraceError, match="another dtype"):
-        collect(half, few, out, resume=True, **options)
-
-
-def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair, many: list[Prompt], tmp_path: Path) -> None:
-    options = {k: v for k, v in OPTIONS.items() if k != "shards"}
-    assert collect(pair, many[:33], tmp_path / "out", **{**options, "max_new_tokens": 2}).header.shards == 2
+def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair) -> None:
+    options = {"depth": 1, "max_new_tokens": 2}
+    shards = {count: plan_run(pair, make_prompts(count, "d", 3), **options).header.shards for count in (1, 32, 33, 65)}
+    assert shards == {1: 1, 32: 1, 33: 2, 65: 3}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "name"),
     [
-        ({"depth": 0}, "depth"),
-        ({"max_new_tokens": 1}, "max_new_tokens"),
-        ({"max_new_tokens": 123}, "'long' has 5"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"shards": -1}, "shards"),
+        ({"depth": 0}, "depth"), ({"max_new_tokens": 1}, "max_new_tokens"), ({"max_new_tokens": 123}, "'long' has 5"),
+        ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"shards": -1}, "shards"),
+        ({"shards": 2}, "shards"),
     ],
-)
+)  # fmt: skip
 def test_options_out_of_range_are_refused_before_anything_is_written(
-    pair: Pair, tmp_path: Path, changes: dict[str, Any], message: str
+    pair: Pair, tmp_path: Path, changes: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(InputError, match=message):
-        collect(pair, [Prompt("long", "w7 w8 w9 w10 w11")], tmp_path / "out", **{**OPTIONS, **changes})
+    with pytest.raises(InputError, match=name):
+        collect(pair, [Prompt("long", "w7 w8 w9 w10 w11")], tmp_path / "out", **{**OPTIONS, "shards": 1, **changes})
+    with pytest.raises(InputError, match="no tokenizer"):
+        collect(dataclasses.replace(pair, tokenizer=None), "w7", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pair_without_a_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no tokenizer"):
-        collect(dataclasses.replace(pair, tokenizer=None), [Prompt("a", "w7")], tmp_path / "out")
+def samples_of(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    return [dataclasses.replace(prompt, sample=f"s{number}") for prompt in prompts for number in range(count)]
+
+
+def test_samples_of_a_prompt_draw_different_random_numbers(pair: Pair, tmp_path: Path) -> None:
+    prompts = samples_of(make_prompts(3, "sampled", 61), 2)
+    trace = collect(pair, prompts, tmp_path / "a", **SAMPLED)
+    arrays = trace_arrays(trace)
+    names = list(zip(arrays.prompt_ids, arrays.samples, strict=True))
+    assert len(set(names)) == len(names) > 3
+    assert arrays.keys.tolist() == [stream_key(4, stream_name(*name)) for name in names]
+    assert len(set(arrays.clusters)) == len(set(arrays.prompt_ids)) < len(names)
+    (sample,) = (p for p in prompts if (p.id, p.sample) == names[1])
+    single = trace_arrays(collect(pair, [sample], tmp_path / "b", **SAMPLED))
+    assert single.tokens.tolist() == arrays.subset([1]).tokens.tolist(), "whatever else is collected"
+    assert names[0][0] == names[1][0] and arrays.subset([0]).tokens.tolist() != single.tokens.tolist()
+    renamed = [dataclasses.replace(p, sample=f"x{p.sample}") for p in prompts]
+    assert plan_run(pair, renamed, **SAMPLED).header.differences(trace.header) == ["prompts_hash"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_each_sample_is_labelled_by_its_completion(pair: Pair, temperature: float) -> None:
+    samples = samples_of(make_prompts(1, "sampled", 61), 2)
+    texts = {
+        (p.id, p.sample): text for p, text in zip(samples, ([7, 8, 9, 10, 11, 12], [12, 11, 10, 9, 8]), strict=True)
+    }
+    options: dict[str, Any] = {"depth": 1, "temperature": temperature, "max_new_tokens": 6}
+    plan = plan_run(pair, samples, completions=texts, **options)
+    chunks = {chunk["sample"][0]: chunk for chunk in plan.rows(plan.tasks[0])}
+    if temperature:
+        assert {name: int(chunk["text_tokens"][0]) for name, chunk in chunks.items()} == {"s0": 6, "s1": 5}
+    for sample in samples:
+        single = plan_run(pair, [sample], completions=texts, **options)
+        expected = list(single.rows(single.tasks[0]))
+        assert len(expected) == (sample.sample in chunks)
+        assert all((one["accepted"] == chunks[sample.sample]["accepted"]).all() for one in expected)
+    with pytest.raises(InputError, match=r"completions: sample .s1. of prompt .* has none"):
+        plan_run(pair, samples, completions={samples[0].id: [7, 8], (samples[0].id, "s0"): [7, 8]}, **options)
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, DistributedRank()),
+        ({"LOCAL_RANK": "3"}, DistributedRank()),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, DistributedRank(5, 8, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, DistributedRank(0, 1, 0)),
+        ({"RANK": "1"}, None),
+        ({"WORLD_SIZE": "2"}, None),
+        ({"RANK": "two", "WORLD_SIZE": "3"}, None),
+        ({"RANK": "-1", "WORLD_SIZE": "3"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, None),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_a_process_reads_its_rank_from_the_environment(
+    environment: Mapping[str, str], rank: DistributedRank | None
+) -> None:
+    if rank is None:
+        with pytest.raises(InputError, match="RANK, WORLD_SIZE"):
+            DistributedRank.from_environment(environment)
+    else:
+        assert DistributedRank.from_environment(environment) == rank
+
+
+def test_the_local_rank_selects_the_device() -> None:
+    rank = DistributedRank(5, 8, 1)
+    assert [rank.device(name) for name in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
+    assert DistributedRank().device("cuda") == "cuda"

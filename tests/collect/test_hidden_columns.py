@@ -19,7 +19,7 @@ from random_trace import HEADER, write
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, arrow_schema
-from specstop.collect.store import Trace, data_card, load_trace
+from specstop.collect.store import Trace, hidden_text, load_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
@@ -78,7 +78,7 @@ def test_a_trace_is_read_by_datasets_and_says_what_it_holds(pair: Pair, prompts:
     again = load_trace(tmp_path / "trace")
     assert again.header.hidden == trace.header.hidden
     assert again.table().schema.field("draft_hidden").type == pa.list_(pa.float16(), 16 * DEPTH)
-    assert f"draft_hidden ({DEPTH} x 16, float16), target_hidden (16, float16)" in data_card(trace.header)
+    assert f"draft_hidden ({DEPTH} x 16, float16), target_hidden (16, float16)" == hidden_text(trace.header)
     loaded = datasets.load_dataset(str(tmp_path / "trace"), split="train", cache_dir=str(tmp_path / "cache"))
     first, same = loaded.with_format("numpy")[0]["draft_hidden"], again.rows.with_format("numpy")[0]["draft_hidden"]
     assert first.shape == (16 * DEPTH,) and first.tolist() == same.tolist()

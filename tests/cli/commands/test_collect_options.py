@@ -86,7 +86,7 @@ def same_rows(first: Trace, second: Trace) -> bool:
 def test_groups_and_the_source_are_recorded(done: Trace) -> None:
     assert set(done.table(["group"])["group"].to_pylist()) == {"g0", "g1"}
     assert done.header.facts["prompts from"] == "bench.jsonl, column question"
-    assert "bench.jsonl, column question |" in (done.folder / "README.md").read_text()
+    assert "bench.jsonl, column question" in (done.folder / "README.md").read_text()
 
 
 def test_a_run_is_repeated_from_its_configuration(collect: list[object], tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
     assert same_rows(load_trace(out), done)
     assert cli("info", out, "--check").code == 0
     monkeypatch.setenv("RANK", "2")
-    assert "RANK: expected less than WORLD_SIZE (2), not 2" in cli(*collect, "--out", out).err
+    assert "RANK below WORLD_SIZE" in cli(*collect, "--out", out).err
 
 
 def test_a_damaged_shard_is_named_and_collected_again(collect: list[object], done: Trace, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_damaged_shard_is_named_and_collected_again(collect: list[object], don
         assert str(path) in answer.err
     answer = cli(*collect, *SHARDS, "--out", out, "--resume")
     assert answer.code == 0, answer.err
-    assert f"{path} is damaged and is collected again" in answer.err
+    assert str(path) in answer.err and "collected again" in answer.err
     assert same_rows(load_trace(out), done)
     assert cli("info", out, "--check").code == 0
 
@@ -235,10 +235,10 @@ def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
     out = tmp_path / "out"
     write = shards.write_shard
 
-    def press(folder: Path, header: Any, index: int, rows: Any, texts: Any) -> None:
+    def press(folder: Path, header: Any, index: int, rows: Any) -> None:
         if index == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        write(folder, header, index, rows, texts)
+        write(folder, header, index, rows)
 
     monkeypatch.setattr(shards, "write_shard", press)
     answer = cli(*collect, *SHARDS, "--out", out)

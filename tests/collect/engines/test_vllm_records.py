@@ -142,18 +142,6 @@ def test_records_may_name_prompt_and_sample(tmp_path: Path) -> None:
         import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "other")
 
 
-@pytest.mark.parametrize("base", ["q{}", "cmpl-{}ac0ffee"])
-def test_ids_that_look_like_samples_are_pointed_out(tmp_path: Path, base: str) -> None:
-    names = [f"{base.format(prompt)}-{sample}" for prompt in range(2) for sample in range(2)]
-    file = write(tmp_path / "r.jsonl", [response([1], name=name) for name in names])
-    with pytest.warns(SpecstopWarning, match="4 of 4 ids look like samples"):
-        import_vllm(file, tmp_path / "out")
-    file = write(tmp_path / "s.jsonl", [{**response([1], name=name), "prompt_id": name} for name in names])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SpecstopWarning)
-        import_vllm(file, tmp_path / "named")
-
-
 INVALID = [
     {"usage": {}}, response([4], [3]), response([1, 2], [3]), "text", {**response([1]), "usage": [1]},
     {**response([1]), "usage": {"prompt_tokens": "many"}}, {"num_spec_tokens": 3, "per_step_accepted": [float("inf")]},

@@ -1,0 +1,388 @@
+"""Prompts: the same from any source, samples, chat templates and token ids; what cannot be read is refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings, strategies
+from specstop.collect.prompts import (
+    Prompt,
+    apply_chat_template,
+    as_prompts,
+    encode,
+    fit,
+    prompts_json,
+    read_prompts,
+    stored_prompts,
+)
+from specstop.decode.models.pair import Pair
+from specstop.decode.run import decode
+from specstop.decode.settings import Settings
+from specstop.policies.errors import InputError, SpecstopWarning
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+TEXTS = strategies.text(strategies.characters(exclude_categories=("C", "Z")), min_size=1)
+SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+
+
+def write(folder: Path, text: str | bytes, name: str = "prompts.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def write_records(folder: Path, records: Sequence[Any]) -> Path:
+    return write(folder, "\n".join(map(json.dumps, records)))
+
+
+def record(id: str | None, prompt: Any = "a", **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, **({} if id is None else {"id": id}), **more}
+
+
+def refused(source: str | Path, message: str, **options: Any) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        read_prompts(source, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@given(strategies.lists(strategies.tuples(TEXTS, TEXTS), min_size=1, max_size=4, unique_by=lambda pair: pair[0]))
+@settings(max_examples=25, deadline=None)
+def test_every_source_gives_the_same_prompts(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("sources")
+    rows = [{"id": id, "prompt": text, "category": "k"} for id, text in pairs]
+    table = datasets.Dataset.from_list(rows)
+    write_records(folder, rows)
+    write(folder, json.dumps(rows, indent=1), "prompts.json")
+    table.to_csv(str(folder / "prompts.CSV"))
+    table.to_parquet(str(folder / "prompts.parquet"))
+    table.save_to_disk(str(folder / "saved"))
+    expected = [Prompt(id, text, "k") for id, text in pairs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpecstopWarning)  # of equal texts
+        for name in ("prompts.jsonl", "prompts.json", "prompts.CSV", "prompts.parquet", "saved"):
+            assert read_prompts(folder / name) == expected, name
+
+
+def test_prompts_of_several_lines_and_numbers_are_read_from_tables(tmp_path: Path) -> None:
+    path = write(tmp_path, 'id,prompt\na,"one, two\nthree"\n7,12\n', "prompts.csv")
+    assert read_prompts(path) == [Prompt("a", "one, two\nthree"), Prompt("7", "12")]
+
+
+def test_lines_of_text_and_separators_inside_a_string(tmp_path: Path) -> None:
+    path = write(tmp_path, "  one two \r\n\n{not json\n", "prompts.txt")
+    assert [p.text for p in read_prompts(path)] == ["one two", "{not json"]
+    assert read_prompts(write(tmp_path, '\ufeff{"prompt": "a\u2028b"}'))[0].text == "a\u2028b"
+
+
+def test_a_record_without_an_id_is_identified_by_its_text(tmp_path: Path) -> None:
+    first, second = read_prompts(write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}'))
+    (again,) = read_prompts(write(tmp_path, '{"group": "g", "prompt": "a"}'))
+    assert first.id == again.id != second.id and again.group == "g"
+
+
+def test_limit_reads_no_further(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b"}\nbroken')
+    assert [p.text for p in read_prompts(path, 2)] == ["a", "b"]
+    refused(path, "limit: expected", limit=0)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, Prompt("HumanEval/0", "def f():")),
+        ({"question_id": 81, "category": "c", "turns": ["one", "two"]}, Prompt("81", "one", "c")),
+        ({"id": 5, "question": "2 + 2?", "answer": "4"}, Prompt("5", "2 + 2?")),
+        ({"id": "a", "prompt": None, "question": "q", "group": None, "category": 3}, Prompt("a", "q", "3")),
+        ({"id": "a", "messages": SYSTEM}, Prompt("a", "a", system="s")),
+        ({"id": "a", "messages": [{"role": "user", "content": [{"type": "text", "text": "1"}, "2"]}]}, Prompt("a", "1\n2")),
+        ({"id": "a", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "y"}]}, Prompt("a", "y")),
+        ({"id": "a", "prompt": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}, Prompt("a", "one\ntwo")),
+    ],
+    ids=["humaneval", "spec-bench", "gsm8k", "first with a value", "messages", "parts", "sharegpt", "parts alone"],
+)  # fmt: skip
+def test_known_forms_of_records_are_read_without_options(
+    tmp_path: Path, data: dict[str, Any], expected: Prompt
+) -> None:
+    assert read_prompts(write_records(tmp_path, [data])) == [expected]
+
+
+def test_a_named_column_replaces_the_default_ones(tmp_path: Path) -> None:
+    path = write_records(tmp_path, [{"id": 1, "prompt": "no", "text": "yes", "answer": "42"}])
+    assert read_prompts(path, column="text", completion="answer") == [Prompt("1", "yes", completion="42")]
+    ids = write_records(tmp_path, [{"id": 1, "prompt": "a", "answer": [4, 2]}])
+    assert read_prompts(ids, completion="answer")[0].completion == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "empty"), (3, "int"), ({"a": 1}, "dict"), ([], "empty"), ([3], "int"), ([[3]], "type"), ([{"a": 1}], "user"),
+        ([{"role": "assistant", "content": "a"}], "assistant"), ([{"role": "user", "content": 3}], "int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "text"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_without_a_text_is_refused_with_its_place(tmp_path: Path, value: Any, message: str) -> None:
+    refused(write_records(tmp_path, [{"prompt": "ok"}, {"prompt": value}]), f"line 2: .*{message}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n\n{oops', "line 3: invalid JSON"),
+        ('{"prompt": "a"}\n["b"]', "line 2: expected an object"),
+        ('["a"]', "item 1: expected an object"),
+        ("[", "invalid JSON"),
+        ('{"promt": "a"}', "line 1: .*it has promt .did you mean.*`column`"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
+        (r'{"prompt": "\ud800"}', "text of prompt .* surrogate"),
+        (r'{"prompt": "a", "id": "b\udc00"}', "id of prompt .* surrogate"),
+        (r'{"prompt": "b", "category": "\udfff"}', "group of prompt .* surrogate"),
+        ("\n \n", "is empty"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    refused(write(tmp_path, text), message)
+
+
+def test_missing_columns_and_files_are_refused(tmp_path: Path) -> None:
+    path = write_records(tmp_path, [{"prompt": "a"}])
+    refused(path, '"text", but it has prompt', column="text")
+    refused(path, 'completions: .*line 1: .*"answer"', completion="answer")
+    refused(tmp_path / "nowhere.jsonl", "does not exist")
+
+
+@pytest.mark.parametrize("name", ["id", "text", "group", "completion", "system", "sample"])
+def test_a_prompt_has_no_lone_surrogates(name: str) -> None:
+    valid = {"id": "a", "text": "b", "group": "c", "completion": "d", "system": "e"}
+    assert Prompt(**{**valid, name: "\U0001f600"})
+    with pytest.raises(InputError, match=f"the {name} of prompt"):
+        Prompt(**{**valid, name: "\ud83d"})
+
+
+@pytest.mark.parametrize(("name", "text"), [("p.csv", b""), ("p.csv", b"prompt\na,b\n"), ("p.parquet", b"PAR1 not")])
+def test_a_damaged_table_is_refused(tmp_path: Path, name: str, text: bytes) -> None:
+    refused(write(tmp_path, text, name), "cannot be read as")
+
+
+def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    refused(write(tmp_path, "prompt,id,id\na,b,c\n", "p.csv"), "'id'")
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), tmp_path / "p.parquet")
+    refused(tmp_path / "p.parquet", "'prompt'")
+
+
+STREAMS = {
+    "lines": ("one\n\n  two\n", ["one", "two"]),
+    "json lines": ('{"prompt": "one"}\n{"prompt": "two"}\n', ["one", "two"]),
+    "array": (json.dumps([{"prompt": "one"}, {"prompt": "two"}], indent=1), ["one", "two"]),
+    "byte order mark": ('\ufeff{"prompt": "one"}', ["one"]),
+}
+
+
+@pytest.mark.parametrize("form", STREAMS)
+def test_pipes_are_read_and_their_form_recognised(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text, expected = STREAMS[form]
+    stream = io.TextIOWrapper(io.BytesIO(text.encode()))
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert [p.text for p in read_prompts("-")] == expected and not stream.closed
+    refused("-", "standard input is empty")
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), kwargs={"encoding": "utf-8"})
+    writer.start()
+    assert [p.text for p in read_prompts(tmp_path / "pipe")] == expected
+    writer.join(10)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_folders_are_read_as_data_sets(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    refused(folder, "no data set can be read")
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(f'{{"text": "{split} 1"}}\n{{"text": "{split} 2"}}\n')
+    assert [p.text for p in read_prompts(folder, column="text")] == ["train 1", "train 2"]
+    refused(folder, "row 1: .* it has text")
+    data = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
+    datasets.DatasetDict({"test": data}).save_to_disk(str(tmp_path / "one"))
+    assert [p.text for p in read_prompts(tmp_path / "one")] == ["a", "b"], "its only split"
+    datasets.DatasetDict({"test": data, "dev": data}).save_to_disk(str(tmp_path / "two"))
+    refused(tmp_path / "two", "splits test, dev")
+
+
+def test_a_hub_name_has_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_dataset(path: str, name: str | None, split: str | None) -> Any:
+        calls.append((path, name, split))
+        return datasets.Dataset.from_list([{"question": f"of {split}"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name in ("hf:openai/gsm8k:main:train[:5]", "hf:me/mine::dev", "hf:me/mine"):
+        assert read_prompts(name)[0].text == f"of {calls[-1][2]}"
+    assert calls == [("openai/gsm8k", "main", "train[:5]"), ("me/mine", None, "dev"), ("me/mine", None, None)]
+    for name in ("hf:", "hf:a/b/c"):
+        refused(name, "expected hf:organisation/name")
+
+    def fail(*args: object, **options: object) -> None:
+        raise ConnectionError("no way\nthere")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    refused("hf:a/b", "hf:a/b: no way$")
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([record("q", sample="x"), record("q", sample=1)], [("q", "x"), ("q", "1")]),
+        ([record("r1", prompt_id="q"), record("r2", prompt_id="q")], [("q", "r1"), ("q", "r2")]),
+        ([record("r", prompt_id=7, sample="x"), record("r", prompt_id=7, sample="y")], [("7", "x"), ("7", "y")]),
+        ([record("q", sample=""), record("p", "b", sample=None, prompt_id="")], [("q", ""), ("p", "")]),
+        ([record("q", prompt_id="q"), record("r", prompt_id="q")], [("q", ""), ("q", "r")]),
+    ],
+)
+def test_records_name_prompt_and_sample(
+    tmp_path: Path, records: list[dict[str, Any]], expected: list[tuple[str, str]]
+) -> None:
+    assert [(prompt.id, prompt.sample) for prompt in read_prompts(write_records(tmp_path, records))] == expected
+
+
+def test_a_column_of_samples_may_hold_their_texts(tmp_path: Path) -> None:
+    path = write_records(tmp_path, [record("a", sample="w7 w8"), record("b", "b", sample="w9")])
+    assert [(p.sample, p.completion) for p in read_prompts(path, completion="sample")] == [("", "w7 w8"), ("", "w9")]
+    assert [(p.sample, p.text) for p in read_prompts(path, column="sample")] == [("", "w7 w8"), ("", "w9")]
+
+
+def test_samples_without_ids_belong_to_the_prompt_of_their_text(tmp_path: Path) -> None:
+    rows = [record(None, sample="x"), record(None, sample="y"), record(None, "b", sample="x")]
+    first, second, other = read_prompts(write_records(tmp_path, rows))
+    assert first.id == second.id != other.id
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [record("q", sample="x"), record("q", sample="x")],
+        [record("q"), record("q")],
+        [record(None), record(None)],
+        [record("r1", prompt_id="q"), record("r2", "b", prompt_id="q")],
+        [record(1), record("1", "b")],
+        [record("q", sample="x"), record("q", SYSTEM, sample="y")],
+    ],
+    ids=["same sample", "same id", "same text", "other text", "other text of a number", "system message"],
+)
+def test_prompts_that_contradict_each_other_are_refused(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    refused(write_records(tmp_path, records), "prompt.* 2.*(another text|`sample`)")
+
+
+def test_prompts_from_python_are_texts_or_unique_prompts() -> None:
+    assert as_prompts("a") == [Prompt("0", "a")] and as_prompts(["a", Prompt("x", "b")])[1].id == "x"
+    for wrong in ([], [3], [Prompt("q", "a"), Prompt("q", "a")], [Prompt("q", "a"), Prompt("q", "b", sample="x")]):
+        with pytest.raises(InputError, match="prompt"):
+            as_prompts(wrong)  # type: ignore[arg-type]
+
+
+def test_equal_texts_under_several_ids_are_counted(tmp_path: Path) -> None:
+    rows = [record("a"), record("b"), record("c", "b"), record("d"), record("c", "b", sample="x")]
+    with pytest.warns(SpecstopWarning, match="2 of 5 prompts repeat the text"):
+        read_prompts(write_records(tmp_path, rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_prompts(write_records(tmp_path, [rows[0], rows[2], rows[4]]))
+
+
+@given(strategies.lists(strategies.builds(Prompt, TEXTS, TEXTS, TEXTS, TEXTS | strategies.lists(
+    strategies.integers(0, 9), min_size=1).map(tuple), TEXTS, strategies.booleans(), TEXTS), max_size=3))  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_stored_prompts_are_read_as_they_were(tmp_path_factory: pytest.TempPathFactory, prompts: list[Prompt]) -> None:
+    folder = tmp_path_factory.mktemp("stored")
+    (folder / "prompts.jsonl").write_text(prompts_json(prompts))
+    assert stored_prompts(folder) == prompts
+
+
+def test_encode_returns_the_ids_of_the_tokenizer_and_refuses_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert encode([Prompt("a", "w7 w9 </s>"), Prompt("b", "w6")], tokenizer, 3) == [[7, 9, 16], [6]]
+    for text, limit, message in (
+        ("w7 w8 w9 w10", 3, "'me' has 4"),
+        (" ", 3, "'me' has 0 tokens"),
+        ("w7", 0, "no room"),
+    ):
+        with pytest.raises(InputError, match=message):
+            encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, limit)
+    with pytest.raises(InputError, match="tokenizer"):
+        encode([Prompt("a", "w7")], None, 3)
+
+
+def test_long_prompts_are_left_out_with_a_warning(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = [Prompt("ok", "w7 w8"), Prompt("me", "w8 w9 w10")]
+    with pytest.warns(SpecstopWarning, match="1 of 2 prompts have more than 2 tokens .'me' has 3."):
+        assert fit(prompts, tokenizer, 2) == ([prompts[0]], [[7, 8]])
+    with pytest.raises(InputError, match="7 of 7 prompts have more than 1 tokens"):
+        fit([Prompt(str(i), "w7 w8") for i in range(7)], tokenizer, 1)
+    with pytest.raises(InputError, match="long: expected skip or refuse"):
+        fit(prompts, tokenizer, 9, "rihgt")
+
+
+CHAT = "{% for m in messages %}w3 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+
+
+def beginning_with(tokenizer: PreTrainedTokenizerFast, word: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that begins texts with a word."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    special = [(word, backend.token_to_id(word))]
+    backend.post_processor = processors.TemplateProcessing(single=f"{word} $A", special_tokens=special)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=word)
+
+
+def test_a_chat_template_writes_the_prompt_and_its_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    chatty = beginning_with(tokenizer, "<s>")
+    prompts = [Prompt("a", "w7 w8", "g"), Prompt("b", "w9", system="w10")]
+    for missing in (chatty, None):
+        with pytest.raises(InputError, match="no chat template"):
+            apply_chat_template(prompts, missing)
+    chatty.chat_template = CHAT
+    rendered = apply_chat_template(prompts, chatty)
+    assert [(p.id, p.group, p.templated) for p in rendered] == [("a", "g", True), ("b", "", True)]
+    assert encode(rendered, chatty, 9) == [[3, 7, 8, 4], [3, 10, 3, 9, 4]]
+    assert encode(prompts, chatty, 9) == [[1, 7, 8], [1, 9]]
+    refusing = copy.deepcopy(chatty)
+    refusing.chat_template = "{{ raise_exception('no system message here') }}"
+    with pytest.raises(InputError, match="prompt 'a': no system message here"):
+        apply_chat_template(prompts, refusing)
+
+
+def test_two_bos_tokens_are_warned_about_once(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> None:
+    word = next(iter(tokenizer.get_vocab()))
+    adding = beginning_with(tokenizer, word)
+    prompts = [Prompt("a", f"{word} {word}"), Prompt("b", word), Prompt("c", word, templated=True)]
+    with pytest.warns(SpecstopWarning, match="2 of 3 prompts begin with two") as caught:
+        fit(prompts, adding, 100)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(prompts[2:], adding, 100)
+    with pytest.warns(SpecstopWarning, match="1 of 1 prompts begin with two"):
+        decode(replace(pair, tokenizer=adding), f"{word} w7", "fixed:1", settings=Settings(max_new_tokens=2))

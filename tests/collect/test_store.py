@@ -1,0 +1,354 @@
+"""Header, shards and folder: what is written is what is read, and damage is named and never read as other rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given, settings, strategies
+from random_trace import HEADER, chunk, write
+from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain, draft_of, pair_options
+from specstop.collect.store import (
+    Trace,
+    check_trace,
+    finished,
+    load_trace,
+    open_for_writing,
+    read_header,
+    shard_path,
+    write_shard,
+    write_table,
+)
+from specstop.policies.errors import InputError, TraceError
+from specstop.policies.files import STAGE_PREFIX
+
+RAW: dict[str, Any] = json.loads(HEADER.to_json())
+
+
+@given(
+    strategies.fixed_dictionaries(
+        {},
+        optional={
+            "target": strategies.text(strategies.characters(exclude_categories=["Cs"])),
+            "temperature": strategies.just(0.0) | strategies.floats(0.01, 100.0),
+            "topology": strategies.sampled_from([chain(4), (-1, -1, 0, 1, 3), (-1,)]),
+            "eos": strategies.lists(strategies.integers(0, 2**31 - 1)).map(tuple),
+            "explore": strategies.just(0.0),
+            "hidden": strategies.dictionaries(strategies.just("draft_hidden"), strategies.integers(1, 64)),
+            "shaping": strategies.dictionaries(strategies.just("top_p"), strategies.floats(0.1, 1.0)),
+            "facts": strategies.dictionaries(strategies.text("ab"), strategies.integers() | strategies.text("cd")),
+        },
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_a_header_is_read_as_it_was_written(changes: dict[str, Any]) -> None:
+    header = dataclasses.replace(HEADER, **changes)
+    assert Header.from_json(header.to_json(), "x") == header
+    assert header.depth == {4: 4, 5: 3, 1: 1, 3: 3}[len(header.topology)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[" * 100_000, "[]", "7", b"\xff\xfe", json.dumps({**RAW, "schema": SCHEMA_VERSION - 1}),
+     json.dumps({**RAW, "schema": True}), json.dumps(RAW)[:-1] + ', "seed": 5}'],
+    ids=["broken", "deep", "list", "number", "bytes", "old schema", "no version", "key that occurs twice"],
+)  # fmt: skip
+def test_text_that_is_no_header_is_refused(text: str | bytes) -> None:
+    with pytest.raises(TraceError, match="here: "):
+        Header.from_json(text, "here")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draws": 0}, {"batch": 0}, {"eos": [1 << 40]}, {"eos": [-1]}, {"eos": [True]}, {"eos": [1.5]}, {"eos": 5},
+        {"shards": 10**9}, {"shards": 0}, {"prompts": 10**12}, {"prompts": -1}, {"temperature": 1e300},
+        {"temperature": -1}, {"temperature": "0.7"}, {"temperature": float("nan")}, {"explore": float("inf")},
+        {"shaping": {"top_p": 5}}, {"shaping": {"top_k": "many"}}, {"shaping": {"min_p": -0.5}}, {"colour": 1},
+        {"verification": "../x"}, {"label": "none"}, {"collector": "sparse"}, {"texts": ""}, {"topology": [-1, 5]},
+        {"topology": [-2]}, {"topology": [-1] * 5000}, {"features": ["top1", "top1"]}, {"features": ["no such"]},
+        {"anchor_features": ["top1"]}, {"hidden": {"draft_hidden": 1 << 40}}, {"hidden": {"x": 1}}, {"seed": 1 << 70},
+        {"max_new_tokens": 0}, {"vocabulary": -5}, {"explore": 2}, {"pair": {"target": 7}}, {"facts": 7},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_field_out_of_range_is_refused_by_its_name(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(TraceError, match=f"here: .*{name}"):
+        Header.from_json(json.dumps({**RAW, **changes}), "here")
+
+
+@pytest.mark.parametrize("name", ["target", "eos", "seed", "features", "pair"])
+def test_a_header_without_a_field_is_refused(name: str) -> None:
+    with pytest.raises(TraceError, match=f"here: .*{name}"):
+        Header.from_json(json.dumps({key: value for key, value in RAW.items() if key != name}), "here")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"verification": "typical"}, {"verification": "block", "topology": [-1, -1]}, {"draws": 4}, {"mix": 0.5},
+        {"mix": 0.5, "collector": "live", "topology": [-1]}, {"explore": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(TraceError, match=r"here: .*expected"):
+        Header.from_json(json.dumps({**RAW, **changes}), "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "exactness", "every"),
+    [
+        ({}, "path", True), ({"verification": "block"}, "law", True), ({"collector": "live"}, "", False),
+        ({"texts": "completions"}, "", False), ({"texts": "sampled"}, "path", True), ({"mix": 0.5, "topology": (-1,)}, "", True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_replay_is_exact_where_every_anchor_of_the_texts_was_recorded(
+    changes: dict[str, Any], exactness: str, every: bool
+) -> None:
+    header = dataclasses.replace(HEADER, **changes)
+    assert (header.exactness, header.has_every_anchor) == (exactness, every)
+
+
+@pytest.mark.parametrize(
+    ("draft", "facts", "words"),
+    [
+        ("d", {}, "--target t --draft d"),
+        # With another drafter the header's `draft` is its spec.
+        ("hydra:h", {"drafter": "hydra:h", "draft model": ""}, "--target t --drafter hydra:h"),
+        (
+            "suffix+model",
+            {"drafter": "suffix+model", "draft model": "d"},
+            "--target t --draft d --drafter suffix+model",
+        ),
+        ("", {}, "--target t --draft DRAFT"),
+        ("d", {"device": "NVIDIA H100", "dtype": "bfloat16"}, "--target t --draft d --device cuda --dtype bfloat16"),
+    ],
+)
+def test_the_pair_is_named_as_commands_take_it(draft: str, facts: dict[str, Any], words: str) -> None:
+    header = dataclasses.replace(HEADER, draft=draft, facts=facts)
+    assert " ".join(pair_options(header)) == words
+    assert pair_options(dataclasses.replace(header, target=""))[:2] == ["--target", "TARGET"]
+    assert draft_of(header) in ("d", "DRAFT")
+
+
+@pytest.mark.parametrize("streaming", [None, False, True])
+def test_rows_are_read_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool | None
+) -> None:
+    """By specstop, and by `load_dataset` without its help."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    chunks = write(tmp_path / "t")
+    (tmp_path / "t" / "run.yaml").write_text("depth: 3\n")
+    rows = (
+        load_trace(tmp_path / "t").table().to_pylist()
+        if streaming is None
+        else list(datasets.load_dataset(str(tmp_path / "t"), streaming=streaming)["train"])
+    )
+    assert list(rows[0]) == arrow_schema(HEADER).names
+    for name in rows[0]:
+        np.testing.assert_array_equal(
+            [row[name] for row in rows], np.concatenate([np.asarray(c[name]) for c in chunks])
+        )
+
+
+def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
+    write(tmp_path)
+    trace = load_trace(tmp_path)
+    table = trace.table(["anchor", "cut"])
+    assert (trace.header, trace.complete, trace.row_count, table.column_names) == (HEADER, True, 9, ["anchor", "cut"])
+    part = Trace(trace.folder, trace.header, trace.rows.select(range(5)))
+    for one, sizes in ((load_trace(tmp_path), [4, 3, 2]), (part, [4, 1])):
+        batches = list(one.batches(["anchor", "cut"], 4))
+        assert [len(batch) for batch in batches] == sizes and one.row_count == sum(sizes)
+        assert pa.Table.from_batches(batches).equals(table.slice(0, sum(sizes))) and one.table().num_rows == sum(sizes)
+    assert trace.to_pandas(["anchor"])["anchor"].tolist() == table["anchor"].to_pylist()
+
+
+def test_the_data_card_names_models_and_prompts(tmp_path: Path) -> None:
+    facts = {"prompts from": "hf:openai/gsm8k:main"}
+    open_for_writing(tmp_path, dataclasses.replace(HEADER, target="/home/me/org/big", draft="org/small", facts=facts))
+    text = (tmp_path / "README.md").read_text()
+    assert yaml.safe_load(text.split("---")[1])["pretty_name"] == "Draft traces of org/small for org/big"
+    assert "hf:openai/gsm8k:main" in text and "/home" not in text
+
+
+def test_a_shard_without_rows_is_finished_and_adds_none(tmp_path: Path) -> None:
+    open_for_writing(tmp_path, HEADER)
+    write_shard(tmp_path, HEADER, 0, [])
+    with pytest.raises(TraceError, match="no finished shard with rows"):
+        load_trace(tmp_path)
+    write_shard(tmp_path, HEADER, 1, [chunk(2, 0)])
+    assert len(load_trace(tmp_path).rows) == 2 and finished(tmp_path, HEADER) == {0, 1}
+
+
+def test_of_two_writers_the_first_header_stays(tmp_path: Path) -> None:
+    (tmp_path / f"{STAGE_PREFIX}header.json.elsewhere.7").write_text("half a header of a killed process")
+    for header in (HEADER, dataclasses.replace(HEADER, facts={"device": "another"})):
+        open_for_writing(tmp_path, header, resume=True)
+    assert read_header(tmp_path) == HEADER
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"temperature": 0.0}, ["temperature"]),
+        ({"topology": chain(4)}, ["topology"]),
+        ({"max_new_tokens": 10, "shards": 3}, ["max_new_tokens", "shards"]),
+        ({"prompts_hash": "00"}, ["prompts_hash"]),
+        ({"pair": {"target": "xx", "draft": "cd"}}, ["pair"]),
+        ({"facts": {"dtype": "float64", "policy digest": "a"}}, ["dtype", "policy digest"]),
+    ],
+)
+def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], named: list[str]) -> None:
+    write(tmp_path)
+    before, other = (tmp_path / "header.json").read_bytes(), dataclasses.replace(HEADER, **changes)
+    assert [text.partition(" (")[0] for text in HEADER.differences(other)] == named
+    with pytest.raises(TraceError, match=f"resume: .*{named[0]}"):
+        open_for_writing(tmp_path, other, resume=True)
+    assert (tmp_path / "header.json").read_bytes() == before
+
+
+def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "t")
+    with pytest.raises(InputError, match="not empty"):
+        open_for_writing(tmp_path / "t", HEADER)
+    new = open_for_writing(tmp_path / "t", dataclasses.replace(HEADER, seed=5), overwrite=True)
+    assert (finished(new, HEADER), read_header(new).seed) == (set(), 5)
+    assert (finished(tmp_path / "t", HEADER), read_header(tmp_path / "t")) == ({0, 1}, HEADER), "until it is complete"
+    (tmp_path / "notes.txt").write_text("mine")
+    for how in ({"overwrite": True}, {"resume": True}):
+        with pytest.raises(InputError, match=r"notes\.txt|header\.json"):
+            open_for_writing(tmp_path, HEADER, **how)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_a_failed_write_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def half(table: pa.Table, path: Path, **options: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(number, "as it happens")
+
+    open_for_writing(tmp_path, HEADER)
+    write_shard(tmp_path, HEADER, 1, [chunk(3, 0)])
+    before = {str(p) for p in tmp_path.rglob("*")}
+    monkeypatch.setattr(pq, "write_table", half)
+    with pytest.raises(OSError, match="as it happens"):
+        write_shard(tmp_path, HEADER, 0, [chunk(3, 0)])
+    assert {str(p) for p in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_recognised_by_its_error_number() -> None:
+    # Opened here, because pyarrow removes a path that it could not write: as root, the device itself.
+    with pa.OSFile("/dev/full", "wb") as file, pytest.raises(OSError, match="space") as caught:
+        write_table(arrow_schema(HEADER).empty_table(), file)
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: b"",
+        lambda raw: raw[:-20],
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"\0" * len(raw),
+        lambda raw: raw[:40] + bytes(255 - b for b in raw[40:80]) + raw[80:],  # the page of the first column
+    ],
+    ids=["empty", "shortened", "half", "zeros", "flipped"],
+)
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    write(tmp_path)
+    path = shard_path(tmp_path, 1, 2)
+    path.write_bytes(damage(path.read_bytes()))
+    for read in (lambda folder: load_trace(folder).table(), check_trace):
+        with pytest.raises(TraceError, match=f"shard .*{path.name} cannot be read: .*`resume`"):
+            read(tmp_path)
+
+
+def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = shard_path(tmp_path, 0, 2)
+    raw, rows = path.read_bytes(), load_trace(tmp_path).table()
+    noticed, generator = 0, np.random.default_rng(5)
+    # At 150 and 1459 pyarrow ends without an error and without rows.
+    for at, bit in [(150, 1), (1459, 5), *generator.integers(0, [len(raw), 8], (100, 2)).tolist()]:
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ (1 << bit)]) + raw[at + 1 :])
+        try:
+            assert check_trace(tmp_path).table().equals(rows), "never other values"
+        except TraceError:
+            noticed += 1
+    assert noticed > 40, "pages, the header and the schema"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sequence", lambda v: v + 5), ("tokens", lambda v: v + 48), ("tokens", lambda v: v - 60),
+        ("top1", lambda v: v * np.nan), ("anchor_top1", lambda v: v + np.inf), ("draft_prob", lambda v: v + 1.1),
+        ("accepted_length", lambda v: v + 4), ("anchor", lambda v: v[::-1] * 0 + 1), ("anchor", lambda v: v + 1),
+        ("anchor", lambda v: v * 2 - 1), ("text_tokens", lambda v: v + np.arange(len(v))), ("text_tokens", lambda v: v + 1),
+        ("text_tokens", lambda v: v - 1), ("prompt_tokens", lambda v: v + np.arange(len(v))), ("accepted", lambda v: ~v),
+    ],
+)  # fmt: skip
+def test_columns_that_make_no_texts_are_refused(
+    tmp_path: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+) -> None:
+    write(tmp_path)
+    rows = chunk(4, 1)
+    write_shard(tmp_path, HEADER, 0, [chunk(3, 0), rows | {name: change(rows[name]).astype(rows[name].dtype)}])
+    with pytest.raises(TraceError, match=name):
+        check_trace(tmp_path)
+
+
+def test_columns_with_nulls_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    table = load_trace(tmp_path).table().slice(0, 7)
+    for name in ("group", "top1", "anchor"):
+        index, field = table.schema.get_field_index(name), table.schema.field(name)
+        write_shard(tmp_path, HEADER, 0, table.set_column(index, field, pa.nulls(7, field.type)))
+        with pytest.raises(TraceError, match=f"{name}, got a null"):
+            check_trace(tmp_path)
+
+
+def test_a_trace_without_all_its_shards_opens_and_is_not_complete(tmp_path: Path) -> None:
+    write(tmp_path)
+    shard_path(tmp_path, 0, 2).unlink()
+    trace = load_trace(tmp_path)
+    assert (trace.complete, trace.row_count, len(trace.rows)) == (False, 2, 2)
+    with pytest.raises(TraceError, match=r"1 of its 2 shards are missing \(0\)"):
+        check_trace(tmp_path)
+    write_shard(tmp_path, HEADER, 0, [chunk(2, 2)])
+    with pytest.raises(TraceError, match="duplicate"):
+        check_trace(tmp_path)
+    for folder in (tmp_path / "data", tmp_path / "nowhere"):
+        with pytest.raises(TraceError, match=r"header\.json"):
+            load_trace(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"features": ("top1",)}, {"topology": chain(5)}, {"seed": 99}, {"shards": 3}],
+    ids=["columns", "depth", "seed", "number of shards"],
+)
+def test_a_shard_of_another_run_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path / "here")
+    other = dataclasses.replace(HEADER, **changes)
+    write(tmp_path / "there", other)
+    path = shard_path(tmp_path / "there", 1, other.shards)
+    shutil.copy(path, tmp_path / "here" / "data" / path.name)
+    with pytest.raises(TraceError, match=path.name):
+        load_trace(tmp_path / "here")
