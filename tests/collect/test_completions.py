@@ -88,7 +88,7 @@ def test_a_trace_of_completions_is_not_replayed_where_anchors_miss(
         for p, t in zip(prompts, texts, strict=True)
     }
     trace = collect(pair, prompts, tmp_path / "a", depth=DEPTH, max_new_tokens=NEW, completions=completions)
-    with pytest.raises(TraceError, match="its texts are completions"):
+    with pytest.raises(TraceError, match="texts of completions"):
         replay(trace_arrays(trace), FixedLength(2), profile)
     with pytest.raises(InputError, match="completions"):
         collect(pair, prompts, tmp_path / "b", depth=DEPTH, max_new_tokens=NEW, completions={"p0": "w7"})

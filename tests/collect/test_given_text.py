@@ -104,7 +104,7 @@ def test_a_policy_that_leaves_out_some_siblings_is_refused() -> None:
             return step.alive & (step.features[..., 0] < 1), state
 
     case = Case("rejection", "2,1", lambda depth: TrimsOneSibling(1, depth), "dense", 1, new=4)
-    with pytest.raises(TraceError, match="leaves out some of the candidates after a token and sends others"):
+    with pytest.raises(TraceError, match="sends only a part of the candidates"):
         replay_law(case)
 
 
