@@ -202,8 +202,8 @@ def test_policies_are_compared_by_batch_size(
     (tmp_path / "few.json").write_text(json.dumps(list(range(9))))
     monkeypatch.setattr(report_of, "with_prices", refused)  # all of this is known before any work
     for options, message in (
-        (["--batch", "8"], "the largest batch measured is 4, not 8"),
-        (["--batch", "2,4", "--arrivals", tmp_path / "few.json"], f"expected {2 * texts} times, one a request, not 9"),
+        (["--batch", "8"], "got 8"),
+        (["--batch", "2,4", "--arrivals", tmp_path / "few.json"], f"expected {2 * texts} times"),
         (["--arrivals", "3"], "give --batch too"),
         (["--batch", "2", "--arrivals", "-1"], "expected a rate above 0"),
         (["--batch", "2", "--arrivals", tmp_path / "none.json"], "none.json"),

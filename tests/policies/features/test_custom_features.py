@@ -114,8 +114,9 @@ def test_replay_equals_live_and_rows_of_training(plain_pair: Pair, profile: Prof
     settings = Settings(0.0, 24, verification="match")
     texts = decode(plain_pair, [one.text for one in prompts], StopsBelow(), settings=settings)
     order = [arrays.prompt_ids.index(one.id) for one in prompts]
-    assert [len(text.rounds) for text in texts] == [int(played.rounds[at]) for at in order]
-    assert [sum(r.drafted for r in text.rounds) for text in texts] == [int(played.drafted[at]) for at in order]
+    assert [len(text.rounds) for text in texts] == [int(played.sequence.bincount()[at]) for at in order]
+    drafted = played.by_sequence(played.drafted).tolist()
+    assert [sum(r.drafted for r in text.rounds) for text in texts] == [drafted[at] for at in order]
     assert len({r.drafted for text in texts for r in text.rounds}) > 1  # the feature decides
     row = torch.arange(4)
     seen = seen_features(arrays, ("top1", "top2", "lead-ratio"), row, played.history[:4]).numpy()

@@ -83,9 +83,7 @@ def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: P
     played = replay(arrays, TEST_POLICIES[name], profile)
     plain = replay(arrays, TEST_POLICIES[name], profile)
     assert torch.equal(played.log, plain.log)
-    assert played.text_seconds(profile).numpy() == pytest.approx(
-        plain.seconds.numpy(), rel=EXACT
-    )
+    assert played.text_seconds(profile).numpy() == pytest.approx(plain.seconds.numpy(), rel=EXACT)
     assert torch.equal(played.accepted, plain.log[:, 4])
     assert torch.equal(played.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
 
@@ -97,9 +95,7 @@ def test_a_policy_that_carries_its_state_is_logged_in_its_order(chains: TraceArr
     one, other = replay(chains, Carrying(0.4, DEPTH), profile), replay(chains, Confidence(0.4, DEPTH), profile)
     assert torch.equal(one.backlog, other.backlog)
     assert torch.equal(one.decisions, other.decisions)
-    assert one.text_seconds(profile).numpy() == pytest.approx(
-        other.text_seconds(profile).numpy(), rel=EXACT
-    )
+    assert one.text_seconds(profile).numpy() == pytest.approx(other.text_seconds(profile).numpy(), rel=EXACT)
 
 
 @pytest.mark.parametrize("factors", [(2.0, 1.0, 1.0), (0.5, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 0.0)])

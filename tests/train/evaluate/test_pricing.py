@@ -81,12 +81,8 @@ def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> N
         for number, drawn in enumerate(draws.profiles, 1):
             own = noisy.decision_s["confidence"], drawn.decision_s["confidence"]
             calls, decided = drawn.with_decisions({"confidence": own[0]}), noisy.with_decisions({"confidence": own[1]})
-            assert profile[number, at] == pytest.approx(
-                float(one.text_seconds(calls).sum()), rel=EXACT
-            )
-            assert decisions[number, at] == pytest.approx(
-                float(one.text_seconds(decided).sum()), rel=EXACT
-            )
+            assert profile[number, at] == pytest.approx(float(one.text_seconds(calls).sum()), rel=EXACT)
+            assert decisions[number, at] == pytest.approx(float(one.text_seconds(decided).sum()), rel=EXACT)
     assert np.ptp(decisions[:, 0]) == 0.0 < np.ptp(decisions[:, 1]), "fixed lengths decide nothing"
 
 
@@ -108,9 +104,7 @@ def test_changes_are_made_to_every_draw(chains: TraceArrays, noisy: Profile) -> 
     spent = priced.seconds(change=twice)
     for row in (1, 5):
         under = twice(draws.profiles[(row - 1) % DRAWS])
-        assert spent[row, 0] == pytest.approx(
-            float(boot.total(replays[0].text_seconds(under))[row]), rel=EXACT
-        )
+        assert spent[row, 0] == pytest.approx(float(boot.total(replays[0].text_seconds(under))[row]), rel=EXACT)
 
 
 def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:
