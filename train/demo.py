@@ -230,7 +230,7 @@ class _Stages:
 
     def collect(self) -> str:
         """Record traces of both sides. Return the number of rounds and how many drafted tokens are accepted."""
-        names = {name: str(self.pair_folder / name) for name in ("target", "draft")}
+        names: dict[str, Any] = {name: str(self.pair_folder / name) for name in ("target", "draft")}
         for side, prompts in self.prompts.items():
             trace = collect(
                 self.models, prompts, self.stage / f"traces-{side}", max_new_tokens=self.sizes.tokens, seed=self.seed,

@@ -107,7 +107,7 @@ def test_a_slow_machine_gets_fewer_prompts(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "_seconds_per_token", lambda *_: slower * module.REFERENCE_TOKEN_S)
-    monkeypatch.setattr(module, "Sizes", lambda: Sizes(train=160))
+    monkeypatch.setattr(module, "Sizes", lambda: Sizes(train=160, tokens=12))
     monkeypatch.setattr(module, "collect", stop)
     with pytest.raises(KeyboardInterrupt):
         demo(tmp_path / "out", pair=pair_with_prompts, announce=lines.append)

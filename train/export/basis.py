@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...collect.schema import draft_of, drafter_of
 from ...collect.store import Trace
-from ...policies.contract import StopPolicy
+from ...policies.contract import Array, StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, TraceError
 from ...policies.fixed import FixedLength
@@ -114,7 +114,7 @@ class Basis:
             "profile": {k: v for k, v in profile.facts.items() if isinstance(v, (str, int, float))},
         }
 
-    def ratio(self, values: Tensor) -> dict[str, Any]:
+    def ratio(self, values: Array) -> dict[str, Any]:
         """Return `value`, `low` and `high` of a statistic [1 + R], of which the first is the value, the others resamples."""
         return dataclasses.asdict(self._boot.interval(values))
 

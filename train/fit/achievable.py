@@ -87,6 +87,7 @@ def recorded_scalars(arrays: TraceArrays) -> tuple[str, ...]:
 
 def _history(arrays: TraceArrays, played: Rounds) -> Tensor:
     """Return [N, 4] the HISTORY features at each anchor; at one that was passed over, those of the round that did."""
+    assert played.history is not None
     row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     history = torch.zeros(len(arrays.accepted), played.history.shape[1])
     history[row] = played.history

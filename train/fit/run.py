@@ -46,7 +46,7 @@ from .rules import (
     replayed_rates,
     solve_derived,
 )
-from .tree_rules import Fitted, choose_tree
+from .tree_rules import choose_tree
 
 REFERENCES = 5
 """Fixed lengths near the best one, on whose rounds heads are fitted first."""
@@ -179,6 +179,7 @@ def fit_policy(
         held = set(report.clusters)
         mixed = mixed.subset([at for at, name in enumerate(mixed.clusters) if name not in held])
     folds = prompt_folds(arrays, options.folds, options.seed)
+    policy: LearnedPolicy
     if plan.rule == "gain":
         policy, files, metrics = choose_tree(plan, arrays, folds, profile, report, progress)
     else:
@@ -204,7 +205,7 @@ def _fit_chain(
     report: TraceArrays | None,
     progress: Progress,
     mixed: TraceArrays | None,
-) -> Fitted:
+) -> tuple[LearnedPolicy, dict[str, bytes], dict[str, Any]]:
     """Fit heads, calibrate them, choose the rule, and score the policy on the report prompts."""
     if profile.max_depth < arrays.depth:
         raise TraceError(

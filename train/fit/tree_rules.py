@@ -117,7 +117,8 @@ class TreeRounds:
         labels = np.stack([self.accepted, self.accepted_children[..., 0]], -1)
         known = np.stack([depth > 0, self.accepted & (self.width > 0)], -1)
         columns = (self.seen[use], depth[use], labels[use].astype(np.float32), known[use])
-        return FitRows(*map(torch.from_numpy, columns))
+        seen, depths, targets, is_known = map(torch.from_numpy, columns)
+        return FitRows(seen, depths, targets, is_known)
 
 
 def node_ranks(tree: Topology) -> Array:

@@ -130,7 +130,11 @@ class _Objective:
         if any(trial.params == other.params for other in trial.study.get_trials(states=(TrialState.COMPLETE,))):
             raise optuna.TrialPruned
         texts = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in params.items())
-        row = {"policy": candidate.head.form, "rule": candidate.rule, "parameters": ", ".join(texts) or None}
+        row: dict[str, Any] = {
+            "policy": candidate.head.form,
+            "rule": candidate.rule,
+            "parameters": ", ".join(texts) or None,
+        }
         row |= {"tokens_per_s": 0.0, "ratio_to_best_fixed": 0.0, "folds": 0}
         trial.set_user_attr("params", params)
         # A trial needs a ranking, not the last percent: one head and one pass.

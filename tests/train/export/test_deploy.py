@@ -226,7 +226,7 @@ def test_other_traces_are_refused(
         Basis(sides[0], profile)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "hf"])
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
 def test_a_folder_with_files_is_not_replaced(
     engine: str, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
 ) -> None:
