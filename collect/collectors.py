@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..decode.drafters import find_drafter
 from ..decode.models.pair import Pair
@@ -19,9 +19,6 @@ from .live import LiveCollector
 from .positions import PositionsCollector
 from .schema import PromptTask
 from .shards import nothing
-
-if TYPE_CHECKING:
-    from .run import CollectOptions
 
 NOT_LIVE = {"mix": 0.0, "completions": None, "draws": 1, "memory": None}
 NOT_DENSE = {"policy": None, "explore": 0.0, "profile": None, "batch": 1}
@@ -49,14 +46,14 @@ class Collector:
 
 
 def choose_collector(
-    pair: Pair, settings: Settings, options: CollectOptions, policy: StopPolicy | None, hidden: Sequence[str]
+    pair: Pair, settings: Settings, options: Any, policy: StopPolicy | None, hidden: Sequence[str]
 ) -> Collector:
     """Return the collector that a run's options choose.
 
     Args:
         pair: target and draft.
         settings: for this pair and tree.
-        options: of the run.
+        options: `CollectOptions` of the run; their module imports this one.
         policy: of a live run.
         hidden: names of the hidden states that are recorded.
 
@@ -103,7 +100,7 @@ def choose_collector(
     return Collector(dense.rows, header, memory=memory)
 
 
-def _require_defaults(options: CollectOptions, defaults: Mapping[str, Any], reason: str) -> None:
+def _require_defaults(options: Any, defaults: Mapping[str, Any], reason: str) -> None:
     """Raise `InputError` if an option has another value than its default."""
     for name, default in defaults.items():
         if getattr(options, name) not in (None, default):
@@ -112,7 +109,7 @@ def _require_defaults(options: CollectOptions, defaults: Mapping[str, Any], reas
 
 
 def _engine_collector(
-    pair: Pair, settings: Settings, options: CollectOptions, policy: StopPolicy | None, hidden: Sequence[str]
+    pair: Pair, settings: Settings, options: Any, policy: StopPolicy | None, hidden: Sequence[str]
 ) -> Collector:
     """Return the collector that runs a serving engine; arguments as of `choose_collector`."""
     from .engines.through_vllm import ThroughVLLM

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from ..policies.contract import Array
 from ..policies.features import DRAFT_HIDDEN, PROBABILITY, SAMPLED, TOP, Columns, DrawnTokens, RowSummary
 from .given_text import OFF_TEXT, Candidates, best_candidates, block_candidates, block_states, rejection_candidates
 from .schema import NO_TOKEN, PromptTask
-
-if TYPE_CHECKING:
-    from .dense import DenseCollector
 
 _SEGMENT = 256
 """Places of a text that are read together."""
@@ -103,7 +100,7 @@ class Proposals:
     with W candidates each.
 
     Args:
-        collector: provides settings and shape.
+        collector: the `DenseCollector`, which imports this module; provides settings and shape.
         text: the text.
         draw: number of the draw given the text.
         draft: with an empty cache.
@@ -125,7 +122,7 @@ class Proposals:
     """
 
     def __init__(
-        self, collector: DenseCollector, text: TargetText, draw: int, draft: CachedModel, target: CachedModel | None
+        self, collector: Any, text: TargetText, draw: int, draft: CachedModel, target: CachedModel | None
     ) -> None:
         self.collector, self.text, self.shape, pair = collector, text, collector.shape, collector.pair
         temperature, depth, device = collector.temperature, collector.tree.deepest, pair.device

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -24,9 +24,6 @@ from ...policies.errors import InputError, SpecstopWarning
 from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
 from ..exploring import Exploring, exploring
 from ..schema import READS, TIMES, PromptTask
-
-if TYPE_CHECKING:
-    from ..run import CollectOptions
 
 REQUESTS = 8
 """Default number of requests that are decoded side by side."""
@@ -229,7 +226,8 @@ class ThroughVLLM:
 
     Args:
         pair: provides drafter and precision; the models are loaded again by their names.
-        options: names of the models, share of rounds that explore, and number of requests that are decoded side by side.
+        options: `CollectOptions`: names of the models, share of rounds that explore, and number of requests that are decoded
+            side by side.
         policy: any that vLLM can run.
         settings: temperature, length limit and depth.
 
@@ -241,7 +239,7 @@ class ThroughVLLM:
         InputError: vLLM is not installed, or the drafter reads hidden states of the target.
     """
 
-    def __init__(self, pair: Pair, options: CollectOptions, policy: StopPolicy, settings: Settings) -> None:
+    def __init__(self, pair: Pair, options: Any, policy: StopPolicy, settings: Settings) -> None:
         check_engine_policy(policy)
         depth, explore, requests = settings.topology.deepest, options.explore, options.batch or REQUESTS
         self._options = {
