@@ -204,10 +204,10 @@ def _content(value: Any) -> str:
         return value
     if not isinstance(value, list) or not value:
         raise ValueError(f"a value of type {type(value).__name__}" if value else "an empty value")
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
-    kinds = {part.get("type") if isinstance(part, Mapping) else "text" for part in value}
-    if not kinds <= {"text", "input_text"} or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"parts of type {', '.join(map(str, kinds))}; only parts with a text are supported")
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in value]
+    kinds = [str(part.get("type")) if isinstance(part, Mapping) else "text" for part in value]
+    if not {*kinds} <= {"text", "input_text"} or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"parts of type {', '.join(kinds)}; only parts with a text are supported")
     return "\n".join(texts)
 
 

@@ -142,6 +142,7 @@ def test_a_named_column_replaces_the_default_ones(tmp_path: Path) -> None:
         ([{"role": "assistant", "content": "a"}], "assistant"), ([{"role": "user", "content": 3}], "int"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "text"),
+        ([{"role": "user", "content": [{"type": []}]}], "type"),
     ],
     ids=str,
 )  # fmt: skip

@@ -112,7 +112,8 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any]) 
     ("changes", "exactness", "every"),
     [
         ({}, "path", True), ({"verification": "block"}, "law", True), ({"collector": "live"}, "", False),
-        ({"texts": "completions"}, "", False), ({"texts": "sampled"}, "path", True), ({"mix": 0.5, "topology": (-1,)}, "", True),
+        ({"texts": "completions"}, "", False), ({"texts": "sampled"}, "path", True),
+        ({"mix": 0.5, "topology": (-1,)}, "", True),
     ],
     ids=str,
 )  # fmt: skip
@@ -229,11 +230,12 @@ def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
     new = open_for_writing(tmp_path / "t", dataclasses.replace(HEADER, seed=5), overwrite=True)
     assert (finished(new, HEADER), read_header(new).seed) == (set(), 5)
     assert (finished(tmp_path / "t", HEADER), read_header(tmp_path / "t")) == ({0, 1}, HEADER), "until it is complete"
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
     for how in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(InputError, match=r"notes\.txt|header\.json"):
-            open_for_writing(tmp_path, HEADER, **how)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+            open_for_writing(tmp_path / "mine", HEADER, **how)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
