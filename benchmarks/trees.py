@@ -77,8 +77,8 @@ def compare(run: Run) -> None:
             for kind, shape in (("tree", tree), ("chain", None))
         )
         measured = ss.measure_profile(
-            run.pair, run.prompts("train", run.choose(16, 2)), depth=depth, temperature=temperature, effort=run.effort, tree=tree,
-            new_tokens=run.choose(48, 8), verification="match",
+            run.pair, prompts["train"][: run.choose(16, 2)], depth=depth, temperature=temperature, effort=run.effort,
+            tree=tree, new_tokens=run.choose(48, 8), verification="match",
         )  # fmt: skip
         ids = [tokens for _, tokens in encode_prompts(run.pair, prompts["train"][: run.choose(8, 2)])]
         for machine in run.options.machines or run.choose(("cpu", "gpu"), ("cpu",)):
