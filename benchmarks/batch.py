@@ -42,7 +42,7 @@ from specstop.train.replay.traces.arrays import trace_arrays
 import specstop as ss
 
 DEPTH, SIZES = 6, (1, 2, 4, 8, 16, 32)
-JOINT = ("tetris:2?extra=2", "adaptive-verification:4", "smartspec", "load:1:6,4:4,8:2")
+JOINT = ("tetris:2?extra=2", "adaptive-verification:4", "smartspec", "load?table=1:6,4:4,8:2")
 CUDA_GRAPH = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 """Tokens of the verifications that a GPU has recorded; others are padded to the next of them."""
 

@@ -172,6 +172,8 @@ def _sampled(stock: ss.Pair, prompts: Sequence[ss.Prompt], new: int, temperature
 
 def memory(run: Run) -> None:
     """Compare the peak memory of processes that collect short and long texts."""
+    if run.smoke and run.options.part == list(PARTS):
+        return  # starting processes takes longer than a smoke run may; `--smoke --part memory` runs it
     peaks = []
     for new in run.choose((128, 512), (12, 24)):
         words = [sys.executable, "-c", MEMORY, str(run.pair_folder), str(run.folder(f"memory-{new}")), str(new)]
@@ -193,6 +195,8 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 def kills(run: Run) -> None:
     """Kill collecting processes at random moments."""
+    if run.smoke and run.options.part == list(PARTS):
+        return
     chance, limit = random.Random(0), run.options.kills or run.choose(100, 1)
     started = time.perf_counter()
     if _start(run, run.folder("undisturbed"), 0, 1).wait():

@@ -133,8 +133,8 @@ class Comparison:
         run = self.run
         chains = {side: self.traces(side, None, "chain") for side in ("train", "test")}
         profile = ss.measure_profile(
-            self.pair, self.train[:16], depth=DEPTH, tree=self.tree, temperature=self.temperature, effort=run.effort,
-            new_tokens=run.choose(48, 8), verification="match",
+            self.pair, self.train[: run.choose(16, 2)], depth=DEPTH, tree=self.tree, temperature=self.temperature,
+            effort=run.effort, new_tokens=run.choose(48, 8), verification="match",
         )  # fmt: skip
         fixed = [ss.load_policy(f"fixed:{k}") for k in range(1, DEPTH + 1)]
         best = max(fixed, key=lambda policy: ss.replay(chains["train"], policy, profile).rate)
@@ -149,7 +149,7 @@ class Comparison:
             shape = str(result.metrics["tree"])
             settings["whole tree"] = Setting(ss.load_policy(f"fixed:{DEPTH}"), self.tree, trees["test"])
             settings["learned nodes"] = Setting(result.policy, shape, self.traces("test", shape, "nodes"))
-        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[:8])]
+        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[: run.choose(8, 2)])]
         for setting in settings.values():
             timed = loop_decisions(self.pair, [setting.policy], ids, self.settings(setting.tree), effort=run.effort)
             profile = profile.with_measured_decisions(timed)
@@ -170,12 +170,12 @@ class Comparison:
         settings, costs = self.choose()
         plain = Setting(ss.load_policy("fixed:0"), None, settings["best fixed length"].test)
         settings = {"plain": plain, **settings}
-        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[:16])]
+        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[: run.choose(16, 2)])]
         calibration = CalibrationRun(
             self.pair, ids, depth=DEPTH, temperature=self.temperature, tree=self.tree, verification="match",
             new_tokens=run.choose(48, 8),
         )  # fmt: skip
-        for number in range(self.run.choose(4, 2)):
+        for number in range(run.choose(4, 2)):
             calibration.play(number)
         methods: dict[str, Any] = {
             name: ss.Speculator(self.pair, one.policy, self.settings(one.tree), costs) for name, one in settings.items()

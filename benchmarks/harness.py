@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -163,7 +162,6 @@ class Run:
             "missed": missed,
             "seconds": round(time.perf_counter() - started, 1),
             "version": ss.__version__,
-            "machine": f"{platform.machine()}, {platform.processor() or platform.system()}",
             "figures": self.figures,
             "bars": self.bars,
         }
@@ -214,7 +212,7 @@ def spread(values: Sequence[float]) -> Ratio:
 
 
 def quotients(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Return the median and quartiles of the quotients of values that were measured one after the other."""
+    """Return the median and quartiles of the quotients of paired values."""
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 

@@ -63,7 +63,7 @@ SHARE, TUNING_LOSS, CALIBRATION, FILTER_LOSS = 0.15, 0.01, 0.02, 0.98
 
 def _traces(run: Run, name: str, counts: tuple[int, int], **options: Any) -> tuple[ss.Trace, ss.Trace]:
     """Return dense traces of training and test prompts."""
-    options = {"depth": DEPTH, "max_new_tokens": run.choose(128, 16), **options}
+    options = {"depth": DEPTH, "max_new_tokens": run.choose(128, 8), **options}
     train, test = (
         ss.collect(run.pair, run.prompts(side, count), run.folder(f"{name}-{side}"), **options)
         for side, count in zip(("train", "test"), counts, strict=True)
@@ -74,8 +74,8 @@ def _traces(run: Run, name: str, counts: tuple[int, int], **options: Any) -> tup
 def _profile(run: Run, temperature: float, policies: list[ss.StopPolicy], verification: str = "match") -> ss.Profile:
     """Return the costs of this machine on training prompts, with the decisions of policies."""
     profile = ss.measure_profile(
-        run.pair, run.prompts("train", 16), depth=DEPTH, temperature=temperature, effort=run.effort,
-        new_tokens=run.choose(48, 16), verification=verification,
+        run.pair, run.prompts("train", run.choose(16, 2)), depth=DEPTH, temperature=temperature, effort=run.effort,
+        new_tokens=run.choose(48, 8), verification=verification,
     )  # fmt: skip
     return _with_decisions(run, profile, policies, temperature, verification)
 
@@ -83,8 +83,8 @@ def _profile(run: Run, temperature: float, policies: list[ss.StopPolicy], verifi
 def _with_decisions(
     run: Run, profile: ss.Profile, policies: list[ss.StopPolicy], temperature: float, verification: str = "match"
 ) -> ss.Profile:
-    settings = ss.Settings(temperature, run.choose(128, 16), DEPTH, verification=verification)
-    ids = [tokens for _, tokens in encode_prompts(run.pair, run.prompts("train", 8))]
+    settings = ss.Settings(temperature, run.choose(128, 8), DEPTH, verification=verification)
+    ids = [tokens for _, tokens in encode_prompts(run.pair, run.prompts("train", run.choose(8, 2)))]
     return profile.with_measured_decisions(loop_decisions(run.pair, policies, ids, settings, profile, run.effort))
 
 
@@ -95,7 +95,7 @@ def replayed(run: Run) -> None:
         names = list(HEADS) if not run.smoke else ["logistic"]
         rules = RULES if not run.smoke else {"confidence": RULES["confidence"]}
         train, test = _traces(
-            run, where, run.choose((400, 400), (8, 6)), temperature=temperature, verification="match",
+            run, where, run.choose((400, 400), (5, 3)), temperature=temperature, verification="match",
             hidden=(DRAFT_HIDDEN,) if "resnet" in names or "dynasd-soft" in names else (),
         )  # fmt: skip
         published = {name: ss.load_policy(spec).limited(DEPTH) for name, (spec, _) in rules.items()}
@@ -154,7 +154,7 @@ def sampled(run: Run) -> None:
         profile = _with_decisions(run, profile, [head], temperature, mode)
         fixed = [ss.load_policy(f"fixed:{k}") for k in range(DEPTH + 1)]
         best = max(fixed, key=lambda policy: ss.replay(train, policy, profile).rate)
-        settings = ss.Settings(temperature, run.choose(128, 16), DEPTH, verification=mode)
+        settings = ss.Settings(temperature, run.choose(128, 8), DEPTH, verification=mode)
         methods = [ss.Speculator(run.pair, policy, settings, profile) for policy in (best, head)]
         base, texts = run_alternating(methods, prompts)
         note = f"{Tally(texts).tokens_per_s:.1f} tokens/s"

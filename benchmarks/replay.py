@@ -24,6 +24,7 @@ from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.decode.prompts import encode_prompts
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.train.replay.run import replay_many
+from specstop.train.replay.traces.arrays import trace_arrays
 
 import specstop as ss
 
@@ -119,19 +120,13 @@ def rate(run: Run) -> None:
     policy = policies["logistic"]
     thresholds = np.linspace(0.01, 0.99, run.choose(1000, 20))
     sweep = [ss.load_policy(f"confidence:{level:g}").limited(WORLD_DEPTH) for level in thresholds]
-    arrays = _arrays(trace)
+    arrays = trace_arrays(trace)
     seconds = alternate({"sweep": lambda: replay_many(arrays, sweep, world.profile)}, 1, warm_up=0)
     run.bar(f"sweep of {len(sweep)} thresholds, seconds", seconds["sweep"][0], at_most=SWEEP_S)
     command = [sys.executable, "-c", CHILD, str(run.choose(25_000, 200)), sys.path[-1]]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     count, gib = done.stdout.split()[-2:]
     run.bar("peak memory of replay, GiB", float(gib), at_most=GIB, note=f"{count} rows")
-
-
-def _arrays(trace: ss.Trace) -> object:
-    from specstop.train.replay.traces.arrays import trace_arrays
-
-    return trace_arrays(trace)
 
 
 CHILD = """

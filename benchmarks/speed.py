@@ -215,8 +215,10 @@ def decisions(run: Run) -> None:
     """Time decisions of trained heads and of the confidence rule, and deciding and observing of every built-in rule."""
     torch.set_num_threads(1)
     options = {"depth": 6, "temperature": 0.0, "max_new_tokens": run.choose(96, 24)}
-    traces = ss.collect(run.pair, run.prompts("train", run.choose(40, 6)), run.folder("decisions"), **options)
-    profile = ss.measure_profile(run.pair, run.prompts("train", 4), depth=6, effort=run.effort, new_tokens=24)
+    traces = ss.collect(run.pair, run.prompts("train", run.choose(40, 5)), run.folder("decisions"), **options)
+    profile = ss.measure_profile(
+        run.pair, run.prompts("train", run.choose(4, 2)), depth=6, effort=run.effort, new_tokens=run.choose(24, 8)
+    )
     policies = {"confidence": ss.load_policy("confidence:0.4")}
     for head in run.choose(("logistic", "mlp", "xgboost"), ("logistic",)):
         # The rule decides from depth 1 on: a derived rule may begin later.

@@ -59,7 +59,7 @@ def gpu_profile(profile: ss.Profile) -> ss.Profile:
 
 def compare(run: Run) -> None:
     """Compare trees and chains."""
-    new, counts = run.choose(128, 12), run.choose({"train": 160, "test": 240}, {"train": 8, "test": 2})
+    new, counts = run.choose(128, 8), run.choose({"train": 160, "test": 240}, {"train": 5, "test": 2})
     sizes = run.choose(NODES, (4, 8))
     tree = likely_tree(sizes[-1], run.choose(DEPTH, 4))
     depth = ss.parse_tree(tree).deepest
@@ -77,10 +77,10 @@ def compare(run: Run) -> None:
             for kind, shape in (("tree", tree), ("chain", None))
         )
         measured = ss.measure_profile(
-            run.pair, run.prompts("train", 16), depth=depth, temperature=temperature, effort=run.effort, tree=tree,
-            new_tokens=run.choose(48, 12), verification="match",
+            run.pair, prompts["train"][: run.choose(16, 2)], depth=depth, temperature=temperature, effort=run.effort,
+            tree=tree, new_tokens=run.choose(48, 8), verification="match",
         )  # fmt: skip
-        ids = [tokens for _, tokens in encode_prompts(run.pair, prompts["train"][:8])]
+        ids = [tokens for _, tokens in encode_prompts(run.pair, prompts["train"][: run.choose(8, 2)])]
         for machine in run.options.machines or run.choose(("cpu", "gpu"), ("cpu",)):
             profile = gpu_profile(measured) if machine == "gpu" else measured
             at = f"{where}, {machine}"

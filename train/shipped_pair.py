@@ -95,7 +95,9 @@ def check_pair(folder: str | Path) -> Path:
     path = Path(folder).resolve()
     for name in ("target/config.json", "draft/config.json", "prompts-train.jsonl", "prompts-test.jsonl"):
         if not (path / name).is_file():
-            raise InputError(f"--pair: expected {name} in {folder}, which does not exist; see benchmarks/tools/make_pair.py")
+            raise InputError(
+                f"--pair: expected {name} in {folder}, which does not exist; see benchmarks/tools/make_pair.py"
+            )
     return path
 
 
