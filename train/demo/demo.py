@@ -255,7 +255,6 @@ def run_offline(
         learned,
         train_traces=traces["train"],
         out=work / "report",
-        sweep=False,
         seed=seed,
         overwrite=True,
         progress=progress,
