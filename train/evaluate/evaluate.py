@@ -152,7 +152,13 @@ def evaluate(
         training, seed, cluster, primary, allow_overlap, progress, achievable, is_detailed, batch, arrivals, len(places) == 1
     )  # fmt: skip
     candidates = _candidates(policies, primary)
-    earlier = _check(places, candidates, options, compare)
+    earlier = _check(candidates, options, compare)
+    for trace, costs in places.values():
+        for policy in candidates:
+            check_fit(policy, trace)
+        if training is not None:
+            check_training_traces(training, trace)
+        tell_other_rounds(costs, trace.header)
     if out is not None:
         sources = [path for trace, costs in places.values() for path in (trace.folder, costs.source)]
         inputs = [*sources, training and training.folder, *(policy.source for policy in candidates)]
@@ -197,10 +203,8 @@ def _candidates(policies: PolicySpec | Sequence[PolicySpec], primary: str) -> li
     return candidates
 
 
-def _check(
-    places: dict[str, tuple[Trace, Profile]], candidates: Sequence[StopPolicy], options: _Options, compare: Any
-) -> dict[str, Any] | None:
-    """Validate what needs no replay, and return the earlier report to compare with."""
+def _check(candidates: Sequence[StopPolicy], options: _Options, compare: str | Path | None) -> dict[str, Any] | None:
+    """Refuse options that do not fit each other, and return the earlier report to compare with."""
     single = {"train-traces": options.training, "achievable": options.achievable,
               "batch": options.batch, "primary": options.primary, "compare": compare}  # fmt: skip
     if not options.is_single and (name := next((name for name, value in single.items() if value), None)):
@@ -209,12 +213,6 @@ def _check(
         )
     if not options.is_single and not candidates:
         raise InputError("--policy: expected at least one policy")
-    for trace, profile in places.values():
-        for policy in candidates:
-            check_fit(policy, trace)
-        if options.training is not None:
-            check_training_traces(options.training, trace)
-        tell_other_rounds(profile, trace.header)
     return None if compare is None else read_report(compare)
 
 
