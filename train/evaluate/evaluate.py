@@ -41,7 +41,7 @@ from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
 from .comparison import Compared, Job, Setting, compare_places, compare_rounds, compare_texts
 from .importance import importance_section
-from .pricing import ProfileBootstrap, unpriced_finding, with_prices
+from .pricing import ProfileBootstrap, Unpriced, unpriced_finding, with_prices
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report
@@ -79,7 +79,6 @@ class _Place:
         trace: is replayed.
         setting: with prices of all decisions; `unpriced` are those that the profile lacked.
         candidates: policies of the user without those that `failed`.
-        tuning: training traces.
         jobs: what is compared with the fixed lengths.
     """
 
@@ -87,8 +86,7 @@ class _Place:
     setting: Setting
     candidates: list[StopPolicy]
     failed: dict[str, PolicyFailure]
-    unpriced: dict[str, str]
-    tuning: TraceArrays | None
+    unpriced: Unpriced
     jobs: list[Job]
 
 
@@ -235,9 +233,7 @@ def label_policies(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
     return named
 
 
-def _prepare(
-    trace: Trace, profile: Profile, candidates: Sequence[StopPolicy], options: _Options, among: Sequence[str] = ()
-) -> _Place:
+def _prepare(trace: Trace, profile: Profile, candidates: Sequence[StopPolicy], options: _Options) -> _Place:
     """Return a place with prices of all decisions, and without policies that fail."""
     is_live = trace.header.collector == "live"
     arrays = trace_arrays(trace, extra=ROUND_COLUMNS if is_live else ())
@@ -255,8 +251,8 @@ def _prepare(
     profile, unpriced = with_prices(profile, [*usual, *working], trace.header)
     jobs = _jobs(working, tuning, profile, min(arrays.depth, profile.max_depth), has_default)
     costs = ProfileBootstrap(profile, options.seed)
-    setting = Setting(arrays, costs, clusters, options.primary, options.seed, options.progress, tuple(among))
-    return _Place(trace, setting, working, failed, unpriced, tuning, jobs)
+    setting = Setting(arrays, costs, clusters, options.primary, options.seed, options.progress)
+    return _Place(trace, setting, working, failed, unpriced, jobs)
 
 
 def _failure(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> PolicyFailure | None:
@@ -327,7 +323,7 @@ def _evaluate_places(
 ) -> Report:
     """Return the report on several places, whose prompts are resampled together."""
     prepared = [_prepare(*place, candidates, options) for place in places.values()]
-    among = sorted({cluster for place in prepared for cluster in place.setting.clusters.of})
+    among = tuple(sorted({cluster for place in prepared for cluster in place.setting.clusters.of}))
     compared = []
     for done, (name, place) in enumerate(zip(places, prepared, strict=True)):
         options.progress("places", done, len(places))
@@ -335,9 +331,8 @@ def _evaluate_places(
             raise error
         if place.setting.clusters.count < 2:
             raise InputError(f"{name}: expected two prompts or more, got {place.setting.clusters.count}")
-        compared.append(
-            _compare(dataclasses.replace(place, setting=dataclasses.replace(place.setting, among=tuple(among))))
-        )
+        setting = dataclasses.replace(place.setting, among=among)
+        compared.append(_compare(dataclasses.replace(place, setting=setting)))
     options.progress("places", len(places), len(places))
     reports = [
         _report(place, one, False, len(places)) for place, one in zip(prepared, compare_places(compared), strict=True)
@@ -367,7 +362,7 @@ def _report(place: _Place, compared: Compared, detailed: bool, places: int = 1) 
     sections = details(replays, result.candidate, boot, setting.seed, setting.progress) if replays and result else {}
     warnings = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in place.failed.items()]
     warnings += findings(profile, setting.clusters, setting.arrays.prompt_ids, reasons, compared.to_achievable)
-    warnings += unpriced_finding(place.unpriced, profile)
+    warnings += unpriced_finding(place.unpriced, profile, place.trace.header)
     bands = acceptance_bands(setting.arrays, setting.resamples(setting.clusters))
     return Report(
         tuple(lines), compared.fixed, facts, bands, result, tuple(warnings), compared.caveats, sections,

@@ -16,6 +16,7 @@ import dataclasses
 import inspect
 import os
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib.metadata import version
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...collect.schema import Header
+from ...collect.schema import Header, pair_options
 from ...decode.benchmark import Ratio
 from ...decode.profile import device_of, measure_decision, missing_decisions
 from ...decode.settings import tree_of
@@ -43,9 +44,12 @@ from .statistics import LEVEL, REPLICATES, Resamples, Values
 TRAINED, TIMED = "as timed when it was trained", "timed once on this machine and kept"
 _VERSIONS = ("specstop", "torch", "numpy", "numba")
 
+Unpriced = Mapping[str, tuple[str, str]]
+"""By `cost_name`, the policy that a profile does not price (folder or spec), and the source of its price."""
 
-def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header) -> tuple[Profile, dict[str, str]]:
-    """Return the profile with the prices of the decisions of `policies`, and the source of those that it lacked by name.
+
+def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header) -> tuple[Profile, Unpriced]:
+    """Return the profile with the prices of the decisions of `policies`, and those that it lacked.
 
     Args:
         profile: as measured.
@@ -55,7 +59,7 @@ def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header
     Raises:
         InputError: the profile that a policy was trained for is damaged.
     """
-    measured, sources = profile, {}
+    measured, unpriced = profile, {}
     for name, policy in missing_decisions(profile, policies).items():
         trained = _training_profile(policy, measured)
         if trained is None:
@@ -64,19 +68,22 @@ def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header
             profile = profile.with_measured_decisions(trained.measurements)
         else:
             profile = profile.with_decisions(trained.decision_s)
-        sources[name] = TIMED if trained is None else TRAINED
-    return profile, sources
+        unpriced[name] = (policy.source or policy.shown_name, TIMED if trained is None else TRAINED)
+    return profile, unpriced
 
 
-def unpriced_finding(sources: Mapping[str, str], profile: Profile) -> tuple[str, ...]:
-    """Return the warning about the decisions that a profile lacked; `sources` and `profile` as of `with_prices`."""
-    if not sources:
+def unpriced_finding(unpriced: Unpriced, profile: Profile, header: Header) -> tuple[str, ...]:
+    """Return the warning about the decisions that a profile lacked, with the command that adds them; see `with_prices`."""
+    if not unpriced:
         return ()
     engine = str(profile.facts.get("engine", ""))
     outside = f", outside {engine}" if engine.startswith("vllm ") else ""
-    prices = [f"{name} ({text}{outside}: {1e6 * profile.decision(name):.0f} us each)" for name, text in sources.items()]
-    command = "specstop profile --policy POLICY --profile PROFILE"
-    return (f"The profile does not price the decisions of {', '.join(prices)}; `{command}` adds them to it",)
+    costs = {name: f"{1e6 * profile.decision(name):.0f} us each" for name in unpriced}
+    prices = ", ".join(f"{name} ({source}{outside}: {costs[name]})" for name, (_, source) in unpriced.items())
+    policies = [word for policy, _ in unpriced.values() for word in ("--policy", policy)]
+    others = ["--profile", profile.source or "profile.json", *pair_options(header), "--prompts", "PROMPTS"]
+    command = shlex.join(map(str, ["specstop", "profile", *policies, *others]))
+    return (f"The profile does not price the decisions of {prices}; `{command}` adds them to it",)
 
 
 def _training_profile(policy: StopPolicy, profile: Profile) -> Profile | None:

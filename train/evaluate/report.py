@@ -86,10 +86,9 @@ def number(value: float | None, form: str = ".3f") -> Cell:
 
 
 def interval(ratio: Data, digits: int = 3) -> Cell:
-    """Return a ratio as a cell, with its interval and verdict if it has them: `1.042 [1.021, 1.063] deploy`."""
+    """Return a ratio as a cell, with its interval if it has one: `1.042 [1.021, 1.063]`."""
     value, low, high = (number(ratio[part], f".{digits}f").text for part in ("value", "low", "high"))
-    text = value if ratio["low"] is None else f"{value} [{low}, {high}]"
-    return Cell(f"{text} {ratio.get('verdict', '')}".strip(), ratio["value"])
+    return Cell(value if ratio["low"] is None else f"{value} [{low}, {high}]", ratio["value"])
 
 
 def cell(value: Any) -> Cell:

@@ -169,7 +169,7 @@ def test_what_is_timed_is_kept_and_used_again(
 ) -> None:
     header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
     first, lacking = with_prices(bare, policies, header)
-    assert lacking == {"confidence": TIMED, "trimming": TIMED}
+    assert lacking == {"confidence": ("confidence:0.4", TIMED), "trimming": ("trimming", TIMED)}
     assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
     assert first.decision("confidence") > 0
     timed = {key[1:] for key in first.measurements.where(lambda key: key.what == DECISIONS).series}
@@ -211,14 +211,15 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
 ) -> None:
     policy = load_policy_folder(save_policy(train(sides[0], bare).policy, tmp_path / "policy"))
     monkeypatch.setattr(prices, "measure_decision", never)
-    priced, sources = with_prices(bare, [policy], sides[1].header)
-    assert sources == {"logistic": TRAINED} and not cache.exists()
+    priced, unpriced = with_prices(bare, [policy], sides[1].header)
+    assert unpriced == {"logistic": (str(tmp_path / "policy"), TRAINED)} and not cache.exists()
     assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
     assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), (
         "timings, not their mean alone"
     )
     inside = dataclasses.replace(priced, facts={"engine": "vllm 0.32.0"})
-    assert "trained, outside vllm 0.32.0: " in unpriced_finding(sources, inside)[0]
-    assert "outside" not in unpriced_finding(sources, priced)[0] and unpriced_finding({}, priced) == ()
+    (line,) = unpriced_finding(unpriced, priced, sides[1].header)
+    assert f"--policy {tmp_path / 'policy'} --profile profile.json" in line and "outside" not in line
+    assert "trained, outside vllm 0.32.0: " in unpriced_finding(unpriced, inside, sides[1].header)[0]
     with pytest.raises(AssertionError, match="timed again"):
         with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
