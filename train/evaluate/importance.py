@@ -110,10 +110,12 @@ def importance_estimate(
     with np.errstate(invalid="ignore", divide="ignore"):  # NaN in resamples without an observed round
         rate = tokens / seconds
         statistics = (tokens / total, seconds / total, rate, rate / (base_tokens / base_seconds))
-    observed, effective = float((weight > 0).mean()), float(weight.sum() ** 2 / (weight**2).sum())
+    effective = float(weight.sum() ** 2 / (weight**2).sum())
+    per_round, seconds_per_round, speed, to_recorded = map(boot.interval, statistics)
     return ImportanceEstimate(
-        observed, explored_only, effective, *map(boot.interval, statistics), caveats=(*CAVEATS, *notes)
-    )
+        float((weight > 0).mean()), explored_only, effective, per_round, seconds_per_round, speed, to_recorded,
+        (*CAVEATS, *notes),
+    )  # fmt: skip
 
 
 def importance_section(

@@ -59,7 +59,7 @@ def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header
     Raises:
         InputError: the profile that a policy was trained for is damaged.
     """
-    measured, unpriced = profile, {}
+    measured, unpriced = profile, dict[str, tuple[str, str]]()
     for name, policy in missing_decisions(profile, policies).items():
         trained = _training_profile(policy, measured)
         if trained is None:
@@ -68,7 +68,7 @@ def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header
             profile = profile.with_measured_decisions(trained.measurements)
         else:
             profile = profile.with_decisions(trained.decision_s)
-        unpriced[name] = (policy.source or policy.shown_name, TIMED if trained is None else TRAINED)
+        unpriced[name] = (str(policy.source or policy.shown_name), TIMED if trained is None else TRAINED)
     return profile, unpriced
 
 
