@@ -138,7 +138,9 @@ def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: tuple[Trace, 
 
 
 def test_no_fixed_length_is_above_the_best_one(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(sides[1], full_profile, [FixedLength(k) for k in range(DEPTH + 1)])
+    report = evaluate(sides[1], full_profile, [FixedLength(k) for k in (*range(DEPTH + 1), 9)])
+    limited = report["fixed:9"].tokens_per_s
+    assert limited == pytest.approx(report.fixed[DEPTH], rel=EXACT), "policies are limited to the depth of the trace"
     for k in range(DEPTH + 1):
         line = report[f"fixed:{k}"]
         assert line.tokens_per_s == pytest.approx(report.fixed[k], rel=EXACT)
