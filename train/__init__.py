@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .fit.run import Trained as Trained, train as train
     from .heads import head_class as head_class, make_head as make_head
     from .heads.base import HeadEstimator as HeadEstimator
-    from .replay.bounds.oracle import oracle_seconds as oracle_seconds
+    from .replay.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
+    from .replay.bounds import oracle_seconds as oracle_seconds
     from .replay.run import Replayed as Replayed
-    from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
 
 __getattr__, __all__ = attach(
     __name__,

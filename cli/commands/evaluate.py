@@ -88,7 +88,7 @@ def evaluate(
         raise InputError("expected at least one --profile, and with --traces at most one --compare")
     from ...policies.registry import load_policy
     from ...train.evaluate.evaluate import evaluate as run
-    from ...train.replay.traces.checking import load_traces
+    from ...train.replay.checks import load_traces
 
     policies, saved = [load_policy(spec) for spec in policy], config_saved(out) if out else contextlib.nullcontext()
     with progress_bars(quiet or json) as progress, saved:
@@ -150,7 +150,7 @@ def _print_comparison(paths: list[Path], json: bool, seed: int) -> None:
 def _arrivals(text: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
     """Return the function from the number of requests to their times of arrival."""
     from ...policies.files import read_json
-    from ...train.replay.arrivals import at_once, poisson, recorded
+    from ...train.replay.batch import at_once, poisson, recorded
 
     if text is None:
         return at_once

@@ -29,7 +29,7 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 from transformers import MinLengthLogitsProcessor
 from typer.main import get_command
 

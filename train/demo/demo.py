@@ -41,15 +41,15 @@ from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.storage import load_policy_folder
+from ..demo import QUICK, LiveLine, Sizes, compare_live
 from ..evaluate.evaluate import evaluate
 from ..evaluate.records import Report
 from ..fit.rules import best_of, fixed_grid
 from ..fit.run import train
 from ..fit.settle import settle
-from ..replay.traces.arrays import TraceArrays, trace_arrays
-from .live import LiveLine, compare_live
-from .pair import check_pair, shipped_pair
-from .resume import QUICK, STATE_FILE, Sizes, begin, continued_sizes, only_one
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..shipped_pair import check_pair, shipped_pair
+from .resume import STATE_FILE, begin, continued_sizes, only_one
 from .texts import heads_text, live_text, profile_text, report_text, trace_text
 
 PROFILE_PROMPTS = 16

@@ -21,12 +21,13 @@ from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
 from ..heads.calibration import BINS, calibration_error, perfect_error
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.bounds import Regret, judge, planned_rounds
 from ..replay.bounds.oracle import Ideal
-from ..replay.bounds.regret import Regret, judge, planned_rounds
-from ..replay.log import Played, Rounds, scaled
+from ..replay.columns import seen_states
+from ..replay.log import Played
+from ..replay.rounds import Rounds, scaled
 from ..replay.seconds import prompt_seconds
-from ..replay.traces.arrays import TraceArrays, seen_features
-from ..replay.traces.hidden_states import seen_states
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .statistics import Resamples
 

@@ -15,10 +15,9 @@ from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.fixed import FixedLength
 from ...policies.profile import Profile
-from ..replay.arrivals import at_once, deal
-from ..replay.batch import BatchReplayed, check_batch, replay_batch
-from ..replay.bounds.batch import batch_bound
-from ..replay.traces.arrays import TraceArrays
+from ..replay.arrays import TraceArrays
+from ..replay.batch import BatchReplayed, at_once, check_batch, deal, replay_batch
+from ..replay.bounds import batch_bound
 from .comparison import BEST
 from .statistics import FEWEST, Clusters, Resamples, Values, oracle_share
 

@@ -18,13 +18,12 @@ from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
-from ..replay.bounds.oracle import oracle_plan
-from ..replay.bounds.regret import planned_rounds
-from ..replay.bounds.static_tree import best_static_tree, drafted_alone
+from ..replay.arrays import TraceArrays
+from ..replay.bounds import best_static_tree, drafted_alone, oracle_plan, planned_rounds
 from ..replay.log import play
-from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
+from ..replay.rounds import RoundValues
 from ..replay.run import Replayed
-from ..replay.traces.arrays import TraceArrays
+from ..replay.single_rounds import check_identified, evaluate_rounds, identified_limit
 from .analysis import Replays, trace_outcomes
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .records import POLICIES, Line

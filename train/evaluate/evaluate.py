@@ -26,17 +26,12 @@ from ...policies.profile import Profile, as_profile
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.rules import tune_confidence
 from ..fit.settle import settle_for
-from ..replay.arrivals import at_once
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.batch import at_once
+from ..replay.checks import check_fit, check_training_traces, load_traces, require_disjoint_prompts
 from ..replay.log import play
-from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
-from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import (
-    check_fit,
-    check_training_traces,
-    load_traces,
-    require_disjoint_prompts,
-    tell_other_rounds,
-)
+from ..replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
+from ..replay.traces.checking import tell_other_rounds
 from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
 from .comparison import Compared, Job, Setting, compare_places, compare_rounds, compare_texts

@@ -34,8 +34,8 @@ from ...policies.errors import PolicyError, TraceError
 from ...policies.host import PolicyHost, with_costs
 from ...policies.profile import Profile
 from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
-from ..replay.rounds import CAVEATS, RecordedRounds, likelihood_ratios
-from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.single_rounds import CAVEATS, RecordedRounds, likelihood_ratios
 from .pricing import with_prices
 from .statistics import Resamples, Values
 

@@ -37,8 +37,8 @@ from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
 from ...policies.storage import content
-from ..replay.counted import count_rounds, joined
-from ..replay.log import Rounds
+from ..replay.counted import joined
+from ..replay.rounds import Rounds, count_rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
 
 TRAINED, TIMED = "as timed when it was trained", "timed once on this machine and kept"

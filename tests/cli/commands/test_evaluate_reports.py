@@ -22,7 +22,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.report import FILES
-from specstop.train.replay.log import scaled
+from specstop.train.replay.rounds import scaled
 
 
 @pytest.fixture(scope="module")

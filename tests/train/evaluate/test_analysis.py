@@ -35,11 +35,11 @@ from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
 from specstop.train.replay import run
-from specstop.train.replay.bounds.oracle import oracle_plan
-from specstop.train.replay.bounds.regret import judge
-from specstop.train.replay.log import play, scaled
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import judge, oracle_plan
+from specstop.train.replay.log import play
+from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from synthetic import synthetic_trace
 from trees import make_tree_policy
 

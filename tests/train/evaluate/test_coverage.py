@@ -9,8 +9,8 @@ import pytest
 from benchmark_scripts import script
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.train.evaluate.importance import COLUMNS, observed_rounds
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 STANDARD_ERRORS = 5.0  # of a simulated mean around its truth: a false alarm in two million
 

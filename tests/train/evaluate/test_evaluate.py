@@ -23,13 +23,13 @@ from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.demo.live import compare_live
+from specstop.train.demo import compare_live
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import DEPLOY, Report
 from specstop.train.evaluate.report import FILES, write_report
-from specstop.train.replay.bounds.oracle import oracle_seconds
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.bounds import oracle_seconds
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 EXACT = 1e-12  # the same sums, in another order
 

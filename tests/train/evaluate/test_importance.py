@@ -30,8 +30,8 @@ from specstop.train.evaluate.importance import (
     importance_weights,
     observed_rounds,
 )
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from torch import Tensor
 
 EXACT = 1e-9

@@ -23,9 +23,9 @@ from specstop.train.evaluate.report_comparison import read_report
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.rules import fixed_grid
-from specstop.train.replay.log import scaled
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 EXACT = 1e-12
 WORLDS = int(os.environ.get("SPECSTOP_WORLDS", "100"))

@@ -31,10 +31,9 @@ from specstop.train.evaluate.pricing import (
 )
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
-from specstop.train.replay.bounds.oracle import oracle_plan
-from specstop.train.replay.bounds.regret import planned_rounds
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import oracle_plan, planned_rounds
 from specstop.train.replay.log import Played, play
-from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from timed import timed_profile
 
 EXACT = 1e-12  # the same sums, in another order

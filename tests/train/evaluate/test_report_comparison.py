@@ -18,8 +18,9 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.evaluate.report_comparison import compare_reports, read_report
-from specstop.train.replay.log import play, scaled
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.log import play
+from specstop.train.replay.rounds import scaled
 from timed import timed_profile
 
 PROMPTS = [f"p{i}" for i in range(20)]

@@ -27,9 +27,9 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import TOO_FEW, Report
 from specstop.train.evaluate.report import run_facts, sections, to_csv, to_html, to_markdown, write_report
 from specstop.train.fit.achievable import achievable_estimate
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}$y$ '
