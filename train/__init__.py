@@ -12,7 +12,6 @@ from ..policies import attach
 if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
     from .drafters.fit import train_drafter as train_drafter
-    from .evaluate.places import Place as Place, PlaceTable as PlaceTable, evaluate_places as evaluate_places
     from .evaluate.records import Line as Line, Report as Report
     from .evaluate.report_comparison import compare_reports as compare_reports, read_report as read_report
     from .export.deploy import deploy as deploy
@@ -31,7 +30,6 @@ __getattr__, __all__ = attach(
         "fit.run": "Trained train",
         "heads": "head_class make_head",
         "heads.base": "HeadEstimator",
-        "evaluate.places": "Place PlaceTable evaluate_places",
         "evaluate.report_comparison": "compare_reports read_report",
         "replay.arrays": "TraceArrays trace_arrays",
         "replay.bounds": "oracle_seconds",

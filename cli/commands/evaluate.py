@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,8 +26,6 @@ from ..options import (
 from ..output import check_failures, output, print_json, progress_bars, table
 
 if TYPE_CHECKING:
-    from ...policies.contract import StopPolicy
-    from ...policies.profile import Profile
     from ...train.evaluate.records import Report
     from ...train.evaluate.report import Section
 
@@ -42,7 +39,6 @@ OptionalOut = Annotated[Path | None, option(RESULT, "Folder for the report. Defa
 TrainTraces = Annotated[
     Path | None, option(PROMPTS, "Training traces to tune thresholds and rates on for this profile.")
 ]
-SweepOption = Annotated[bool, option(ROUNDS, "Add from which cost of a draft step each policy pays.", "--sweep")]
 Achievable = Annotated[bool, option(ROUNDS, "Add what a policy with all features reaches (minutes).", "--achievable")]
 Arrivals = Annotated[
     str | None,
@@ -63,7 +59,6 @@ def evaluate(
     compare: Earlier = [],  # noqa: B006
     out: OptionalOut = None,
     train_traces: TrainTraces = None,
-    sweep: SweepOption = False,
     achievable: Achievable = False,
     batch: Batches = None,
     arrivals: Arrivals = None,
@@ -91,27 +86,17 @@ def evaluate(
     profiles = [Profile.load(path) for path in profile]  # reports an invalid profile before torch is imported
     if not profiles or len(compare) > 1:
         raise InputError("expected at least one --profile, and with --traces at most one --compare")
-    is_table = len(traces) * len(profiles) > 1
-    single = {"train-traces": train_traces, "sweep": sweep, "achievable": achievable, "batch": batch, "primary": primary,
-              "compare": compare}  # fmt: skip
-    if is_table and (name := next((name for name, value in single.items() if value), None)):
-        raise InputError(
-            f"--{name}: expected one --traces and one --profile; in several, policies are used as they are"
-        )
     from ...policies.registry import load_policy
     from ...train.evaluate.evaluate import evaluate as run
     from ...train.replay.checks import load_traces
 
     policies, saved = [load_policy(spec) for spec in policy], config_saved(out) if out else contextlib.nullcontext()
     with progress_bars(quiet or json) as progress, saved:
-        options: dict[str, Any] = {"allow_overlap": allow_overlap, "seed": seed, "progress": progress}
-        if is_table:
-            _evaluate_places(traces, profiles, policies, out, overwrite, json, options)
-            return
         report = run(
-            load_traces(traces[0]), profiles[0], policies, out=out, sweep=sweep, achievable=achievable, batch=sizes,
-            train_traces=load_traces(train_traces) if train_traces else None, compare=compare[0] if compare else None,
-            arrivals=times, cluster=cluster, primary=primary, overwrite=overwrite, **options,
+            [load_traces(path) for path in traces], profiles, policies, out=out, achievable=achievable,
+            batch=sizes, train_traces=load_traces(train_traces) if train_traces else None,
+            compare=compare[0] if compare else None, arrivals=times, cluster=cluster, primary=primary,
+            overwrite=overwrite, allow_overlap=allow_overlap, seed=seed, progress=progress,
         )  # fmt: skip
     if json:
         print_json(report.to_dict())
@@ -128,15 +113,15 @@ def show_report(report: Report, wide: bool = False) -> None:
     from ...train.evaluate.report import sections
 
     facts = report.facts
-    sampled = sampling_text(facts["temperature"], facts["shaping"])
-    output().print(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
+    if not report.places:
+        sampled = sampling_text(facts["temperature"], facts["shaping"])
+        output().print(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
     for section in sections(report.to_dict()):
-        if section.id in (WIDE_TABLES if wide else TABLES):
+        if report.places or section.id in (WIDE_TABLES if wide else TABLES):
             _print_section(section, wide)
     for note in (*report.caveats, *report.findings):
         output().print(f"Note: {note}")
-    answer = report.answer
-    for text in ["no policy was compared"] if answer is None else [answer.headline, answer.interval, *answer.why]:
+    for text in report.summary or ["no policy was compared"]:
         output().print(text)
 
 
@@ -155,41 +140,11 @@ def _print_comparison(paths: list[Path], json: bool, seed: int) -> None:
     from ...train.evaluate.report import Section
     from ...train.evaluate.report_comparison import compare_reports, read_report
 
-    section = compare_reports(*map(read_report, paths), seed=seed).section()
+    section = compare_reports(*map(read_report, paths), seed=seed)
     if json:
         print_json(section)
     else:
         _print_section(Section("comparison", **section))
-
-
-def _evaluate_places(
-    traces: list[Path], profiles: list[Profile], policies: list[StopPolicy], out: Path | None, overwrite: bool,
-    json: bool, options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Evaluate every trace with every profile, write places.json and places.md, and print them."""
-    from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
-    from ...train.evaluate.places import COLUMNS, evaluate_places
-    from ...train.replay.checks import load_traces
-
-    if out is not None:
-        prepare_output_dir(out, overwrite=overwrite)
-    opened = {str(path): load_traces(path) for path in traces}
-    costs = {f", {profile.source}" if len(profiles) > 1 else "": profile for profile in profiles}
-    if len(opened) < len(traces) or len(costs) < len(profiles):
-        raise InputError("--traces, --profile: expected each trace and each profile once")
-    places = {a + b: (trace, profile) for (a, trace), (b, profile) in itertools.product(opened.items(), costs.items())}
-    result = evaluate_places(policies, places, **options)
-    if out is not None:
-        with staged_folder(out) as stage:
-            write_json(stage / "places.json", result.to_dict())
-            write_atomic(stage / "places.md", result.to_markdown())
-    if json:
-        print_json(result.to_dict())
-        return
-    for place in result.places:
-        table(place.title, COLUMNS, place.rows())
-    for text in result.summary():
-        output().print(text)
 
 
 def _arrivals(text: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:

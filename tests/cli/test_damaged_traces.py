@@ -60,7 +60,7 @@ def outcome(folder: Path, profile: Profile, out: Path) -> str:
         assert answer.err.count("\n") == 1 and answer.out == ""
     refused = 0
     for run in (
-        lambda: evaluate(load_trace(folder), profile, [], sweep=False),
+        lambda: evaluate(load_trace(folder), profile, []),
         lambda: train([load_trace(folder)], profile, head="logistic", out=out, overwrite=True),
     ):
         try:

@@ -1,16 +1,12 @@
-"""Why a policy is as fast as it is: calibration, lengths chosen, wrong stops, where time goes, groups, prompts, latencies.
+"""Why a policy is as fast as it is: calibration, wrong stops, where time goes, groups and prompts.
 
 All sections are JSON values and are computed from rounds that were replayed once (`log.play`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -18,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...collect.acceptance import DepthOutcomes, depth_outcomes, survival as survival_by_depth
-from ...collect.schema import Header
 from ...decode.benchmark import Ratio
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.display import Progress, silent
@@ -29,16 +24,11 @@ from ..replay.arrays import TraceArrays, seen_features
 from ..replay.bounds import OraclePlan, Regret, judge, planned_rounds
 from ..replay.columns import seen_states
 from ..replay.rounds import Rounds, scaled
-from .pricing import Change, Priced, ProfileBootstrap, ResampleSource
+from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .statistics import Resamples
 
 MOST_GROUPS, MOST_POINTS, MOST_ROUNDS = 40, 1000, 20_000
 """Groups and prompts that are shown, and rounds from which calibration is computed."""
-
-FACTORS = (0.5, 0.71, 1.41, 2.0)
-WORST_PROMPTS, WORST_ROUNDS, CONTEXT = 6, 3, 16
-UNKNOWN = "▢"
-"""Stands for a token that only the target proposed: a trace keeps the draft's."""
 
 _SIMULATIONS = 20
 _CHUNK = 4096
@@ -51,41 +41,27 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A policy of a report with its replay; `kind` and `note` as of `Line`."""
-
-    name: str
-    kind: str
-    note: str
-    played: Rounds
-
-
-@dataclass(frozen=True)
 class Replays:
     """What the sections are computed from.
 
     Attributes:
         arrays, costs: the trace, and its latency with bootstrap samples of it.
-        entries: the policies.
+        policies: replays by name.
         fixed: every fixed length 0..K; `best` the fastest.
         plan: the oracle's.
     """
 
     arrays: TraceArrays
     costs: ProfileBootstrap
-    entries: Sequence[Entry]
+    policies: Mapping[str, Rounds]
     fixed: Sequence[Rounds]
     best: Rounds
     plan: OraclePlan
 
     @property
-    def compared(self) -> list[Entry]:
-        """The best fixed length, then the entries."""
-        return [Entry("best fixed", "fixed", "", self.best), *self.entries]
-
-    def regret(self, played: Rounds) -> Regret:
-        """Return what each round of a replay lost against the plan."""
-        return judge(self.arrays, played, self.plan, self.costs.profile)
+    def compared(self) -> dict[str, Rounds]:
+        """The best fixed length, then the policies."""
+        return {"best fixed": self.best, **self.policies}
 
 
 def details(replays: Replays, subject: str, boot: Resamples, seed: int, progress: Progress = silent) -> Json:
@@ -93,26 +69,22 @@ def details(replays: Replays, subject: str, boot: Resamples, seed: int, progress
 
     Args:
         replays: of one trace.
-        subject: name of the entry that sections on one policy are about.
+        subject: name of the policy that sections on one policy are about.
         boot: resamples of the clusters.
         seed: of random samples of large sections.
         progress: called before and after.
     """
     arrays, profile = replays.arrays, replays.costs.profile
-    played = next(entry.played for entry in replays.entries if entry.name == subject)
-    learned = [entry for entry in replays.entries if has_survival(entry.played.policy)]
     progress("report", 0, 1)
+    learned = {name: played for name, played in replays.policies.items() if has_survival(played.policy)}
     sections = {
         "subject": subject,
         "per_prompt": per_prompt(replays, boot),
         "stops": stop_costs(replays),
-        "time": [time_share(entry.name, arrays, entry.played, profile) for entry in replays.compared],
-        "lengths": [lengths(name, replays, one) for name, one in ((subject, played), ("best fixed", replays.best))],
-        "reliability": [reliability(entry.name, arrays, entry.played, seed) for entry in learned],
+        "time": [time_share(name, arrays, played, profile) for name, played in replays.compared.items()],
+        "reliability": [reliability(name, arrays, played, seed) for name, played in learned.items()],
         "groups": by_group(replays, seed),
-        "prompts": by_prompt(replays, played, seed),
-        "sensitivity": sensitivity(replays, boot),
-        "losses": largest_losses(replays, played, token_decoder(arrays.header)),
+        "prompts": by_prompt(replays, replays.policies[subject], seed),
     }
     progress("report", 1, 1)
     return sections
@@ -143,24 +115,21 @@ def per_prompt(replays: Replays, boot: Resamples) -> Json:
     """Return the figures by which reports are compared pairwise: by sequence, and by sample of the profile's timings.
 
     Returns:
-        `clusters`, `units` (what the report resamples), `prompts` (ids) and `tokens` by sequence; `seconds` by line and
-        sequence; `profile` with `fingerprint`, `is_timed`, `pace_error` and `factors`: by line, seconds of the whole sample
-        under each sample of the profile's timings, relative to the measured ones.
+        `clusters`, `units` (what the report resamples) and `tokens` by sequence; `seconds` by line and sequence; `profile`
+        with `fingerprint`, `is_timed`, `pace_error` and `factors`: by line, seconds of the whole sample under each sample
+        of the profile's timings, relative to the measured ones.
     """
     arrays, profile = replays.arrays, replays.costs.profile
-    played = {"plain decoding": replays.fixed[0], **{e.name: e.played for e in replays.compared}}
+    played = {"plain decoding": replays.fixed[0], **replays.compared}
     seconds = {name: one.seconds for name, one in played.items()} | {"oracle bound": replays.plan.seconds}
     rounds = [*played.values(), planned_rounds(arrays, replays.plan)]
     # Samples with the default seed, whatever that of the report: two reports on one profile have the same ones.
     costs = ProfileBootstrap(profile)
     priced = Priced(boot, costs, rounds, arrays.prompt_tokens, torch.stack(list(seconds.values()), 1))
-    # Seconds are sums of model calls and decisions, so that the changes of both add up.
-    calls, decided = (priced.factors(source)[1:] for source in (ResampleSource.PROFILE, ResampleSource.DECISIONS))
-    factors = (calls + decided - 1.0).round(_DIGITS).T.tolist()
+    factors = priced.factors(ResampleSource.PROFILE)[1:].round(_DIGITS).T.tolist()
     return {
         "clusters": list(arrays.clusters),
         "units": boot.labels,
-        "prompts": list(arrays.prompt_ids),
         "tokens": arrays.text_tokens.double().tolist(),
         "seconds": {name: values.tolist() for name, values in seconds.items()},
         "profile": {
@@ -173,9 +142,12 @@ def per_prompt(replays: Replays, boot: Resamples) -> Json:
 
 
 def stop_costs(replays: Replays) -> list[Json]:
-    """Return `stop_cost` of the best fixed length and every entry."""
-    tokens = int(replays.arrays.text_tokens.sum())
-    return [stop_cost(entry.name, replays.regret(entry.played), tokens) for entry in replays.compared]
+    """Return `stop_cost` of the best fixed length and every policy."""
+    arrays, profile, tokens = replays.arrays, replays.costs.profile, int(replays.arrays.text_tokens.sum())
+    return [
+        stop_cost(name, judge(arrays, played, replays.plan, profile), tokens)
+        for name, played in replays.compared.items()
+    ]
 
 
 def stop_cost(name: str, regret: Regret, tokens: int) -> Json:
@@ -212,13 +184,6 @@ def time_share(name: str, arrays: TraceArrays, played: Rounds, profile: Profile)
     return {"name": name, **{key: scale * part for key, part in zip(names, parts, strict=True)}}
 
 
-def lengths(name: str, replays: Replays, played: Rounds) -> Json:
-    """Return the number of rounds by draft depth 0..K: `chosen` by the policy, and `ideal` from the same anchors."""
-    depths = {"chosen": played.steps, "ideal": replays.regret(played).ideal}
-    counts = {key: torch.bincount(steps, minlength=replays.arrays.depth + 1).tolist() for key, steps in depths.items()}
-    return {"name": name, **counts}
-
-
 def by_group(replays: Replays, seed: int) -> list[Json]:
     """Return each policy's speed against the overall best fixed length in the largest groups of prompts, by tokens.
 
@@ -234,13 +199,12 @@ def by_group(replays: Replays, seed: int) -> list[Json]:
     out = []
     for name, at in sorted(members.items(), key=lambda item: -int(tokens[item[1]].sum()))[:MOST_GROUPS]:
         boot = Resamples([arrays.clusters[i] for i in at], seed)
-        played = [replays.best, *(entry.played for entry in replays.entries)]
-        rounds = [one.subset(at) for one in played]
+        rounds = [one.subset(at) for one in replays.compared.values()]
         reference, *spent = Priced(boot, replays.costs, rounds, arrays.prompt_tokens[at]).seconds().T
-        ratios = {e.name: boot.interval(reference / mine) for e, mine in zip(replays.entries, spent, strict=True)}
+        ratios = {x: asdict(boot.interval(reference / mine)) for x, mine in zip(replays.policies, spent, strict=True)}
         fastest = min(replays.fixed, key=lambda one: float(one.seconds[at].sum()))
         figures = {"prompts": boot.clusters, "tokens": int(tokens[at].sum()), "best_fixed": fastest.name}
-        out.append({"name": name, **figures, "ratios": {key: asdict(ratio) for key, ratio in ratios.items()}})
+        out.append({"name": name, **figures, "ratios": ratios})
     return out
 
 
@@ -259,29 +223,6 @@ def by_prompt(replays: Replays, played: Rounds, seed: int) -> list[Json]:
         }
         for at in keep.tolist()
     ]
-
-
-def sensitivity(replays: Replays, boot: Resamples) -> list[Json]:
-    """Price the same rounds with scaled latencies: policies stop where they did, the best fixed length is chosen again.
-
-    Returns:
-        `what` is scaled by which `factor`, the `best_fixed` length and the `ratios` of the policies to it.
-    """
-    cases: list[tuple[str, float, Change | None]] = [("as measured", 1.0, None)]
-    cases += [("draft", f, partial(scaled, draft=f)) for f in FACTORS]
-    cases += [("verification", f, partial(scaled, verify=f)) for f in FACTORS]
-    cases += [("decisions", f, partial(scaled, decision=f)) for f in (0.0, 2.0)]
-    fixed, names = replays.fixed, [entry.name for entry in replays.entries]
-    rounds = [*fixed, *(entry.played for entry in replays.entries)]
-    priced = Priced(boot, replays.costs, rounds, replays.arrays.prompt_tokens)
-    out = []
-    for what, factor, change in cases:
-        spent = priced.seconds(change=change)
-        grid, policies = spent[:, : len(fixed)], spent[:, len(fixed) :]
-        ratios = {name: asdict(boot.interval(grid.min(1) / policies[:, at])) for at, name in enumerate(names)}
-        best = fixed[int(grid[0].argmin())].name
-        out.append({"what": what, "factor": factor, "best_fixed": best, "ratios": ratios})
-    return out
 
 
 def has_survival(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
@@ -329,7 +270,7 @@ def reliability(name: str, arrays: TraceArrays, played: Rounds, seed: int) -> Js
     Returns:
         `rounds`, `ece` and `ece_perfect` (means over depths, weighted by counts) and `depths`, see `calibration`.
     """
-    policy = played.policy
+    policy, tree = played.policy, arrays.tree
     assert has_survival(policy)
     row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     use = torch.nonzero(~arrays.cut[row])[:, 0]
@@ -339,24 +280,22 @@ def reliability(name: str, arrays: TraceArrays, played: Rounds, seed: int) -> Js
     row, history = row[use], played.history[use]
     chunks = zip(row.split(_CHUNK), history.split(_CHUNK), strict=True)
     predicted = torch.cat([survival(policy, arrays, *chunk) for chunk in chunks])
-    tree, start, accepted = arrays.tree, max(policy.first, 1), arrays.accepted_nodes(row)
-    depths = []
-    for depth in range(start, min(arrays.depth, policy.max_depth) + 1):
+    start, accepted, depths = max(policy.first, 1), arrays.accepted_nodes(row), []
+    above = list(range(tree.nodes + 1))  # by row of the tree: its ancestor at the depth before `start`
+    for depth in range(1, min(arrays.depth, policy.max_depth) + 1):
+        for node in tree.levels[depth] if depth >= start else ():
+            above[node] = above[tree.parent[node]]
         level = torch.tensor(tree.levels[depth]) - 1
-        use = torch.ones(len(row), len(level), dtype=torch.bool)
-        if start > 1:
-            use = accepted[:, [_ancestor(tree.parent, int(n) + 1, depth - start + 1) - 1 for n in level]]
-        if use.any():
-            depths.append(calibration(depth, predicted[:, level][use].numpy(), accepted[:, level][use].numpy(), seed))
+        known = torch.ones(len(row), len(level), dtype=torch.bool)
+        if start > 1 and depth >= start:
+            known = accepted[:, [above[int(node) + 1] - 1 for node in level]]
+        if depth >= start and known.any():
+            depths.append(
+                calibration(depth, predicted[:, level][known].numpy(), accepted[:, level][known].numpy(), seed)
+            )
     total = sum(one["all"]["count"] for one in depths) or 1
     means = {key: sum(one[key] * one["all"]["count"] for one in depths) / total for key in ("ece", "ece_perfect")}
     return {"name": name, "rounds": len(row), **means, "depths": depths}
-
-
-def _ancestor(parent: tuple[int, ...], node: int, up: int) -> int:
-    for _ in range(up):
-        node = parent[node]
-    return node
 
 
 def calibration(depth: int, predicted: Array, accepted: Array, seed: int) -> Json:
@@ -385,96 +324,3 @@ def _bin(predicted: Array, accepted: Array) -> Json:
     low, high = binomtest(int(accepted.sum()), len(accepted)).proportion_ci(method="wilson")
     shares = {"predicted": float(predicted.mean()), "observed": float(accepted.mean())}
     return {**shares, "low": float(low), "high": float(high), "count": len(predicted)}
-
-
-def token_decoder(header: Header) -> Callable[[int], str]:
-    """Return token id -> text by the recorded tokenizer if the trace names its local folder; otherwise ids as they are."""
-    if header.target and Path(header.target).is_dir():
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(header.target, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError):
-            return str
-        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-        if hashlib.blake2b(vocabulary, digest_size=8).hexdigest() == header.pair.get("tokenizer"):
-            return lambda token: str(tokenizer.decode([token]))
-    return str
-
-
-def largest_losses(replays: Replays, played: Rounds, decode: Callable[[int], str] = str) -> list[Json]:
-    """Return the texts that lose most by wrong stops of a policy, each with its worst rounds (`_loss_round`).
-
-    Returns:
-        `prompt`, `group`, `early_ms` and `late_ms` of wrong stops, speed `to_best_fixed`, and `rounds`.
-    """
-    arrays, rounds, regret = replays.arrays, played, replays.regret(played)
-    kinds, ratio = (regret.early, regret.late), replays.best.seconds / played.seconds
-    early, late = (1e3 * rounds.by_sequence(regret.choice_s * kind) for kind in kinds)
-    wrong = torch.where(regret.early | regret.late, regret.choice_s, 0.0)
-    out = []
-    for text in torch.argsort(early + late, descending=True)[:WORST_PROMPTS].tolist():
-        worst = torch.nonzero((rounds.sequence == text) & (wrong > 0))[:, 0]
-        worst = worst[torch.argsort(wrong[worst], descending=True, stable=True)]
-        if len(worst):
-            # The last one shows the other kind of mistake, if there is one.
-            other = worst[regret.early[worst] != regret.early[worst[0]]].tolist()[:1]
-            shown = [at for at in worst.tolist() if at not in other][: WORST_ROUNDS - len(other)] + other
-            figures = {
-                "early_ms": float(early[text]),
-                "late_ms": float(late[text]),
-                "to_best_fixed": float(ratio[text]),
-            }
-            sample = [_loss_round(arrays, played, regret, at, decode) for at in shown]
-            out.append({"prompt": arrays.prompt_ids[text], "group": arrays.groups[text], **figures, "rounds": sample})
-    return out
-
-
-def _loss_round(arrays: TraceArrays, played: Rounds, regret: Regret, at: int, decode: Callable[[int], str]) -> Json:
-    """Return a round that stopped wrongly.
-
-    Returns:
-        `anchor`, tokens generated before it; `kind`, too early or too late; `chosen`, `ideal` and `accepted` depth; lost
-        `ms`; `context`, the tokens before it; `pieces`, its tokens (in a tree those of the accepted path, then the first
-        candidates) with `text`, `survival` as the policy computed it or None, and `state`: accepted, rejected, or missed,
-        which was not drafted and would have been accepted.
-    """
-    rounds, policy = played, played.policy
-    text, anchor, chosen = (int(values[at]) for values in (rounds.sequence, rounds.anchor, rounds.steps))
-    begin = int(arrays.first_anchor[text])
-    row = int(arrays.offset[text]) + anchor - begin
-    nodes, length = _likely_path(arrays, row), int(arrays.accepted[row])
-    guesses = [float("nan")] * len(nodes)
-    if has_survival(policy):
-        by_node = survival(policy, arrays, torch.tensor([row]), played.history[at : at + 1])[0]
-        guesses = by_node[nodes].tolist()
-    pieces = []
-    for depth, (node, guess) in enumerate(list(zip(nodes, guesses, strict=True))[: max(chosen, length)], 1):
-        state = ("accepted" if depth <= chosen else "missed") if depth <= length else "rejected"
-        token = decode(int(arrays.tokens[row, node]))
-        pieces.append({"text": token, "survival": None if np.isnan(guess) else guess, "state": state})
-    # A trace keeps drafts, not texts: a token of the text is known if the draft after the token before it was accepted.
-    before = range(row - min(CONTEXT, anchor - begin), row)
-    return {
-        "anchor": anchor,
-        "kind": "too early" if bool(regret.early[at]) else "too late",
-        "chosen": chosen,
-        "ideal": int(regret.ideal[at]),
-        "accepted": int(rounds.accepted[at]),
-        "ms": 1e3 * float(regret.choice_s[at]),
-        "context": [
-            decode(int(arrays.tokens[one, _likely_path(arrays, one)[0]])) if int(arrays.accepted[one]) else UNKNOWN
-            for one in before
-        ],
-        "pieces": pieces,
-    }
-
-
-def _likely_path(arrays: TraceArrays, row: int) -> list[int]:
-    """Return the nodes of the accepted path, and below it the first candidate of each depth."""
-    tree, node, out = arrays.tree, 0, []
-    while children := tree.children[node]:
-        accepted = [] if arrays.path is None else [child for child in children if bool(arrays.path[row, child - 1])]
-        node = (accepted or children)[0]
-        out.append(node - 1)
-    return out

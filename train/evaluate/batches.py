@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from ...policies.profile import Profile
 from ..replay.arrays import TraceArrays
 from ..replay.batch import BatchRounds, at_once, check_batch, deal, replay_batch
 from ..replay.bounds import batch_bound
-from .statistics import FEWEST, SAME, Clusters, Resamples, Values
+from .comparison import BEST
+from .statistics import FEWEST, Clusters, Resamples, Values, oracle_share
 
 TAIL = 0.95
 
@@ -64,11 +65,11 @@ def by_batch(
         TraceError, InputError: as of `replay_batch`.
     """
     check_batches(arrays, profile, sizes, arrivals, seed)
+    clusters = clusters or Clusters(tuple(arrays.clusters))
     lengths = [(arrays, FixedLength(k)) for k in range(min(arrays.depth, profile.max_depth) + 1)]
     jobs = [*lengths, *((arrays, policy) for _, policy in policies), *([] if estimate is None else [estimate])]
     names = [name for name, _ in policies]
-    titles = ["best fixed", *names, *([] if estimate is None else [estimate[1].name]), "oracle bound of the batch"]
-    clusters = clusters or Clusters(tuple(arrays.clusters))
+    titles = [BEST, *names, *([] if estimate is None else [estimate[1].name]), "oracle bound of the batch"]
     tables = []
     for at, size in enumerate(sizes):
         order, replays = deal(arrays.sequences, size, seed), []
@@ -76,7 +77,7 @@ def by_batch(
             progress("batches", at * len(jobs) + done, len(sizes) * len(jobs))
             replays.append(replay_batch(read, policy, profile, size, arrivals(len(order)), order))
         bound = batch_bound(arrays, profile, size).numpy()[order]
-        tables.append(_Table(replays, len(lengths), bound, clusters, order, seed))
+        tables.append(_BatchTable(replays, len(lengths), bound, clusters, order, seed))
     progress("batches", len(sizes) * len(jobs), len(sizes) * len(jobs))
     if policies:
         columns = range(len(lengths), len(lengths) + len(policies))
@@ -88,9 +89,9 @@ def by_batch(
     use = [table.use(names) for table in tables]
     return {
         "sizes": list(sizes),
-        "requests": [table.requests for table in tables],
+        "requests": [len(table.tokens) for table in tables],
         "best_fixed": [table.best for table in tables],
-        "plain": [float(table.plain[0]) for table in tables],
+        "plain": [table.plain for table in tables],
         "lines": [
             {"name": name, **{key: [one[key] for one in by_size] for key in by_size[0]}}
             for name, by_size in zip(titles, figures, strict=True)
@@ -116,18 +117,18 @@ def check_batches(
 def _sentence(sizes: Sequence[int], use: Sequence[str]) -> str:
     """Return what to use from which batch size on."""
     parts = []
-    for name, group in groupby(zip(sizes, use, strict=True), key=lambda pair: pair[1]):
+    for name, group in itertools.groupby(zip(sizes, use, strict=True), key=lambda pair: pair[1]):
         run = [size for size, _ in group]
         parts.append(f"{name} at {run[0]}" if len(run) == 1 else f"{name} from {run[0]} to {run[-1]}")
     return "By batch size: " + ", ".join(parts) + "."
 
 
-class _Table:
+class _BatchTable:
     """The replays at one batch size: the fixed lengths, the policies and perhaps the estimate.
 
     Attributes:
-        best, requests: best fixed length, number of requests.
-        plain: [1 + R] tokens/s of plain decoding.
+        boot, tokens, seconds: resamples of the requests; [S] and [S, replays].
+        best, plain: best fixed length, and tokens/s of plain decoding.
         to_best: ratio of each policy to the best fixed length, with simultaneous intervals.
     """
 
@@ -141,46 +142,41 @@ class _Table:
         seed: int,
     ) -> None:
         # Requests of one cluster are drawn together, however often a text is served.
-        self.boot = Resamples([clusters.of[at] for at in order], seed)
-        self._clusters, self.requests = clusters, len(order)
+        self.boot, self._clusters = Resamples([clusters.of[at] for at in order], seed), clusters
         self.tokens, self.seconds = replays[0].tokens.numpy(), np.stack([one.seconds.numpy() for one in replays], 1)
         tokens = self.boot.total(self.tokens)
         rates = tokens[:, None] / self.boot.total(self.seconds)  # [1 + R, replays]
-        self.best = int(rates[0, :lengths].argmax())
-        self.plain, self._best = rates[:, 0], rates[:, :lengths].max(1)  # the best is chosen again in every resample
+        self.best, self.plain = int(rates[0, :lengths].argmax()), float(rates[0, 0])
         self._replays = [replays[self.best], *replays[lengths:], None]
-        self._speeds = [self._best, *rates[:, lengths:].T, tokens / self.boot.total(bound)]
+        # The best length is chosen again in every resample.
+        self._speeds = [rates[:, :lengths].max(1), *rates[:, lengths:].T, tokens / self.boot.total(bound)]
         self.to_best: list[Ratio] = []
 
     def figures(self, at: int) -> dict[str, Any]:
         """Return the figures of one line; a bound has no latencies."""
-        speed, replay = self._speeds[at], self._replays[at]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            # 0 if the best fixed length is the bound, up to rounding: there is no oracle gain.
-            has_gain = self._speeds[-1] > self._best * (1.0 + SAME)
-            share = np.where(has_gain, (speed - self._best) / (self._speeds[-1] - self._best), 0.0)
-        is_policy = 0 < at <= len(self.to_best)
-        figures = {
+        speed, best, replay = self._speeds[at], self._speeds[0], self._replays[at]
+        is_policy, interval = 0 < at <= len(self.to_best), self.boot.interval
+        figures: dict[str, Any] = {
             "tokens_per_s": float(speed[0]),
-            "to_best_fixed": asdict(self.to_best[at - 1] if is_policy else self.boot.interval(speed / self._best)),
-            "oracle_share": asdict(self.boot.interval(share)),
+            "to_best_fixed": asdict(self.to_best[at - 1] if is_policy else interval(speed / best)),
+            "oracle_share": asdict(interval(oracle_share(speed, best, self._speeds[-1]))),
         }
         if replay is None:
             return figures | {"latency_s": None, "latency_p95_s": None}
         latency = replay.latency.numpy()
         mean = self.boot.total(latency) / self.boot.total(np.ones(len(latency)))
         return figures | {
-            "latency_s": asdict(self.boot.interval(mean)),
-            "latency_p95_s": asdict(self._tail(latency)),
+            "latency_s": asdict(interval(mean)),
+            "latency_p95_s": asdict(interval(self._tail(latency))),
         }
 
-    def _tail(self, latency: Values) -> Ratio:
-        """Return the 95th percentile over requests and its interval."""
+    def _tail(self, latency: Values) -> Values:
+        """Return [1 + R], the 95th percentile over requests."""
         order = np.argsort(latency)
         # [1 + R, requests]: how often each request is in each resample, added up in order of latency: a weighted quantile.
         weights = self.boot.counts()[:, order].cumsum(1)
-        at = (weights >= TAIL * weights[:, -1:]).argmax(1)
-        return self.boot.interval(latency[order][at])
+        tail: Values = latency[order][(weights >= TAIL * weights[:, -1:]).argmax(1)]
+        return tail
 
     def use(self, names: Sequence[str]) -> str:
         """Return the fastest policy with an interval above 1; without one, the best fixed length."""

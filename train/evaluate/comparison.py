@@ -23,12 +23,13 @@ from ..replay.bounds import best_static_tree, drafted_alone, oracle_plan, planne
 from ..replay.rounds import Rounds
 from ..replay.run import replay
 from ..replay.single_rounds import check_identified, evaluate_rounds, identified_limit
-from .analysis import Entry, Replays, trace_outcomes
+from .analysis import Replays, trace_outcomes
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .records import POLICIES, Line
-from .statistics import SAME, Clusters, Resamples, Values
+from .statistics import Clusters, LogRatios, Resamples, Values, oracle_share
 from .verdict import verdict
 
+PLAIN, BEST, BOUND = "plain decoding", "best fixed", "oracle bound"
 CONVERGED, MOST_ITERATIONS = 1e-12, 50
 EXACT_S = 1e-9
 """Seconds by which a replay may be below the bound: sums of the same numbers in another order."""
@@ -42,8 +43,8 @@ class Job(NamedTuple):
 
     name: str
     kind: str
-    policy: StopPolicy
     note: str
+    policy: StopPolicy
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Setting:
         arrays, costs: the trace, and the latency of its rounds.
         clusters: that intervals resample.
         primary, seed, progress: see `evaluate`.
+        among: clusters of all places, which are drawn together (`Resamples`); empty if there is one place.
     """
 
     arrays: TraceArrays
@@ -62,6 +64,11 @@ class Setting:
     primary: str = ""
     seed: int = 0
     progress: Progress = silent
+    among: tuple[str, ...] = ()
+
+    def resamples(self, clusters: Clusters) -> Resamples:
+        """Return resamples of these clusters."""
+        return Resamples(clusters.of, self.seed, among=self.among)
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,8 @@ class Compared:
 
     Attributes:
         lines, fixed, caveats: see `Report`.
-        best_name: of the best fixed length.
         clusters, boot: of the sequences that were compared.
+        logs: of the rules and learned policies against their rivals.
         replays: of whole texts; None of single rounds, of which there are `rounds`.
         below_bound: policies that need less time than the oracle on a text, which is impossible.
         to_achievable: speed of each policy over the achievable estimate.
@@ -79,9 +86,9 @@ class Compared:
 
     lines: list[Line]
     fixed: tuple[float, ...]
-    best_name: str
     clusters: Clusters
     boot: Resamples
+    logs: LogRatios | None
     replays: Replays | None = None
     below_bound: Sequence[str] = ()
     to_achievable: Mapping[str, Ratio] = field(default_factory=dict)
@@ -90,150 +97,138 @@ class Compared:
 
 
 class Comparison:
-    """Speeds of the fixed lengths 0..K and of other entries.
+    """Speeds of the fixed lengths 0..K and of other policies.
 
     Args:
-        boot, costs: resamples of the clusters, and of the latency.
+        boot: resamples of the clusters.
+        setting: latency, primary policy and sizes of clusters.
         tokens: [S], or [S, P] if policies commit different numbers of tokens in the same rounds.
-        priced: seconds of P replays: the fixed lengths, the entries, and the oracle bound if `has_bound`.
-        kinds: kind of each entry (`Line.kind`) by name.
-        primary: name of the entry that was chosen before the evaluation; "" if there is none.
-        largest: share of all tokens in the largest cluster.
+        priced: seconds of P replays: the fixed lengths, the policies, and the oracle bound if `has_bound`.
+        jobs: the policies.
+        counts: of each fixed length, then of each policy.
+        has_bound: see `priced`.
 
     Attributes:
-        rates: [1 + R, P] tokens/s if everything is resampled, by column.
         fixed: [K + 1] tokens/s of each fixed length in the sample.
-        plain, best: [1 + R] of length 0, and of the best length, which is chosen again in each resample.
+        best_at: the best of them.
+        bound: [1 + R] tokens/s of the oracle; NaN without.
         pace: [1 + R, P] seconds over those without the profile's uncertainty.
-        bound: [1 + R] of the oracle; None without.
+        logs: of the rules and learned policies against their rivals; None without any.
     """
 
     def __init__(
         self,
         boot: Resamples,
-        costs: ProfileBootstrap,
+        setting: Setting,
         tokens: Values,
         priced: Priced,
-        kinds: Mapping[str, str],
+        jobs: Sequence[Job],
+        counts: Sequence[Counts],
         *,
-        has_bound: bool = False,
-        primary: str = "",
-        largest: float = 0.0,
+        has_bound: bool,
     ) -> None:
-        self._boot, self._kinds, self._primary, self._largest = boot, kinds, primary, largest
+        self._boot, self._setting, self._jobs, self._counts = boot, setting, jobs, counts
         self._tokens, self._seconds = tokens, priced.by_text()
         total = boot.total(tokens.reshape(len(tokens), -1))  # [1 + R, 1] or [1 + R, P]
         spent = {source: priced.seconds(source) for source in ResampleSource}
         self.pace: Values = spent[ResampleSource.ALL] / spent[ResampleSource.PROMPTS]
-        self.rates: Values = total / spent[ResampleSource.ALL]
-        lengths = range(self.rates.shape[1] - len(kinds) - has_bound)
-        self._column = {name: at for at, name in enumerate(kinds, len(lengths))}
-        self.fixed: tuple[float, ...] = tuple(self.rates[0, : len(lengths)].tolist())
-        self.plain, self.best = self.rates[:, 0], self.rates[:, : len(lengths)].max(1)
-        self.bound = self.rates[:, -1] if has_bound else None
-        rivals = [*lengths, *(self._column[name] for name, kind in kinds.items() if kind == "static")]
+        rates = total / spent[ResampleSource.ALL]  # [1 + R, P]
+        lengths = range(len(counts) - len(jobs))
+        self._column = {job.name: at for at, job in enumerate(jobs, len(lengths))}
+        self._rates = {name: rates[:, at] for name, at in self._column.items()}
+        self.fixed: tuple[float, ...] = tuple(rates[0, : len(lengths)].tolist())
+        self.best_at = int(rates[0, : len(lengths)].argmax())
+        # The best length is chosen again in each resample.
+        self._plain, self._best = rates[:, 0], rates[:, : len(lengths)].max(1)
+        self.bound: Values = rates[:, -1] if has_bound else np.full(len(rates), np.nan)
+        rivals = [*lengths, *(self._column[job.name] for job in jobs if job.kind == "static")]
         self._to_plain, self._to_best = self._ratios([0]), self._ratios(lengths)
         self._to_rival = self._ratios(rivals) if len(rivals) > len(lengths) else self._to_best
+        policies = [job.name for job in jobs if job.kind in POLICIES]
+        self.logs = self._log_ratios(policies, rivals) if policies else None
         self._parts: dict[str, dict[str, Ratio]] = {}
-        if costs.profiles and boot.clusters > 1:
-            prompts = self._ratios(rivals, is_priced=False)
-            for name in (name for name, kind in kinds.items() if kind in POLICIES):
-                self._parts[name] = {"all": self._to_rival[name], "prompts": prompts[name]}
-                for source in (ResampleSource.PROFILE, ResampleSource.DECISIONS):
-                    rates = total[:1] / spent[source]
-                    ratios = rates[:, self._column[name]] / rates[:, rivals].max(1)
-                    self._parts[name][source.value] = costs.interval(ratios)
+        if setting.costs.profiles and boot.clusters > 1:
+            prompts, by_profile = self._ratios(rivals, is_priced=False), total[:1] / spent[ResampleSource.PROFILE]
+            for name in policies:
+                ratios = by_profile[:, self._column[name]] / by_profile[:, rivals].max(1)
+                self._parts[name] = {
+                    "all": self._to_rival[name],
+                    "prompts": prompts[name],
+                    "profile": setting.costs.interval(ratios),
+                }
 
-    def rate(self, name: str) -> Values:
-        """Return [1 + R] tokens/s of an entry."""
-        out: Values = self.rates[:, self._column[name]]
-        return out
+    def _log_ratios(self, names: Sequence[str], rivals: Sequence[int], *, is_priced: bool = True) -> LogRatios:
+        """Return the log ratios of policies to the fastest of the columns `rivals`."""
+        columns, price = [self._column[name] for name in names], -np.log(self.pace) if is_priced else None
+        others = [rival for rival in rivals if [rival] != columns]
+        return self._boot.log_ratios(self._tokens, self._seconds, columns, others, price)
 
     def _ratios(self, rivals: Sequence[int], *, is_priced: bool = True) -> dict[str, Ratio]:
-        """Return the ratio of each entry to the fastest of the columns `rivals`.
+        """Return the ratio of each policy to the fastest of the columns `rivals`.
 
-        The intervals of all rules and learned policies hold at once, those of the primary policy and of other entries by
+        The intervals of all rules and learned policies hold at once, those of the primary policy and of other kinds by
         themselves.
         """
-        policies = [name for name, kind in self._kinds.items() if kind in POLICIES and name != self._primary]
-        families = [policies, *([name] for name in self._kinds if name not in policies)]
-        price = -np.log(self.pace) if is_priced else None
+        primary = self._setting.primary
+        together = [job.name for job in self._jobs if job.kind in POLICIES and job.name != primary]
         ratios: dict[str, Ratio] = {}
-        for names in filter(None, families):
-            columns = [self._column[name] for name in names]
-            others = [rival for rival in rivals if [rival] != columns]
-            logs = self._boot.log_ratios(self._tokens, self._seconds, columns, others, price)
+        for names in filter(None, [together, *([job.name] for job in self._jobs if job.name not in together)]):
+            logs = self._log_ratios(names, rivals, is_priced=is_priced)
             ratios |= zip(names, self._boot.simultaneous([logs])[0], strict=True)
         return ratios
 
-    def line(self, name: str, kind: str, rate: Values, counts: Counts | None = None, note: str = "") -> Line:
-        """Return a line of the report, with its verdict.
-
-        Args:
-            name, kind, note: see `Line`.
-            rate: [1 + R] tokens/s.
-            counts: None if there are no rounds.
-        """
-        share = np.zeros_like(rate)
-        if self.bound is not None:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                # 0 if the best fixed length is the bound, up to rounding: there is no oracle gain.
-                has_gain = self.bound > self.best * (1.0 + SAME)
-                share = np.where(has_gain, (rate - self.best) / (self.bound - self.best), 0.0)
-        to_plain = self._to_plain.get(name) or self._boot.interval(rate / self.plain)
-        to_best = self._to_best.get(name) or self._boot.interval(rate / self.best)
-        numbers = counts or (0.0, 0.0, 0.0, 0.0)
-        line = Line(name, kind, float(rate[0]), to_plain, to_best, self._boot.interval(share), *numbers, note)
+    def line(self, name: str, kind: str, note: str, rate: Values, counts: Counts = (0.0, 0.0, 0.0, 0.0)) -> Line:
+        """Return a line of the report, with its verdict; `rate` is [1 + R] tokens/s."""
+        interval = self._boot.interval
+        share = oracle_share(rate, self._best, self.bound)
+        to_plain = self._to_plain.get(name) or interval(rate / self._plain)
+        to_best = self._to_best.get(name) or interval(rate / self._best)
+        line = Line(name, kind, float(rate[0]), to_plain, to_best, interval(share), *counts, note)
         if kind not in POLICIES:
             return line
         rival, parts = self._to_rival[name], self._parts.get(name, {})
-        result = verdict(rival, self._boot.clusters, parts, self._largest)
+        result = verdict(rival, self._boot.clusters, parts, self._setting.clusters.largest)
         return dataclasses.replace(line, to_rival=rival, verdict=result, parts=parts)
 
-    def lines(
-        self, plain: Counts, best: Counts, best_name: str, counts: Sequence[Counts], notes: Sequence[str]
-    ) -> list[Line]:
-        """Return the lines of plain decoding, the best fixed length and all entries; `counts` and `notes` by entry."""
-        out = [
-            self.line("plain decoding", "fixed", self.plain, plain, "fixed:0"),
-            self.line("best fixed", "fixed", self.best, best, f"{best_name}, chosen on these prompts"),
+    def lines(self) -> list[Line]:
+        """Return the lines of plain decoding, the best fixed length and all policies."""
+        counts, best_note = self._counts, f"fixed:{self.best_at}, chosen on these prompts"
+        of_policies = zip(self._jobs, counts[len(self.fixed) :], strict=True)
+        return [
+            self.line(PLAIN, "fixed", "fixed:0", self._plain, counts[0]),
+            self.line(BEST, "fixed", best_note, self._best, counts[self.best_at]),
+            *(self.line(x.name, x.kind, x.note, self._rates[x.name], of_policy) for x, of_policy in of_policies),
         ]
-        for (name, kind), count, note in zip(self._kinds.items(), counts, notes, strict=True):
-            out.append(self.line(name, kind, self.rate(name), count, note))
-        return out
+
+    def over(self, rate: Values) -> dict[str, Ratio]:
+        """Return the speed of every rule and learned policy over `rate` [1 + R]."""
+        policies = [job.name for job in self._jobs if job.kind in POLICIES]
+        return {name: self._boot.interval(self._rates[name] / rate) for name in policies}
 
 
-def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> Compared:
+def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = False) -> Compared:
     """Return the lines of policies on whole texts, with the achievable estimate if requested."""
-    arrays, costs, clusters, progress = setting.arrays, setting.costs, setting.clusters, setting.progress
-    profile, entries, fixed = costs.profile, [], []
-    depth = min(arrays.depth, profile.max_depth)
-    total = depth + 1 + len(jobs)
-    for k in range(depth + 1):
-        progress("replay", k, total)
-        fixed.append(replay(arrays, FixedLength(k), profile))
-    for done, job in enumerate(jobs, depth + 1):
-        progress("replay", done, total)
-        entries.append(Entry(job.name, job.kind, job.note, replay(arrays, job.policy, profile)))
-    progress("replay", total, total)
+    arrays, costs, progress = setting.arrays, setting.costs, setting.progress
+    depth, profile = min(arrays.depth, costs.profile.max_depth), costs.profile
+    policies, played = [*map(FixedLength, range(depth + 1)), *(job.policy for job in jobs)], []
+    for done, policy in enumerate(policies):
+        progress("replay", done, len(policies))
+        played.append(replay(arrays, policy, profile))
+    progress("replay", len(policies), len(policies))
     if not arrays.tree.is_chain:
         static, _ = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
-        note = f"{shape}; chosen on these prompts"
-        entries.append(Entry("best static tree", "static", note, replay(*drafted_alone(arrays, static.nodes), profile)))
-    tokens = arrays.text_tokens.double().numpy()
-    boot, plan = Resamples(clusters.of, setting.seed), oracle_plan(arrays, profile)
-    played = [*fixed, *(entry.played for entry in entries)]
+        played.append(replay(*drafted_alone(arrays, static.nodes), profile))
+        jobs = [*jobs, Job("best static tree", "static", f"{shape}; chosen on these prompts", static)]
+    fixed, by_name = played[: depth + 1], dict(zip([job.name for job in jobs], played[depth + 1 :], strict=True))
+    tokens, boot = arrays.text_tokens.double().numpy(), setting.resamples(setting.clusters)
+    plan = oracle_plan(arrays, profile)
     spent = torch.stack([*(one.seconds for one in played), plan.seconds], 1)
     rounds = [*played, planned_rounds(arrays, plan)]
-    comparison = Comparison(
-        boot, costs, tokens, Priced(boot, costs, rounds, arrays.prompt_tokens, spent), {e.name: e.kind for e in entries},
-        has_bound=True, primary=setting.primary, largest=clusters.largest,
-    )  # fmt: skip
-    best = max(fixed, key=lambda one: one.rate)
-    counts, notes = [_counts(entry.played) for entry in entries], [entry.note for entry in entries]
-    lines = comparison.lines(_counts(fixed[0]), _counts(best), best.name, counts, notes)
-    to_achievable = {}
+    priced = Priced(boot, costs, rounds, arrays.prompt_tokens, spent)
+    counts = [_counts(one) for one in played]
+    comparison = Comparison(boot, setting, tokens, priced, jobs, counts, has_bound=True)
+    lines, to_achievable = comparison.lines(), {}
     if achievable:
         from ..fit.achievable import achievable_estimate  # imports xgboost
 
@@ -242,13 +237,14 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool) -> Co
         # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
         rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
         note = "best cross-fitted continuation value on all scalars, decisions free"
-        lines.append(comparison.line("achievable estimate", "achievable", rate, note=note))
-        to_achievable = {job.name: boot.interval(comparison.rate(job.name) / rate) for job in jobs}
-    assert comparison.bound is not None
-    lines.append(comparison.line("oracle bound", "bound", comparison.bound, note="knows every accepted length"))
-    below = [e.name for e in entries if bool((e.played.seconds < plan.seconds - EXACT_S).any())]
-    replays = Replays(arrays, costs, entries, fixed, best, plan)
-    return Compared(lines, comparison.fixed, best.name, clusters, boot, replays, below, to_achievable)
+        lines.append(comparison.line("achievable estimate", "achievable", note, rate))
+        to_achievable = comparison.over(rate)
+    lines.append(comparison.line(BOUND, "bound", "knows every accepted length", comparison.bound))
+    below = [x for x, one in by_name.items() if bool((one.seconds < plan.seconds - EXACT_S).any())]
+    replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan)
+    return Compared(
+        lines, comparison.fixed, setting.clusters, boot, comparison.logs, replays, below, to_achievable
+    )  # fmt: skip
 
 
 def _counts(played: Rounds) -> Counts:
@@ -277,39 +273,50 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
     for policy in (FixedLength(1), *(job.policy for job in jobs)):
         check_identified(arrays, policy)
     depth = min(arrays.depth, costs.profile.max_depth, identified_limit(arrays))
-    policies = [*(FixedLength(k) for k in range(depth + 1)), *(job.policy for job in jobs)]
+    policies = [*map(FixedLength, range(depth + 1)), *(job.policy for job in jobs)]
     values = []
     for done, policy in enumerate(policies):
         progress("rounds", done, len(policies))
         values.append(evaluate_rounds(arrays, policy, costs.profile, depth))
     progress("rounds", len(policies), len(policies))
-    fixed, others = values[: depth + 1], values[depth + 1 :]
-    columns = [*values, *([_round_bound(fixed)] if arrays.tree.is_chain else [])]
+    columns = [*values, *([_round_bound(values[: depth + 1])] if arrays.tree.is_chain else [])]
     # All policies are valued at the same rounds in the same order, so that one of them has the text of each.
     present, text = torch.unique(values[0].sequence, return_inverse=True)
     tokens = torch.zeros(len(present), len(columns), dtype=torch.float64)  # [S, P]
     tokens.index_add_(0, text, torch.stack([one.committed.double() for one in columns], 1))
     clusters = dataclasses.replace(setting.clusters, of=tuple(setting.clusters.of[at] for at in present.tolist()))
-    boot = Resamples(clusters.of, setting.seed)
+    boot = setting.resamples(clusters)
     rounds = [one.subset(present.tolist()) for one in columns]
     priced = Priced(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
-    kinds, is_chain = {job.name: job.kind for job in jobs}, arrays.tree.is_chain
-    comparison = Comparison(
-        boot, costs, tokens.numpy(), priced, kinds, has_bound=is_chain, primary=setting.primary, largest=clusters.largest
-    )  # fmt: skip
-    winner = max(fixed, key=lambda one: one.rate)
-    notes = [job.note for job in jobs]
-    lines = comparison.lines(
-        _round_counts(fixed[0]), _round_counts(winner), winner.name, list(map(_round_counts, others)), notes
-    )
-    if comparison.bound is not None:
+    counts, is_chain = list(map(_round_counts, values)), arrays.tree.is_chain
+    comparison = Comparison(boot, setting, tokens.numpy(), priced, jobs, counts, has_bound=is_chain)
+    lines = comparison.lines()
+    if is_chain:
         note = "of single rounds; knows the outcome of every depth"
-        lines.append(comparison.line("oracle bound", "bound", comparison.bound, note=note))
+        lines.append(comparison.line(BOUND, "bound", note, comparison.bound))
     caveats = [*(caveat for one in values for caveat in one.caveats), *trace_outcomes(arrays).caveats]
     return Compared(
-        lines, comparison.fixed, winner.name, clusters, boot, rounds=len(winner.committed),
+        lines, comparison.fixed, clusters, boot, comparison.logs, rounds=len(values[0].committed),
         caveats=tuple(dict.fromkeys(caveats)),
     )  # fmt: skip
+
+
+def compare_places(places: Sequence[Compared]) -> list[Compared]:
+    """Return comparisons of the same policies whose intervals and verdicts hold for all policies in all of them at once."""
+    logs = [one.logs for one in places if one.logs is not None]
+    out = []
+    for compared, ratios in zip(places, places[0].boot.simultaneous(logs), strict=True):
+        lines, remaining = [], iter(ratios)
+        for line in compared.lines:
+            if line.kind in POLICIES:
+                ratio, parts = next(remaining), dict(line.parts)
+                parts |= {"all": ratio} if parts else {}
+                result = verdict(ratio, compared.boot.clusters, parts, compared.clusters.largest)
+                to_best = ratio if line.to_rival == line.to_best_fixed else line.to_best_fixed
+                line = dataclasses.replace(line, to_best_fixed=to_best, to_rival=ratio, verdict=result, parts=parts)
+            lines.append(line)
+        out.append(dataclasses.replace(compared, lines=lines))
+    return out
 
 
 def _round_counts(values: Rounds) -> Counts:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...collect.store import Trace, replay_text
 from ...decode.verify.modes import MODES, describe
 from ...policies import kernels
+from ...policies.arguments import as_list
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
 from ...policies.errors import InputError, PolicyFailure
@@ -35,30 +39,66 @@ from ..replay.run import replay
 from ..replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
-from .comparison import Compared, Job, Setting, compare_rounds, compare_texts
+from .comparison import Compared, Job, Setting, compare_places, compare_rounds, compare_texts
 from .importance import importance_section
-from .pricing import ProfileBootstrap, unpriced_finding, with_prices
+from .pricing import ProfileBootstrap, Unpriced, unpriced_finding, with_prices
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report
-from .statistics import Resamples, form_clusters
-from .sweep import sweep as run_sweep
-from .verdict import answer, doubts, findings, remedy
+from .statistics import form_clusters
+from .verdict import answer, doubts, findings
 
 HUGGING_FACE = 0.4
 
+TraceSpec = Trace | str | Path
+ProfileSpec = Profile | str | Path
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `evaluate` that hold for every place."""
+
+    training: Trace | None
+    seed: int
+    cluster: str
+    primary: str
+    allow_overlap: bool
+    progress: Progress
+    achievable: bool = False
+    detailed: bool = False
+    batch: Sequence[int] = ()
+    arrivals: Arrivals = at_once
+    is_single: bool = True
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A trace and a profile on which policies are compared.
+
+    Attributes:
+        trace: is replayed.
+        setting: with prices of all decisions; `unpriced` are those that the profile lacked.
+        candidates: policies of the user without those that `failed`.
+        jobs: what is compared with the fixed lengths.
+    """
+
+    trace: Trace
+    setting: Setting
+    candidates: list[StopPolicy]
+    failed: dict[str, PolicyFailure]
+    unpriced: Unpriced
+    jobs: list[Job]
+
 
 def evaluate(
-    traces: Trace | str | Path,
-    profile: Profile | str | Path,
+    traces: TraceSpec | Sequence[TraceSpec],
+    profile: ProfileSpec | Sequence[ProfileSpec],
     policies: PolicySpec | Sequence[PolicySpec] = (),
     *,
-    train_traces: Trace | str | Path | None = None,
+    train_traces: TraceSpec | None = None,
     out: str | Path | None = None,
     seed: int = 0,
     achievable: bool = False,
-    detailed: bool | None = None,
-    sweep: bool = False,
     compare: str | Path | None = None,
     batch: Sequence[int] = (),
     arrivals: Arrivals = at_once,
@@ -70,23 +110,21 @@ def evaluate(
 ) -> Report:
     """Replay policies on held-out traces and compare them.
 
-    Besides the given policies the report has plain decoding, the best fixed length (the whole grid, chosen on these very
-    prompts and again in each bootstrap replicate), Hugging Face's default rule, the tuned confidence threshold, the
-    oracle bound, and on trees the best static tree. On live traces, of which the text depends on the policy, single rounds
-    are compared (`compare_rounds`), with their caveats.
+    Besides the given policies the report has plain decoding, the best fixed length (chosen on these very prompts and again
+    in each bootstrap replicate), Hugging Face's default rule, the tuned confidence threshold, the oracle bound, and on trees
+    the best static tree. On live traces, of which the text depends on the policy, single rounds are compared
+    (`compare_rounds`). Every trace with every profile is a place. In several places (`Report.places`) the given policies
+    are used as they are, and their intervals hold for all places at once.
 
     Args:
-        traces: held-out prompts, as an object or a folder.
-        profile: latency of any machine, as an object or a file.
+        traces: held-out prompts, as an object or a folder, or several of them.
+        profile: latency of any machine, as an object or a file, or several of them.
         policies: to compare: policies, specs such as `fixed:4`, or policy folders.
         train_traces: on which thresholds are tuned and the derived rules' rates are solved for `profile`. Without them the
             saved rates are used and there is no tuned confidence threshold.
         out: folder for the report's files.
         seed: of the bootstrap.
-        achievable: add the achievable estimate (`fit.achievable.achievable_estimate`; it takes minutes). A policy
-            above it beyond its interval is a finding.
-        detailed: compute `Report.details`; by default if there is an `out`.
-        sweep: add from which cost of a draft step each policy pays.
+        achievable: add the achievable estimate (`fit.achievable.achievable_estimate`; it takes minutes).
         compare: folder or report.json of an earlier report: add what has changed.
         batch: also compare the policies with so many texts side by side, at each of these sizes.
         arrivals: returns the arrival times of so many requests in these batches (`replay.batch`).
@@ -101,71 +139,79 @@ def evaluate(
     Raises:
         TraceError: a policy does not fit the trace, traces were sampled differently, evaluated prompts are training
             prompts, or an achievable estimate or batches are requested for traces that are not dense chains.
-        InputError: `out` is not empty, or as `prepare_output_dir`; the profile has no batches of a size, or there are too
-            few `arrivals`; no policy is called `primary`; there are no groups to resample.
+        InputError: `out` is not empty; the profile has no batches of a size; a policy or its name is given twice or unknown;
+            there are no groups to resample; an option of a single place is used in several.
         PolicyFailure: the primary policy raises an error. Other policies that do are left out (`Report.failed`).
     """
-    trace, profile = load_traces(traces), as_profile(profile)
     training = None if train_traces is None else load_traces(train_traces)
+    places = _open_places(traces, profile)
+    is_detailed = out is not None or compare is not None
+    options = _Options(
+        training, seed, cluster, primary, allow_overlap, progress, achievable, is_detailed, batch, arrivals, len(places) == 1
+    )  # fmt: skip
+    candidates = _candidates(policies, primary)
+    earlier = _check(candidates, options, compare)
+    for trace, costs in places.values():
+        for policy in candidates:
+            check_fit(policy, trace)
+        if training is not None:
+            check_training_traces(training, trace)
+        warn_other_rounds(costs, trace.header)
+    if out is not None:
+        sources = [path for trace, costs in places.values() for path in (trace.folder, costs.source)]
+        inputs = [*sources, training and training.folder, *(policy.source for policy in candidates)]
+        prepare_output_dir(out, overwrite=overwrite, inputs=[path for path in inputs if path])
+    kernels.load(progress)
+    if options.is_single:
+        report = _evaluate_place(_prepare(*places.popitem()[1], candidates, options), options, earlier)
+    else:
+        report = _evaluate_places(places, candidates, options)
+    if out is not None:
+        write_report(report, Path(out), overwrite=overwrite)
+    return report
+
+
+def _open_places(
+    traces: TraceSpec | Sequence[TraceSpec], profile: ProfileSpec | Sequence[ProfileSpec]
+) -> dict[str, tuple[Trace, Profile]]:
+    """Return every trace with every profile by name."""
+    profiles = [as_profile(one) for one in as_list(profile, Profile)]
+    opened = [load_traces(one) for one in as_list(traces, Trace)]
+    if not opened or not profiles:
+        raise InputError("--traces, --profile: expected at least one trace and one profile")
+    sources = [costs.source or "" for costs in profiles]
+    names = [text if text and sources.count(text) == 1 else f"profile {at}" for at, text in enumerate(sources, 1)]
+    if any(one in profiles[:at] for at, one in enumerate(profiles)) or len({x.folder for x in opened}) < len(opened):
+        raise InputError("--traces, --profile: expected each trace and each profile once")
+    return {
+        str(trace.folder) + (f", {name}" if len(profiles) > 1 else ""): (trace, costs)
+        for trace in opened
+        for name, costs in zip(names, profiles, strict=True)
+    }
+
+
+def _candidates(policies: PolicySpec | Sequence[PolicySpec], primary: str) -> list[StopPolicy]:
+    """Return the policies to compare, labelled."""
     candidates = label_policies([validate_policy(policy) for policy in as_policies(policies)])
     names = [policy.shown_name for policy in candidates]
     if primary and primary not in names:
         raise InputError(
             f"--primary: expected the name of one of the policies ({', '.join(names) or 'none was given'}), not {primary!r}"
         )
-    for policy in candidates:
-        check_fit(policy, trace)
-    if training is not None:
-        check_training_traces(training, trace)
-    warn_other_rounds(profile, trace.header)
-    earlier = None if compare is None else read_report(compare)
-    if out is not None:
-        inputs = [trace.folder, training and training.folder, profile.source, *(policy.source for policy in candidates)]
-        prepare_output_dir(out, overwrite=overwrite, inputs=[path for path in inputs if path])
-    kernels.load(progress)
-    is_live = trace.header.collector == "live"
-    tuning = None if training is None else trace_arrays(training)
-    arrays = trace_arrays(trace, extra=ROUND_COLUMNS if is_live else ())
-    require_disjoint_prompts(arrays, tuning, candidates, allow=allow_overlap)
-    check_batches(arrays, profile, batch, arrivals, seed)
-    clusters = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist(), cluster)
-    failed = {policy.shown_name: error for policy in candidates if (error := _failure(policy, arrays, profile))}
-    if primary in failed:
-        raise PolicyFailure(f"policy {primary} failed ({failed[primary].text}); it is the primary policy")
-    candidates = [policy for policy in candidates if policy.shown_name not in failed]
-    usual = [Confidence(HUGGING_FACE)] if trace.header.features else []  # an engine's records have no features
-    profile, unpriced = with_prices(profile, [*usual, *candidates], trace.header)
-    jobs = _jobs(candidates, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
-    costs = ProfileBootstrap(profile, seed)
-    setting = Setting(arrays, costs, clusters, primary, seed, progress)
-    compared = compare_rounds(setting, jobs) if is_live else compare_texts(setting, jobs, achievable)
-    detailed = out is not None or earlier is not None if detailed is None else detailed
-    report = _report(trace, setting, compared, detailed)
-    if sweep and not is_live:
-        report.details["sweep"] = run_sweep(
-            arrays, candidates, costs, clusters, tuning=tuning, primary=primary, seed=seed, progress=progress
-        )
-    if batch:
-        estimate = None
-        if achievable:
-            from ..fit.achievable import achievable_in_batches  # imports xgboost
+    return candidates
 
-            progress("achievable estimate of batches", 0, 1)
-            estimate = achievable_in_batches(arrays, profile, seed)
-        report.details["batch"] = by_batch(
-            arrays, [(job.name, job.policy) for job in jobs], profile, batch, arrivals=arrivals, estimate=estimate,
-            clusters=clusters, primary=primary, seed=seed, progress=progress,
-        )  # fmt: skip
-    if (estimates := importance_section(trace, candidates, profile, seed)) is not None:
-        report.details["importance"] = estimates
-    if earlier is not None:
-        report.details["comparison"] = compare_reports(earlier, report.to_dict(), seed=seed).section()
-    failures = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in failed.items()]
-    warnings = (*failures, *report.findings, *unpriced_finding(unpriced, profile, trace.header))
-    report = dataclasses.replace(report, findings=warnings, failed=tuple(failed.values()))
-    if out is not None:
-        write_report(report, Path(out), overwrite=overwrite)
-    return report
+
+def _check(candidates: Sequence[StopPolicy], options: _Options, compare: str | Path | None) -> dict[str, Any] | None:
+    """Refuse options that do not fit each other, and return the earlier report to compare with."""
+    single = {"train-traces": options.training, "achievable": options.achievable,
+              "batch": options.batch, "primary": options.primary, "compare": compare}  # fmt: skip
+    if not options.is_single and (name := next((name for name, value in single.items() if value), None)):
+        raise InputError(
+            f"--{name}: expected one --traces and one --profile; in several, policies are used as they are"
+        )
+    if not options.is_single and not candidates:
+        raise InputError("--policy: expected at least one policy")
+    return None if compare is None else read_report(compare)
 
 
 def label_policies(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
@@ -185,6 +231,28 @@ def label_policies(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
         named.append(copy.copy(policy))
         object.__setattr__(named[-1], "label", label)  # a plugin may be a frozen dataclass
     return named
+
+
+def _prepare(trace: Trace, profile: Profile, candidates: Sequence[StopPolicy], options: _Options) -> _Place:
+    """Return a place with prices of all decisions, and without policies that fail."""
+    is_live = trace.header.collector == "live"
+    arrays = trace_arrays(trace, extra=ROUND_COLUMNS if is_live else ())
+    tuning = None if options.training is None else trace_arrays(options.training)
+    require_disjoint_prompts(arrays, tuning, candidates, allow=options.allow_overlap)
+    check_batches(arrays, profile, options.batch, options.arrivals, options.seed)
+    clusters = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist(), options.cluster)
+    failed = {policy.shown_name: error for policy in candidates if (error := _failure(policy, arrays, profile))}
+    if options.primary in failed:
+        text = failed[options.primary].text
+        raise PolicyFailure(f"policy {options.primary} failed ({text}); it is the primary policy")
+    working = [policy for policy in candidates if policy.shown_name not in failed]
+    has_default = options.is_single and bool(trace.header.features)  # an engine's records have no features
+    usual = [Confidence(HUGGING_FACE)] if has_default else []
+    profile, unpriced = with_prices(profile, [*usual, *working], trace.header)
+    jobs = _jobs(working, tuning, profile, min(arrays.depth, profile.max_depth), has_default)
+    costs = ProfileBootstrap(profile, options.seed)
+    setting = Setting(arrays, costs, clusters, options.primary, options.seed, options.progress)
+    return _Place(trace, setting, working, failed, unpriced, jobs)
 
 
 def _failure(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> PolicyFailure | None:
@@ -207,43 +275,105 @@ def _jobs(
     jobs: list[Job] = []
     if with_default:
         note = f"confidence:{HUGGING_FACE}, at most {depth}"
-        jobs.append(Job(HF_DEFAULT, "rule", Confidence(HUGGING_FACE, depth), note))
+        jobs.append(Job(HF_DEFAULT, "rule", note, Confidence(HUGGING_FACE, depth)))
     replayable = tuning if tuning is not None and tuning.header.has_every_anchor else None
     if replayable is not None:
         tuned = tune_confidence(replayable, profile)
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
-        jobs.append(Job(TUNED, "rule", tuned.limited(depth), note))
+        jobs.append(Job(TUNED, "rule", note, tuned.limited(depth)))
     for policy in policies:
         settled, note = settle_for(policy, replayable, profile)
         kind = "learned" if isinstance(settled, LearnedPolicy) else "rule"
-        jobs.append(Job(policy.shown_name, kind, settled.limited(depth), note))
+        jobs.append(Job(policy.shown_name, kind, note, settled.limited(depth)))
     return jobs
 
 
-def _report(trace: Trace, setting: Setting, compared: Compared, detailed: bool) -> Report:
+def _compare(place: _Place, achievable: bool = False) -> Compared:
+    if place.trace.header.collector == "live":
+        return compare_rounds(place.setting, place.jobs)
+    return compare_texts(place.setting, place.jobs, achievable)
+
+
+def _evaluate_place(place: _Place, options: _Options, earlier: dict[str, Any] | None) -> Report:
+    """Return the report on one place, with the sections that were requested."""
+    setting, profile = place.setting, place.setting.costs.profile
+    report = _report(place, _compare(place, options.achievable), options.detailed)
+    sections = report.details
+    if options.batch:
+        estimate = None
+        if options.achievable:
+            from ..fit.achievable import achievable_in_batches  # imports xgboost
+
+            options.progress("achievable estimate of batches", 0, 1)
+            estimate = achievable_in_batches(setting.arrays, profile, options.seed)
+        policies = [(job.name, job.policy) for job in place.jobs]
+        sections["batch"] = by_batch(
+            setting.arrays, policies, profile, options.batch, arrivals=options.arrivals, estimate=estimate,
+            clusters=setting.clusters, primary=options.primary, seed=options.seed, progress=options.progress,
+        )  # fmt: skip
+    if (estimates := importance_section(place.trace, place.candidates, profile, options.seed)) is not None:
+        sections["importance"] = estimates
+    if earlier is not None:
+        sections["comparison"] = compare_reports(earlier, report.to_dict(), seed=options.seed)
+    return report
+
+
+def _evaluate_places(
+    places: dict[str, tuple[Trace, Profile]], candidates: Sequence[StopPolicy], options: _Options
+) -> Report:
+    """Return the report on several places, whose prompts are resampled together."""
+    prepared = [_prepare(*place, candidates, options) for place in places.values()]
+    among = tuple(sorted({cluster for place in prepared for cluster in place.setting.clusters.of}))
+    compared = []
+    for done, (name, place) in enumerate(zip(places, prepared, strict=True)):
+        options.progress("places", done, len(places))
+        for error in place.failed.values():
+            raise error
+        if place.setting.clusters.count < 2:
+            raise InputError(f"{name}: expected two prompts or more, got {place.setting.clusters.count}")
+        setting = dataclasses.replace(place.setting, among=among)
+        compared.append(_compare(dataclasses.replace(place, setting=setting)))
+    options.progress("places", len(places), len(places))
+    reports = [
+        _report(place, one, False, len(places)) for place, one in zip(prepared, compare_places(compared), strict=True)
+    ]
+    facts = {
+        "traces": ", ".join(dict.fromkeys(str(trace.folder) for trace, _ in places.values())),
+        "places": len(places),
+    }
+    findings = tuple(
+        f"{name}: {text}" for name, report in zip(places, reports, strict=True) for text in report.findings
+    )
+    return Report(facts=facts, findings=findings, places=dict(zip(places, reports, strict=True)))
+
+
+def _report(place: _Place, compared: Compared, detailed: bool, places: int = 1) -> Report:
     """Return the report on compared policies."""
-    arrays, costs, clusters, boot = setting.arrays, setting.costs, compared.clusters, compared.boot
-    lines, profile, replays = compared.lines, costs.profile, compared.replays if detailed else None
+    setting, clusters, boot = place.setting, compared.clusters, compared.boot
+    lines, profile, replays = compared.lines, setting.costs.profile, compared.replays if detailed else None
     reasons = doubts(lines, compared.below_bound, profile)
     if reasons:
         lines = [dataclasses.replace(x, verdict=NOISY) if x.verdict not in ("", TOO_FEW) else x for x in lines]
     result = answer(
-        lines, compared.best_name, clusters, stops=stop_costs(replays) if replays else (), doubts=reasons,
-        primary=setting.primary, remedy=remedy(trace.header, profile),
+        lines, f"fixed:{np.argmax(compared.fixed)}", clusters, stops=stop_costs(replays) if replays else (), doubts=reasons,
+        primary=setting.primary, places=places,
     )  # fmt: skip
-    facts = {**_facts(trace, arrays, costs), **clusters.facts, "intervals": costs.describe(clusters.unit)}
-    if compared.replays is None:
-        facts["rounds"] = compared.rounds
+    facts = _facts(place, compared)
     sections = details(replays, result.candidate, boot, setting.seed, setting.progress) if replays and result else {}
-    warnings = findings(profile, setting.clusters, arrays.prompt_ids, reasons, compared.to_achievable)
-    bands = acceptance_bands(arrays, Resamples(setting.clusters.of, setting.seed))
-    return Report(tuple(lines), compared.fixed, facts, bands, result, warnings, compared.caveats, sections)
+    warnings = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in place.failed.items()]
+    warnings += findings(profile, setting.clusters, setting.arrays.prompt_ids, reasons, compared.to_achievable)
+    warnings += unpriced_finding(place.unpriced, profile, place.trace.header)
+    bands = acceptance_bands(setting.arrays, setting.resamples(setting.clusters))
+    return Report(
+        tuple(lines), compared.fixed, facts, bands, result, tuple(warnings), compared.caveats, sections,
+        tuple(place.failed.values()),
+    )  # fmt: skip
 
 
-def _facts(trace: Trace, arrays: TraceArrays, costs: ProfileBootstrap) -> dict[str, Any]:
-    header = trace.header
+def _facts(place: _Place, compared: Compared) -> dict[str, Any]:
+    header, arrays, costs, clusters = place.trace.header, place.setting.arrays, place.setting.costs, compared.clusters
     return {
-        "traces": str(trace.folder),
+        "traces": str(place.trace.folder),
         "prompts": len(set(arrays.clusters)),
         "tokens": int(arrays.text_tokens.sum()) // header.draws,
         "anchors": len(arrays.accepted),
@@ -258,4 +388,8 @@ def _facts(trace: Trace, arrays: TraceArrays, costs: ProfileBootstrap) -> dict[s
         "models": {"target": header.target, "draft": header.draft},
         "profile": dict(costs.profile.facts),
         "profile file": str(costs.profile.source or ""),
+        "clusters": clusters.count,
+        "cluster unit": clusters.unit,
+        "intervals": costs.describe(clusters.unit),
+        **({} if compared.replays is not None else {"rounds": compared.rounds}),
     }

@@ -19,9 +19,8 @@ the same error: 4.2% instead of 4.3% at 40 prompts, 1.8% instead of 1.9% at 160.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -102,9 +101,7 @@ def importance_estimate(
             f"of those did (--explore {header.explore:g}); collect live traces with a larger --explore"
         )
     boot = Resamples(np.repeat(arrays.clusters, arrays.rows.numpy()).tolist(), seed)
-    total, tokens, seconds = (
-        boot.total(values) for values in (weight, weight * rounds.tokens, weight * rounds.seconds)
-    )
+    total, tokens, seconds = map(boot.total, (weight, weight * rounds.tokens, weight * rounds.seconds))
     base_tokens, base_seconds = map(boot.total, _recorded_totals(arrays, replayed, profile))
     explored_only = int(weight[by_exploration].astype(bool).sum())
     notes = [f"only rounds that explored are used: {reason}"] if reason else []
@@ -114,9 +111,9 @@ def importance_estimate(
         rate = tokens / seconds
         statistics = (tokens / total, seconds / total, rate, rate / (base_tokens / base_seconds))
     effective = float(weight.sum() ** 2 / (weight**2).sum())
-    tokens_per_round, seconds_per_round, speed, to_recorded = (boot.interval(values) for values in statistics)
+    per_round, seconds_per_round, speed, to_recorded = map(boot.interval, statistics)
     return ImportanceEstimate(
-        float((weight > 0).mean()), explored_only, effective, tokens_per_round, seconds_per_round, speed, to_recorded,
+        float((weight > 0).mean()), explored_only, effective, per_round, seconds_per_round, speed, to_recorded,
         (*CAVEATS, *notes),
     )  # fmt: skip
 
@@ -140,8 +137,7 @@ def importance_section(
         except TraceError as error:
             notes.append(f"{policy.shown_name}: {error}")
             continue
-        effective = f"{x.effective_rounds:.0f}"
-        rows.append((policy.shown_name, dataclasses.asdict(x.to_recorded), x.tokens_per_s.text(1), effective))
+        rows.append((policy.shown_name, asdict(x.to_recorded), x.tokens_per_s.text(1), f"{x.effective_rounds:.0f}"))
         # `CAVEATS` are those of the whole report.
         notes += [f"{policy.shown_name}: {caveat}" for caveat in x.caveats if caveat not in CAVEATS]
     text = (

@@ -104,6 +104,8 @@ class Plot:
 @matplotlib.rc_context(STYLE)
 def draw(data: Data, time_columns: Mapping[str, str]) -> dict[str, Plot]:
     """Return the plots of a report by the id of their section; `time_columns` are the headings of the section on time."""
+    if data["places"]:
+        return {f"policies-{at}": gains(place["lines"]) for at, place in enumerate(data["places"].values(), 1)}
     details = data["details"]
     plots = {
         "policies": gains(data["lines"]),
@@ -112,7 +114,6 @@ def draw(data: Data, time_columns: Mapping[str, str]) -> dict[str, Plot]:
         "reliability": calibration(details["reliability"], details["subject"]) if details.get("reliability") else None,
         "time": time_shares(details["time"], time_columns) if details.get("time") else None,
         "batch": batch_sizes(details["batch"]) if details.get("batch") else None,
-        "sweep": draft_costs(details["sweep"]) if details.get("sweep") else None,
     }
     return {name: plot for name, plot in plots.items() if plot is not None}
 
@@ -196,33 +197,20 @@ def time_shares(entries: Sequence[Data], columns: Mapping[str, str]) -> Plot:
 
 
 def batch_sizes(batch: Data) -> Plot | None:
-    """Draw every policy over the batch size."""
-    series = {line["name"]: line["to_best_fixed"] for line in batch["lines"][1:-1]}
-    if len(batch["sizes"]) < 2 or not series:
+    """Draw the ratio of every policy to the best fixed length over the batch size, on a logarithmic axis."""
+    sizes, lines = batch["sizes"], batch["lines"][1:-1]
+    if len(sizes) < 2 or not lines:
         return None
-    figure = _curves(batch["sizes"], series, "batch size")
-    return Plot(figure, "Speed by batch size, best fixed length of that batch size = 1, with 95% intervals")
-
-
-def draft_costs(sweep: Data) -> Plot:
-    """Draw every policy over the cost of a draft step."""
-    series = {line["name"]: line["to_best_fixed"] for line in sweep["lines"]}
-    figure = _curves(sweep["ratios"], series, "cost of a draft step, target step = 1", sweep["here"])
-    return Plot(figure, "Speed by the cost of a draft step, with 95% intervals")
-
-
-def _curves(x: Sequence[float], series: Mapping[str, Sequence[Data]], label: str, mark: float | None = None) -> Figure:
-    """Draw ratios to the best fixed length over `x` on a logarithmic axis, with a vertical line at `mark`."""
-    figure, axes = _axes(xlabel=label, ylabel="speed, best fixed length = 1", xscale="log")
+    figure, axes = _axes(xlabel="batch size", ylabel="speed, best fixed length = 1", xscale="log")
     axes.axhline(1.0, color=QUIET, linewidth=1, linestyle="--")
-    if mark is not None and x[0] <= mark <= x[-1]:
-        axes.axvline(mark, color=QUIET, linewidth=1, linestyle=":", label="this profile")
-    for name, ratios in list(series.items())[:MAX_CURVES]:
-        axes.errorbar(x, [r["value"] for r in ratios], yerr=_errors(ratios), label=_short(name), elinewidth=0.8)
-    axes.set_xticks(x, [f"{each:.2g}" for each in x])
+    for line in lines[:MAX_CURVES]:
+        ratios = line["to_best_fixed"]
+        values, label = [r["value"] for r in ratios], _short(line["name"])
+        axes.errorbar(sizes, values, yerr=_errors(ratios), label=label, elinewidth=0.8)
+    axes.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
     axes.minorticks_off()
     _legend(figure, axes)
-    return figure
+    return Plot(figure, "Speed by batch size, best fixed length of that batch size = 1, with 95% intervals")
 
 
 def _axes(height: float = 3.2, **properties: Any) -> tuple[Figure, Axes]:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import inspect
 import os
 import platform
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib.metadata import version
 from typing import Any
@@ -45,36 +43,22 @@ from .statistics import LEVEL, REPLICATES, Resamples, Values
 TRAINED, TIMED = "as timed when it was trained", "timed once on this machine and kept"
 _VERSIONS = ("specstop", "torch", "numpy", "numba")
 
-
-@dataclass(frozen=True)
-class UnpricedPolicy:
-    """A policy whose decisions a profile does not price.
-
-    Attributes:
-        policy: several policies with the same `cost_name` share the price.
-        source: `TRAINED` or `TIMED`.
-        price: seconds per decision.
-    """
-
-    policy: StopPolicy
-    source: str
-    price: float
+Unpriced = Mapping[str, tuple[str, str]]
+"""By `cost_name`, the policy that a profile does not price (folder or spec), and the source of its price."""
 
 
-def with_prices(
-    profile: Profile, policies: Sequence[StopPolicy], header: Header
-) -> tuple[Profile, tuple[UnpricedPolicy, ...]]:
-    """Return the profile with the prices of the decisions of `policies`, and the policies that it lacked.
+def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header) -> tuple[Profile, Unpriced]:
+    """Return the profile with the prices of the decisions of `policies`, and those that it lacked.
 
     Args:
         profile: as measured.
-        policies: to be priced.
+        policies: to be priced; several with the same `cost_name` share the price.
         header: of the traces: sizes of the vocabulary and of hidden states.
 
     Raises:
         InputError: the profile that a policy was trained for is damaged.
     """
-    measured, unpriced = profile, []
+    measured, unpriced = profile, dict[str, tuple[str, str]]()
     for name, policy in missing_decisions(profile, policies).items():
         trained = _training_profile(policy, measured)
         if trained is None:
@@ -83,27 +67,22 @@ def with_prices(
             profile = profile.with_measured_decisions(trained.measurements)
         else:
             profile = profile.with_decisions(trained.decision_s)
-        unpriced.append(UnpricedPolicy(policy, TIMED if trained is None else TRAINED, profile.decision(name)))
-    return profile, tuple(unpriced)
+        unpriced[name] = (str(policy.source or policy.shown_name), TIMED if trained is None else TRAINED)
+    return profile, unpriced
 
 
-def unpriced_finding(unpriced: Sequence[UnpricedPolicy], profile: Profile, header: Header) -> tuple[str, ...]:
-    """Return the warning about missing prices, with the command that adds them; empty if none is missing.
-
-    Args:
-        unpriced: see `with_prices`.
-        profile: that lacks them.
-        header: of the traces, which names the pair.
-    """
+def unpriced_finding(unpriced: Unpriced, profile: Profile, header: Header) -> tuple[str, ...]:
+    """Return the warning about the decisions that a profile lacked, with the command that adds them; see `with_prices`."""
     if not unpriced:
         return ()
     engine = str(profile.facts.get("engine", ""))
-    where = f", outside {engine}" if engine.startswith("vllm ") else ""
-    prices = [f"{one.policy.cost_name} ({one.source}{where}: {1e6 * one.price:.0f} us each)" for one in unpriced]
-    options = [word for one in unpriced for word in ("--policy", one.policy.source or one.policy.shown_name)]
+    outside = f", outside {engine}" if engine.startswith("vllm ") else ""
+    costs = {name: f"{1e6 * profile.decision(name):.0f} us each" for name in unpriced}
+    prices = ", ".join(f"{name} ({source}{outside}: {costs[name]})" for name, (_, source) in unpriced.items())
+    policies = [word for policy, _ in unpriced.values() for word in ("--policy", policy)]
     others = ["--profile", profile.source or "profile.json", *pair_options(header), "--prompts", "PROMPTS"]
-    command = shlex.join(map(str, ["specstop", "profile", *options, *others]))
-    return (f"The profile does not price the decisions of {', '.join(prices)}; `{command}` adds them to it",)
+    command = shlex.join(map(str, ["specstop", "profile", *policies, *others]))
+    return (f"The profile does not price the decisions of {prices}; `{command}` adds them to it",)
 
 
 def _training_profile(policy: StopPolicy, profile: Profile) -> Profile | None:
@@ -135,7 +114,7 @@ def _cache_key(policy: StopPolicy, profile: Profile, header: Header, device: tor
     costs = {name: value for name, value in profile.to_dict().items() if name != "decision_s"}
     return {
         "policy": policy.cost_name,
-        "content": content(policy) if isinstance(policy, LearnedPolicy) else _code_digest(policy),
+        "content": content(policy) if isinstance(policy, LearnedPolicy) else _code(policy),
         "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device)],
         "versions": [platform.python_version(), *map(version, _VERSIONS)],
         "profile": digest(costs),
@@ -144,32 +123,27 @@ def _cache_key(policy: StopPolicy, profile: Profile, header: Header, device: tor
     }
 
 
-def _code_digest(policy: StopPolicy) -> str:
-    """Return a digest of a policy's code and of its settings that are numbers or texts, but not of its label."""
-    kind = type(policy)
+def _code(policy: StopPolicy) -> list[str]:
+    """Return a policy's code, and its settings that are numbers or texts without its label."""
     try:
-        source = inspect.getsource(kind)
+        source = inspect.getsource(type(policy))
     except (OSError, TypeError):
-        source = ""
+        source = f"{type(policy).__module__}.{type(policy).__qualname__}"
     kinds = (bool, int, float, str, tuple)
     settings = sorted(item for item in vars(policy).items() if item[0] != "label" and isinstance(item[1], kinds))
-    text = f"{kind.__module__}.{kind.__qualname__} {settings!r} {source}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    return [source, repr(settings)]
 
 
 DRAWS = 200
 """Bootstrap samples of the profile's timings; each serves several resamples of the prompts."""
 
-Change = Callable[[Profile], Profile]
-
 
 class ResampleSource(Enum):
-    """What is resampled: everything, or one part while the others keep their measured values."""
+    """What is resampled: everything, or one source of error while the other keeps its measured values."""
 
     ALL = "all"
     PROMPTS = "prompts"
     PROFILE = "profile"
-    DECISIONS = "decisions"
 
 
 class ProfileBootstrap:
@@ -250,62 +224,47 @@ class Priced:
         tokens = prompt_tokens.double().numpy()
         self._prompts = boot.total(np.stack([tokens > 0, tokens], 1))  # [1 + R, 2]
 
-    def by_text(self, change: Change | None = None) -> Values:
-        """Return [S, P] seconds of each text under the measured profile, or under `change` of it."""
-        if self._spent is None or change is not None:
-            profile = change(self._costs.profile) if change else self._costs.profile
-            spent = torch.stack([rounds.text_seconds(profile) for rounds in self._replays], 1)
-        else:
-            spent = self._spent
+    def by_text(self) -> Values:
+        """Return [S, P] seconds of each text under the measured profile."""
+        spent = self._spent
+        if spent is None:
+            texts = [rounds.text_seconds(self._costs.profile) for rounds in self._replays]
+            spent = torch.stack(texts, 1)
         out: Values = spent.double().numpy()
         return out
 
-    def factors(self, source: ResampleSource = ResampleSource.ALL, change: Change | None = None) -> Values:
+    def factors(self, source: ResampleSource = ResampleSource.ALL) -> Values:
         """Return seconds under samples of the profile, relative to those under the measured profile.
-
-        Args:
-            source: what is resampled.
-            change: of the profile and of each sample, such as another price of drafting.
 
         Returns:
             [1 + R, P], a sample for each resample; [1 + D, P] if only the profile is resampled. Row 0 is 1.
         """
-        profiles = self._costs.profiles
-        is_profile_only = source in (ResampleSource.PROFILE, ResampleSource.DECISIONS)
+        profiles, is_profile_only = self._costs.profiles, source is ResampleSource.PROFILE
         rows = 1 + (len(profiles) if is_profile_only else self._boot.replicates)
         out = np.ones((rows, len(self._replays)))
         if not profiles or source is ResampleSource.PROMPTS:
             return out
         # Counted rounds give only the ratio of two profiles: what they miss (`Kinds.seconds`) mostly cancels in it.
-        measured = change(self._costs.profile) if change else self._costs.profile
-        calls, decided = self._call_seconds(measured, slice(None)), self._decision_seconds(measured, slice(None))
-        for at, profile in enumerate(map(change, profiles) if change else profiles, 1):
+        measured = self._counted_seconds(self._costs.profile, slice(None))
+        for at, profile in enumerate(profiles, 1):
             # Sample `at` prices the resamples at, at + D, ...; row 0 keeps the measured profile.
             use = slice(1) if is_profile_only else slice(at, None, len(profiles))
             row = slice(at, at + 1) if is_profile_only else use
-            by_calls = calls[use] if source is ResampleSource.DECISIONS else self._call_seconds(profile, use)
-            by_decisions = decided[use] if source is ResampleSource.PROFILE else self._decision_seconds(profile, use)
-            out[row] = (by_calls + by_decisions) / (calls[use] + decided[use])
+            out[row] = self._counted_seconds(profile, use) / measured[use]
         return out
 
-    def seconds(self, source: ResampleSource = ResampleSource.ALL, change: Change | None = None) -> Values:
-        """Return [1 + R, P] seconds in the sample and in every resample; arguments and shapes as of `factors`."""
-        spent = self._boot.total(self.by_text(change))
-        is_profile_only = source in (ResampleSource.PROFILE, ResampleSource.DECISIONS)
-        return (spent[:1] if is_profile_only else spent) * self.factors(source, change)
+    def seconds(self, source: ResampleSource = ResampleSource.ALL) -> Values:
+        """Return [1 + R, P] seconds in the sample and in every resample; shapes as of `factors`."""
+        spent = self._boot.total(self.by_text())
+        return (spent[:1] if source is ResampleSource.PROFILE else spent) * self.factors(source)
 
-    def _call_seconds(self, profile: Profile, rows: slice) -> Values:
-        """Return [rows, P] seconds of everything but decisions."""
+    def _counted_seconds(self, profile: Profile, rows: slice) -> Values:
+        """Return [rows, P] seconds of prompts, model calls and decisions."""
         constant, per_token = profile.prefill_s
-        prompts = constant * self._prompts[rows, :1] + per_token * self._prompts[rows, 1:]
-        total = np.repeat(prompts, len(self._replays), 1)
+        prices = np.array([profile.decision(rounds.cost_name) for rounds in self._replays])
+        total: Values = constant * self._prompts[rows, :1] + per_token * self._prompts[rows, 1:]
+        total = total + prices * self._decisions[rows]
         for columns, kinds, begins, rounds in self._groups:
             # `reduceat` would be wrong for an empty part; every replay has at least the two kinds of long backlogs.
             total[:, columns] += np.add.reduceat(kinds.seconds(profile, rounds[rows]), begins, 1)
-        return total
-
-    def _decision_seconds(self, profile: Profile, rows: slice) -> Values:
-        """Return [rows, P] seconds of decisions."""
-        prices = np.array([profile.decision(rounds.cost_name) for rounds in self._replays])
-        total: Values = prices * self._decisions[rows]
         return total

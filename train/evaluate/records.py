@@ -19,7 +19,7 @@ DEPLOY, INCONCLUSIVE, REFUSE = "deploy", "inconclusive", "do not deploy"
 TOO_FEW, NOISY = "too few prompts", "profile too noisy"
 
 HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
-"""Rules that every report has for comparison."""
+"""Rules that every report on one place has for comparison."""
 
 POLICIES = ("rule", "learned")
 """Kinds of lines that get a verdict."""
@@ -39,8 +39,8 @@ class Line:
         to_rival: of rules and learned policies: ratio to the best fixed length, on trees to the best static tree if that is
             faster, with an interval that holds for all of them at once.
         verdict: of the same, by `to_rival`.
-        parts: `to_rival` by source of error: "all", the "prompts" alone, the "profile" (timings of model calls) alone, and
-            timings of "decisions" alone. Empty if the profile kept no timings.
+        parts: `to_rival` by source of error: "all", the "prompts" alone, and the timings of the "profile" alone. Empty if
+            the profile kept no timings.
     """
 
     name: str
@@ -75,7 +75,6 @@ class Answer:
         headline: the verdict in one or two sentences.
         interval: what the interval covers, in one sentence.
         why: where the candidate gains and loses, one sentence each.
-        needed: number of clusters at which an interval of the same spread would exclude 1; None if it does or cannot.
     """
 
     verdict: str
@@ -84,7 +83,6 @@ class Answer:
     headline: str
     interval: str
     why: tuple[str, ...] = ()
-    needed: int | None = None
 
     @property
     def deploy(self) -> bool:
@@ -97,19 +95,21 @@ class Report:
     """The result of `evaluate`; `report[name]` is the line of a policy.
 
     Attributes:
-        lines: plain decoding, best fixed length, rules, learned policies, bound.
+        lines: plain decoding, best fixed length, rules, learned policies, bound. Empty if there are several places.
         fixed: tokens/s of every fixed length 0..K.
         facts: prompts, tokens, temperature, verification, profile, pair.
         bands: P(A >= k) over uncut anchors with its interval, k = 1, 2, ... as far as it was observed.
-        answer: what to do; None if no policy was compared.
+        answer: what to do; None if no policy was compared, or in several places.
         findings: warnings about the report.
         caveats: assumptions of reports on single rounds.
         details: JSON values by section, see `analysis.details`.
         failed: policies that were left out because they failed.
+        places: of several traces or profiles, the report on each of them by name. The intervals and verdicts of their lines
+            hold for all policies in all places at once.
     """
 
-    lines: tuple[Line, ...]
-    fixed: tuple[float, ...]
+    lines: tuple[Line, ...] = ()
+    fixed: tuple[float, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     bands: tuple[Ratio, ...] = ()
     answer: Answer | None = None
@@ -117,23 +117,40 @@ class Report:
     caveats: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
     failed: tuple[PolicyFailure, ...] = ()
+    places: dict[str, Report] = field(default_factory=dict)
 
     @property
     def acceptance(self) -> tuple[float, ...]:
         """The values of `bands`."""
         return tuple(band.value for band in self.bands)
 
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The answer, or of several places where to deploy each policy; one sentence each."""
+        if not self.places:
+            return () if self.answer is None else (self.answer.headline, self.answer.interval, *self.answer.why)
+        by_policy: dict[str, dict[str, list[str]]] = {}
+        for place, report in self.places.items():
+            for line in (line for line in report.lines if line.kind in POLICIES):
+                by_policy.setdefault(line.name, {}).setdefault(line.verdict, []).append(place)
+        parts = {n: [f"{x} on {', '.join(where)}" for x, where in results.items()] for n, results in by_policy.items()}
+        return tuple(f"{name}: {'; '.join(texts)}." for name, texts in parts.items())
+
     def __getitem__(self, name: str) -> Line:
         for line in self.lines:
             if line.name == name:
                 return line
-        raise KeyError(f"{name!r} is not in the report; it has {', '.join(line.name for line in self.lines)}")
+        names = ", ".join(line.name for line in self.lines)
+        where = f"`report.places` has {', '.join(self.places)}" if self.places else f"it has {names}"
+        raise KeyError(f"{name!r} is not in the report; {where}")
 
     @property
     def table(self) -> Table:
         """One row per line: speeds, the ratio to the best fixed length with its interval, and the verdict."""
+        by_place = {name: {"place": name} for name in self.places} or {"": {}}
         return Table(
             {
+                **place,
                 "policy": line.name,
                 "kind": line.kind,
                 "tokens_per_s": line.tokens_per_s,
@@ -146,7 +163,8 @@ class Report:
                 "verdict": line.verdict,
                 "note": line.note,
             }
-            for line in self.lines
+            for name, place in by_place.items()
+            for line in self.places.get(name, self).lines
         )
 
     def to_pandas(self) -> Any:
@@ -154,34 +172,40 @@ class Report:
         return self.table.to_pandas()
 
     def plot(self) -> Figure:
-        """Return a figure of the speed of every policy against the best fixed length."""
+        """Return a figure of the speed of every policy against the best fixed length, in every place."""
         from .plots import gains
 
-        return gains(self.to_dict()["lines"]).figure
+        if not self.places:
+            return gains(self.to_dict()["lines"]).figure
+        lines = [(name, line) for name, report in self.places.items() for line in report.to_dict()["lines"]]
+        return gains([line | {"name": f"{line['name']}, {name}"} for name, line in lines if line["verdict"]]).figure
 
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        head = ("policy", "tokens/s", "vs best fixed [95%]", "verdict")
-        rows = [(line.name, f"{line.tokens_per_s:.1f}", line.to_best_fixed.text(), line.verdict) for line in self.lines]
-        return [head, *rows]
+    def _short_table(self) -> Table:
+        """Return columns that fit 80 characters."""
+        return Table(
+            {
+                **({"place": row["place"]} if self.places else {}),
+                "policy": row["policy"][:28],
+                "tokens/s": f"{row['tokens_per_s']:.1f}",
+                "vs best fixed [95%]": Ratio(row["vs_best_fixed"], row["low"], row["high"]).text(),
+                "verdict": row["verdict"],
+            }
+            for row in self.table
+        )
 
     def __repr__(self) -> str:
-        """Return a table of at most 80 columns and the headline."""
-        width = min(32, max(len(line.name) for line in self.lines))
-        rows = [
-            f"{name[:width]:<{width}}  {rate:>8}  {ratio:<20}  {verdict}" for name, rate, ratio, verdict in self._rows()
-        ]
-        return "\n".join([row.rstrip() for row in rows] + ([self.answer.headline] if self.answer else []))
+        """Return a table and the answer."""
+        return "\n".join([repr(self._short_table()), *(self.summary if self.places else self.summary[:1])])
 
     def _repr_html_(self) -> str:
-        head, *rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows()]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        headline = f"<p>{escape(self.answer.headline)}</p>" if self.answer else ""
-        return f"{headline}<table><thead><tr>{head.replace('td>', 'th>')}</tr></thead><tbody>{body}</tbody></table>"
+        answer = "".join(f"<p>{escape(text)}</p>" for text in (self.summary if self.places else self.summary[:1]))
+        return answer + self._short_table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
-        raw = dataclasses.asdict(self) | {"acceptance": self.acceptance}
+        raw = dataclasses.asdict(dataclasses.replace(self, places={})) | {"acceptance": self.acceptance}
         if self.answer is not None:
             raw["answer"]["deploy"] = self.answer.deploy
         raw["failed"] = [failure.to_dict() for failure in self.failed]
-        return {"schema": REPORT_SCHEMA, "kind": "report", **raw}
+        raw["places"] = {name: report.to_dict() for name, report in self.places.items()}
+        return {"schema": REPORT_SCHEMA, "kind": "report", **raw, "summary": self.summary}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import io
 import json
@@ -85,10 +86,9 @@ def number(value: float | None, form: str = ".3f") -> Cell:
 
 
 def interval(ratio: Data, digits: int = 3) -> Cell:
-    """Return a ratio as a cell, with its interval and verdict if it has them: `1.042 [1.021, 1.063] deploy`."""
+    """Return a ratio as a cell, with its interval if it has one: `1.042 [1.021, 1.063]`."""
     value, low, high = (number(ratio[part], f".{digits}f").text for part in ("value", "low", "high"))
-    text = value if ratio["low"] is None else f"{value} [{low}, {high}]"
-    return Cell(f"{text} {ratio.get('verdict', '')}".strip(), ratio["value"])
+    return Cell(value if ratio["low"] is None else f"{value} [{low}, {high}]", ratio["value"])
 
 
 def cell(value: Any) -> Cell:
@@ -134,7 +134,7 @@ def run_facts() -> dict[str, str]:
 def prompt_texts(data: Data) -> dict[str, str]:
     """Return the beginning of the prompts that a report names, by id; nothing if the trace keeps no texts."""
     details, path = data["details"], Path(data["facts"]["traces"], "prompts.jsonl")
-    names = {x["prompt"] for x in (*details.get("prompts", ()), *details.get("losses", ()))}
+    names = {x["prompt"] for x in details.get("prompts", ())}
     if not names or not path.is_file():
         return {}
     with path.open(encoding="utf-8") as lines:
@@ -150,12 +150,8 @@ def to_html(data: Data) -> str:
     """
     from . import plots  # imports matplotlib
 
-    page = (
-        _environment()
-        .get_template("report.html.j2")
-        .render(_context(data), plots=plots.draw(data, SECTIONS["time"][2]))
-    )
-    return printable(page)
+    drawings = plots.draw(data, SECTIONS["time"][2])
+    return printable(_environment().get_template("report.html.j2").render(_context(data), plots=drawings))
 
 
 def to_markdown(data: Data) -> str:
@@ -166,11 +162,12 @@ def to_markdown(data: Data) -> str:
 def to_csv(data: Data) -> str:
     """Return the policies as CSV with all digits. A ratio has three columns: its value, `_low` and `_high`."""
     rows: list[dict[str, Any]] = []
-    for line in data["lines"]:
-        rows.append({"policy": line["name"]})
-        for name in ("kind", "tokens_per_s", *RATIOS, *COUNTS, "verdict", "note"):
-            ratio = line[name] if name in RATIOS else {"value": line[name]}
-            rows[-1] |= {name if part == "value" else f"{name}_{part}": value for part, value in ratio.items()}
+    for place, report in (data["places"] or {"": data}).items():
+        for line in report["lines"]:
+            rows.append({"place": place, "policy": line["name"]} if place else {"policy": line["name"]})
+            for name in ("kind", "tokens_per_s", *RATIOS, *COUNTS, "verdict", "note"):
+                ratio = line[name] if name in RATIOS else {"value": line[name]}
+                rows[-1] |= {name if part == "value" else f"{name}_{part}": value for part, value in ratio.items()}
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -195,8 +192,6 @@ def _environment() -> Environment:
         "code": lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))),
         "md": markdown,
         "md_cell": lambda text: markdown_cell(text, "|<`*[\\"),
-        "quoted": lambda text: printable(json.dumps(text, ensure_ascii=False)),
-        "visible": lambda text: re.sub(r"\n(?:[ \t]*\n)*", "⏎", text).translate({9: "⇥", 13: "␍"}),
     }
     return environment
 
@@ -205,29 +200,29 @@ def _context(data: Data) -> dict[str, Any]:
     """Return what both templates are rendered with."""
     answer, facts, run = data["answer"], data["facts"], data.get("run", {})
     verb = "" if answer is None else "Deploy" if answer["deploy"] else "Use"
-    profile = [facts.get("profile file"), *(facts["profile"].get(name) for name in ("device", "dtype"))]
+    profile = [facts.get("profile file"), *(facts.get("profile", {}).get(name) for name in ("device", "dtype"))]
     header = {
         "specstop": run.get("specstop"),
         "Date": run.get("created"),
         **{name.capitalize(): text for name, text in facts.get("models", {}).items()},
         "Trace": facts["traces"],
         "Profile": ", ".join(str(text) for text in profile if text),
-        "Prompts": f"{facts['prompts']:,} held-out prompts, {facts['tokens']:,} tokens",
+        "Prompts": "" if data["places"] else f"{facts['prompts']:,} held-out prompts, {facts['tokens']:,} tokens",
         "Command": run.get("command"),
     }
+    nothing = "Where to deploy each policy" if data["places"] else "No policy was compared"
     return {
         "data": data,
-        "action": f"{verb} {answer['use']}" if answer else "No policy was compared",
+        "action": f"{verb} {answer['use']}" if answer else nothing,
         "key_figures": _key_figures(data) if answer else {},
         "header": {label: text for label, text in header.items() if text},
         "sections": sections(data),
         "notes": {
             "Caveats": data["caveats"],
             "Warnings": data["findings"],
-            "How this was measured": _measured(facts),
+            "How this was measured": ([] if data["places"] else _measured(facts)) + [INTERVALS, VERDICTS],
         },
         "max_rows": MAX_ROWS,
-        "prompt_texts": data.get("prompt_texts", {}),
     }
 
 
@@ -252,20 +247,25 @@ def _measured(facts: Data) -> list[str]:
     is_chain = not shape.replace("1", "").replace(",", "")
     candidates = f"a chain of up to {facts['depth']}" if is_chain else f"a tree ({shape[:40]})"
     exactness = facts.get("exactness", "")
-    clusters = f"; {facts['cluster choice']}" if facts.get("cluster choice") else ""
     return [
         f"Held-out data: {facts['prompts']:,} prompts, {facts['tokens']:,} tokens{rounds}.",
         f"Sampling: {sampled}, {mode}. Candidates of a round: {candidates}.",
         *([f"Replay: {exactness}."] if exactness.startswith("exact") else []),
         f"Rates are modelled with the latency profile ({facts['profile'].get('device', 'unknown device')}). Counts are"
         " exact.",
-        f"Intervals: {facts['intervals']}{clusters}. Ratios are paired between policies. Their intervals hold for all "
-        "rules and learned policies at once. A primary policy has an interval for itself alone.",
-        "Verdict, from the interval against the best fixed length (on trees, also against the best static tree): "
-        "deploy if it lies above 1, inconclusive if it contains 1, do not deploy if it lies below 1. Too few prompts "
-        "or a noisy profile are reported instead.",
+        f"Intervals: {facts['intervals']}.",
     ]
 
+
+INTERVALS = (
+    "Ratios are paired between policies. Their intervals hold for all rules and learned policies at once. A primary policy "
+    "has an interval for itself alone."
+)
+VERDICTS = (
+    "Verdict, from the interval against the best fixed length (on trees, also against the best static tree): deploy if it "
+    "lies above 1, inconclusive if it contains 1, do not deploy if it lies below 1. Too few prompts or a noisy profile are "
+    "reported instead."
+)
 
 SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "policies": (
@@ -320,28 +320,12 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
          "late_rounds": "rounds stopped too late", "late_s": "too late, s", "decision_s": "decisions, s",
          "other_s": "catching up, s", "total_s": "total, s"},
     ),
-    "lengths": (
-        "Chosen and ideal depth",
-        "Rounds by draft depth: of {subject}, of the oracle from the same anchors, and of the best fixed length.",
-        {"depth": "depth", "chosen": "{subject}", "ideal": "ideal", "fixed": "best fixed"},
-    ),
     "uncertainty": (
         "Sources of uncertainty",
         "Speed against the best fixed length or static tree. Each column resamples one source of error and keeps the "
         "others. A policy is not deployed if the timings alone could change the sign of its gain.",
-        {"policy": "policy", "all": "all sources", "prompts": "prompts", "profile": "timings of model calls",
-         "decisions": "timings of decisions", "verdict": "verdict"},
-    ),
-    "sensitivity": (
-        "Other latencies",
-        "Speed against the best fixed length if a part of the latency is multiplied by a factor. The best fixed "
-        "length is chosen again. Policies stop as they did.",
-        {"what": "latency", "factor": "factor", "best_fixed": "best fixed"},
-    ),
-    "sweep": (
-        "Cost of a draft step",
-        "Speed against the best fixed length by the cost of a draft step relative to a one-token target step.",
-        {"ratio": "cost of a draft step", "best_fixed": "best fixed"},
+        {"policy": "policy", "all": "all sources", "prompts": "prompts", "profile": "timings of the profile",
+         "verdict": "verdict"},
     ),
     "groups": (
         "Groups of prompts",
@@ -353,19 +337,21 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
         "Speed-up over plain decoding, the prompts on which {subject} loses most first.",
         {"prompt": "prompt", "group": "group", "fixed": "best fixed", "policy": "{subject}", "ratio": "vs best fixed"},
     ),
-    "losses": (
-        "Prompts with the largest losses",
-        "Prompts on which wrong stops cost {subject} most, and the worst rounds of each. ▢ is a token that only the "
-        "target proposed: a trace does not contain it.",
-        {"prompt": "prompt", "group": "group", "early_ms": "too early, ms", "late_ms": "too late, ms",
-         "to_best_fixed": "vs best fixed"},
-    ),
 }  # fmt: skip
 """Title, text and columns (heading by key of the rows) of every section in order. Ratios by policy are more columns."""
 
 
 def sections(data: Data) -> list[Section]:
-    """Return the sections of a report in order, after the policies any details with title, text, columns and rows."""
+    """Return the sections of a report in order: the policies, any details with title, text, columns and rows, and others.
+
+    A report on several places has a section with the policies of each.
+    """
+    if data["places"]:
+        at_places = [(name, sections(place)[0]) for name, place in data["places"].items()]
+        return [
+            dataclasses.replace(section, id=f"policies-{at}", title=f"Policies on {name}", text=_place_text(data, name))
+            for at, (name, section) in enumerate(at_places, 1)
+        ]
     subject = data["details"].get("subject", "")
     tables = {name: rows for name, rows in _rows(data).items() if rows}
     out = []
@@ -375,7 +361,9 @@ def sections(data: Data) -> list[Section]:
             by_policy = rows[0].get("ratios", {})
             columns = [*(heading.replace("{subject}", subject) for heading in keys.values()), *by_policy]
             cells = [[*(row.get(key, "") for key in keys), *row.get("ratios", {}).values()] for row in rows]
-            text = f"{text.replace('{subject}', subject)} {_results(name, data['details'])}".strip()
+            text = text.replace("{subject}", subject) + (
+                f" {data['details']['batch']['words']}" if name == "batch" else ""
+            )
             out.append(Section(name, title, text, columns, cells))
     complete = {"title", "text", "columns", "rows"}
     details = {name: value for name, value in data["details"].items() if isinstance(value, Mapping)}
@@ -383,15 +371,12 @@ def sections(data: Data) -> list[Section]:
     return out
 
 
-def _results(name: str, details: Data) -> str:
-    """Return the results of a section in words, if it has them."""
-    if name == "batch":
-        return str(details["batch"]["words"])
-    if name == "sweep":
-        lines = details["sweep"]["lines"]
-        results = (f"{x['name']}: {x['verdict']}{f' ({note})' if (note := x['note']) else ''}." for x in lines)
-        return f"In this profile it is {details['sweep']['here']:.3g}. {' '.join(results)}"
-    return ""
+def _place_text(data: Data, name: str) -> str:
+    """Return what a place is, and the verdict there."""
+    place = data["places"][name]
+    facts = place["facts"]
+    answer = f" {place['answer']['headline']}" if place["answer"] else ""
+    return f"{facts['prompts']:,} held-out prompts, {facts['tokens']:,} tokens; {facts['intervals']}.{answer}"
 
 
 def _rows(data: Data) -> dict[str, list[dict[str, Any]]]:
@@ -405,21 +390,15 @@ def _rows(data: Data) -> dict[str, list[dict[str, Any]]]:
         return {**row, "prompt": Cell(text[:48], note=name) if text else name}
 
     prompts = [prompt({**x, "ratio": x["policy"] / x["fixed"]}) for x in details.get("prompts", ())]
-    lengths = details.get("lengths") or [{"chosen": (), "ideal": ()}] * 2
-    by_depth = zip(lengths[0]["chosen"], lengths[0]["ideal"], lengths[1]["chosen"], strict=True)
     return {
         **{name: details.get(name) or [] for name in ("time", "stops", "groups")},
-        "sensitivity": [{**x, "factor": number(x["factor"], "g")} for x in details.get("sensitivity", ())],
         "policies": _policies(data),
         "fixed": [{"length": k, "rate": number(x, ".1f"), "ratio": x / fixed[0]} for k, x in enumerate(fixed)],
         "acceptance": [{"k": k + 1, "share": bands[k] if k < len(bands) else None} for k in range(depth)],
         "reliability": [row for policy in details.get("reliability", ()) for row in _calibration(policy)],
         "batch": _batches(details["batch"]) if details.get("batch") else [],
-        "lengths": [{"depth": k, "chosen": a, "ideal": b, "fixed": c} for k, (a, b, c) in enumerate(by_depth)],
         "uncertainty": [{"policy": x["name"], **x["parts"], "verdict": x["verdict"]} for x in lines if x.get("parts")],
-        "sweep": _sweep(details["sweep"]) if details.get("sweep") else [],
         "prompts": sorted(prompts, key=lambda row: float(row["ratio"])),
-        "losses": [prompt({**x, "to_best_fixed": number(x["to_best_fixed"])}) for x in details.get("losses", ())],
     }
 
 
@@ -456,14 +435,3 @@ def _batches(batch: Data) -> list[dict[str, Any]]:
             name = f"best fixed (fixed:{batch['best_fixed'][at]})" if line["name"] == "best fixed" else line["name"]
             rows.append({**row, "size": size, "name": name, "tokens_per_s": number(row["tokens_per_s"], ".1f")})
     return rows
-
-
-def _sweep(sweep: Data) -> list[dict[str, Any]]:
-    return [
-        {
-            "ratio": number(ratio, ".3g"),
-            "best_fixed": f"fixed:{sweep['best_fixed'][at]}",
-            "ratios": {line["name"]: line["to_best_fixed"][at] for line in sweep["lines"]},
-        }
-        for at, ratio in enumerate(sweep["ratios"])
-    ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import numpy as np
 from ...decode.benchmark import Ratio
 from ...policies.errors import InputError
 from ...policies.files import read_json
+from .comparison import BEST, PLAIN
 from .records import REPORT_SCHEMA
 from .statistics import Resamples, Values
 
-PLAIN, BEST = "plain decoding", "best fixed"
 FACTS = ("traces", "prompts", "temperature", "shaping", "verification", "depth", "topology", "clusters", "cluster unit")
 MACHINE = ("device", "dtype", "threads")
 PARTS = {"pair": ("target", "draft", "tokenizer"), "profile": (*MACHINE, "created", "versions")}
@@ -26,72 +25,31 @@ PARTS = {"pair": ("target", "draft", "tokenizer"), "profile": (*MACHINE, "create
 Data = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Change:
-    """A line of either report: tokens/s `before` and `after`, None if a report has no such line.
-
-    `speed` is their ratio, and `over_best` that of the ratios to the best fixed length, in which a pace shared by all rounds
-    cancels. Both are over the common prompts, with intervals. Without common prompts `speed` is None.
-    """
-
-    name: str
-    before: float | None
-    after: float | None
-    speed: Ratio | None
-    over_best: Ratio | None
-
-
-@dataclass(frozen=True)
-class ReportComparison:
-    """Changes from an earlier report to a later one.
-
-    Attributes:
-        prompts: number of common prompts; 0 if the reports are not paired.
-        changes: by line, in the order of the later report.
-        caveats: what the intervals leave out.
-        differs: (fact, before, after) of everything else that differs.
-    """
-
-    prompts: int
-    changes: tuple[Change, ...]
-    caveats: tuple[str, ...]
-    differs: tuple[tuple[str, str, str], ...]
-
-    def section(self) -> Data:
-        """Return the section of a report: title, text, columns and rows."""
-        paired = f"Ratios are over {self.prompts} common prompts." if self.prompts else "There are no common prompts."
-        facts = "; ".join(f"{what} ({before} before, {after} now)" for what, before, after in self.differs) or "nothing"
-        text, rows, single = [paired, *self.caveats, f"Also different: {facts}."], [], []
-        for x in self.changes:
-            if x.before is None or x.after is None:
-                single.append(f"{x.name} ({'before' if x.after is None else 'now'})")
-            else:
-                ratios = (None if ratio is None else dataclasses.asdict(ratio) for ratio in (x.speed, x.over_best))
-                rows.append((x.name, *(ratio or "-" for ratio in ratios)))
-        text += [f"Only in one report: {', '.join(single)}."] if single else []
-        columns = ("policy", "tokens/s: now / before", "vs best fixed: now / before")
-        return {"title": "Change from the earlier report", "text": " ".join(text), "columns": columns, "rows": rows}
-
-
 def read_report(path: str | Path) -> Data:
-    """Read a report folder, or its report.json; `InputError` if it is no report of this version of `evaluate`."""
+    """Read a report folder, or its report.json; `InputError` if it is no report on one trace and one profile."""
     file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
     report = read_json(file, "--compare")
     if not isinstance(report, dict) or (report.get("kind"), report.get("schema")) != ("report", REPORT_SCHEMA):
         raise InputError(f"--compare: expected a report of `specstop evaluate` (schema {REPORT_SCHEMA}), got {file}")
+    if report.get("places"):
+        raise InputError(f"--compare: expected a report on one trace and one profile, got {file} on several")
     return report
 
 
-def compare_reports(before: Data, after: Data, *, seed: int = 0) -> ReportComparison:
-    """Compare a report with an earlier one.
+def compare_reports(before: Data, after: Data, *, seed: int = 0) -> Data:
+    """Return the section of a report on what changed since an earlier one, by policy, and on what else differs.
 
     Each replicate of the bootstrap resamples the common prompts and takes a draw of the timings behind each profile. What the
     reports share cancels: the prompts, and the error of the profile if it is the same. With two profiles the errors of their
-    mean paces are included.
+    mean paces are included. Without common prompts there are no intervals.
 
     Args:
         before, after: report.json (`read_report`), or `Report.to_dict()`.
         seed: of the bootstrap.
+
+    Returns:
+        `title`, `text`, `columns` and `rows`: (name, ratio of tokens/s, ratio of the ratios to the best fixed length, in
+        which a pace shared by all rounds cancels). A hyphen stands for an unknown ratio.
 
     Raises:
         InputError: a report lacks an entry.
@@ -100,23 +58,28 @@ def compare_reports(before: Data, after: Data, *, seed: int = 0) -> ReportCompar
         one, two = (report.get("details", {}).get("per_prompt") for report in (before, after))
         common = sorted(set(one["clusters"]) & set(two["clusters"])) if one and two else []
         paired = _paired_changes(one, two, common, seed) if len(common) > 1 else {}
-        lines = [{line["name"]: line for line in report["lines"]} for report in (before, after)]
-        changes = []
-        for name in dict.fromkeys([*lines[1], *lines[0]]):
-            of_line = [by_name.get(name) for by_name in lines]
-            rates = [None if line is None else float(line["tokens_per_s"]) for line in of_line]
-            speed, over_best = paired.get(name, (None, None))
-            if not paired and all(of_line):
-                old, new = (float(line["to_best_fixed"]["value"]) for line in of_line if line)
-                over_best = Ratio(new / old)
-            changes.append(Change(name, rates[0], rates[1], speed, over_best))
-        differs = tuple(_differences(before, after, one, two))
-        caveats = tuple(_caveats(one, two, changes, {what for what, *_ in differs})) if paired else ()
+        old, new = ({line["name"]: line for line in report["lines"]} for report in (before, after))
+        rows: list[tuple[Any, ...]] = []
+        for name in (name for name in new if name in old):
+            gains = [float(lines[name]["to_best_fixed"]["value"]) for lines in (new, old)]
+            unpaired = (None, None if paired else Ratio(gains[0] / gains[1]))
+            rows.append((name, *("-" if x is None else asdict(x) for x in paired.get(name, unpaired))))
+        differences = _differences(before, after, one, two)
+        caveats = _caveats(one, two, paired.get(PLAIN), {what for what, *_ in differences}) if paired else []
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"--compare: expected complete reports, but one is damaged ({error!r}); evaluate again"
         ) from None
-    return ReportComparison(len(common) if paired else 0, tuple(changes), caveats, differs)
+    facts = "; ".join(f"{what} ({x} before, {y} now)" for what, x, y in differences) or "nothing"
+    single = [f"{name} (now)" for name in new if name not in old] + [f"{n} (before)" for n in old if n not in new]
+    text = [
+        f"Ratios are over {len(common)} common prompts." if paired else "There are no common prompts.",
+        *caveats,
+        f"Also different: {facts}.",
+        *([f"Only in one report: {', '.join(single)}."] if single else []),
+    ]
+    columns = ("policy", "tokens/s: now / before", "vs best fixed: now / before")
+    return {"title": "Change from the earlier report", "text": " ".join(text), "columns": columns, "rows": rows}
 
 
 def _paired_changes(one: Data, two: Data, common: Sequence[str], seed: int) -> dict[str, tuple[Ratio, Ratio]]:
@@ -161,7 +124,7 @@ def _rates(figures: Data, common: Sequence[str], boot: Resamples, drawn: Values)
     return rates
 
 
-def _caveats(one: Data, two: Data, changes: Sequence[Change], differs: set[str]) -> list[str]:
+def _caveats(one: Data, two: Data, plain: tuple[Ratio, Ratio] | None, differs: set[str]) -> list[str]:
     """Return what the intervals leave out, one sentence each."""
     untimed = [which for which, of in (("earlier", one), ("later", two)) if not of["profile"]["is_timed"]]
     caveats = [
@@ -169,10 +132,10 @@ def _caveats(one: Data, two: Data, changes: Sequence[Change], differs: set[str])
     ]
     if one["profile"]["fingerprint"] == two["profile"]["fingerprint"]:
         return caveats
-    plain, size = next((x.speed for x in changes if x.name == PLAIN), None), "small differences"
-    if plain and plain.low and plain.high and not differs & {"pair: target", *(f"profile: {name}" for name in MACHINE)}:
+    size, pace = "small differences", plain[0] if plain else None
+    if pace and pace.low and pace.high and not differs & {"pair: target", *(f"profile: {name}" for name in MACHINE)}:
         # Plain decoding of one target on one machine differs only by the pace of the machine.
-        size = f"differences below {max(1, math.ceil(100 * max(1 - plain.low, plain.high - 1)))}%"
+        size = f"differences below {max(1, math.ceil(100 * max(1 - pace.low, pace.high - 1)))}%"
     return [
         *caveats,
         "The profiles are different measurements: intervals do not include changes of the machine between them. "

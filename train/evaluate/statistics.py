@@ -17,7 +17,7 @@ Two kinds of intervals:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,9 @@ anyway, and it would only widen those of the others."""
 SAME = 1e-9
 """Relative difference of two speeds up to which they are equal."""
 
+LARGEST_LOG = 50.0
+"""Limit of the logarithm of an end of an interval: a ratio of 5e21."""
+
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -73,11 +76,6 @@ class Clusters:
     def is_judged(self) -> bool:
         """Whether there are enough clusters of similar size for a verdict."""
         return self.count >= FEWEST and self.largest <= MOST_OF_TOKENS
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Number and unit for a report."""
-        return {"clusters": self.count, "cluster unit": self.unit}
 
     @property
     def text(self) -> str:
@@ -140,22 +138,31 @@ class Resamples:
         clusters: [S] cluster of each sequence (or round); the sequences of a cluster are drawn together.
         seed: of the draws.
         replicates: R.
+        among: all clusters that are drawn together with these, such as the prompts of several traces. Resamples with the
+            same `seed` and the same `among` draw a cluster equally often, so that statistics of traces that share prompts
+            are resampled together, and those of different prompts independently. The number of clusters of this sample in
+            a resample then varies around P.
 
     Attributes:
         clusters: P.
         labels: [S] cluster of each sequence.
     """
 
-    def __init__(self, clusters: Sequence[Any], seed: int = 0, replicates: int = REPLICATES) -> None:
+    def __init__(
+        self, clusters: Sequence[Any], seed: int = 0, replicates: int = REPLICATES, among: Iterable[Any] = ()
+    ) -> None:
         check_limits(seed=seed)
         self.labels = [str(cluster) for cluster in clusters]
-        _, self._cluster = np.unique(np.asarray(clusters), return_inverse=True)
-        self.clusters = int(self._cluster.max()) + 1
-        self.replicates = replicates
-        chance = np.full(self.clusters, 1.0 / self.clusters)
-        # How often each cluster is in a resample of P with replacement; row 0 is the sample, each once.
-        drawn = np.random.default_rng(seed).multinomial(self.clusters, chance, size=replicates)
-        self._weights = np.concatenate([np.ones((1, self.clusters)), drawn.astype(np.float64)])  # [1 + R, P]
+        names, self._cluster = np.unique(np.asarray(clusters), return_inverse=True)
+        self.clusters, self.replicates = len(names), replicates
+        others = list(among)
+        pool = np.unique(np.asarray([*clusters, *others])) if others else names
+        chance = np.full(len(pool), 1.0 / len(pool))
+        # How often each cluster is in a resample of the pool with replacement; row 0 is the sample, each once.
+        drawn = np.random.default_rng(seed).multinomial(len(pool), chance, size=replicates).astype(np.float64)
+        drawn = drawn[:, np.searchsorted(pool, names)]
+        drawn[drawn.sum(1) == 0] = 1.0  # no cluster of this sample was drawn; happens for two or three clusters only
+        self._weights = np.concatenate([np.ones((1, self.clusters)), drawn])  # [1 + R, P]
 
     def by_cluster(self, values: Any) -> Values:
         """Return [P, ...], the sums over values [S, ...] of each cluster."""
@@ -204,15 +211,16 @@ class Resamples:
         influence = tokens / tokens.mean(0) - seconds / seconds.mean(0)  # [P, M] of each cluster on the log speed
         rate = tokens.sum(0) / seconds.sum(0)  # [M] tokens/s
         shift = np.zeros((1, len(rate))) if price is None else price
-        drawn = self._weights @ influence / self.clusters + shift  # [1 + R, M] deviation of the log speed
+        size = self._weights.sum(1, keepdims=True)  # [1 + R, 1]; P, unless more clusters are drawn `among`
+        drawn = self._weights @ influence / size + shift  # [1 + R, M] deviation of the log speed
         rival = np.log(rate[theirs]) + drawn[:, theirs]
         winner = rival.argmax(1)
         values = np.log(rate[ours]) + drawn[:, ours] - rival.max(1, keepdims=True)
         errors = np.zeros_like(values)
         for at in np.unique(winner):
             rows, difference = winner == at, influence[:, ours] - influence[:, [theirs[at]]]
-            mean, square = (self._weights[rows] @ power / self.clusters for power in (difference, difference**2))
-            errors[rows] = (square - mean**2).clip(0.0) / max(self.clusters - 1, 1)
+            mean, square = (self._weights[rows] @ power / size[rows] for power in (difference, difference**2))
+            errors[rows] = (square - mean**2).clip(0.0) / (size[rows] - 1.0).clip(1.0)
         best = theirs[winner[0]]
         errors = np.sqrt(errors + (shift[:, ours] - shift[:, [best]]).var(0))
         speeds = tokens / seconds  # [P, M]
@@ -223,7 +231,7 @@ class Resamples:
         """Return the ratios of all families with intervals that hold for all of them at once.
 
         Args:
-            families: log ratios over these resamples, such as those of several latencies.
+            families: log ratios over the same draws, such as those of several latencies or traces.
             apart: column of every family with separate intervals: they hold for this column of all families.
         """
         columns = range(families[0].values.shape[1])
@@ -244,10 +252,6 @@ class Resamples:
         return out
 
 
-LARGEST_LOG = 50.0
-"""Limit of the logarithm of an end of an interval: a ratio of 5e21."""
-
-
 def _interval_ends(values: Values, errors: Values, different: Values) -> tuple[Values, Values]:
     """Return the ends [M] of simultaneous intervals (bootstrap-t of the maximum); arguments as of `LogRatios`."""
     value, error = values[0], errors[0]
@@ -264,6 +268,13 @@ def _interval_ends(values: Values, errors: Values, different: Values) -> tuple[V
     # With two or three clusters a quantile may be too large for a float; JSON has no infinity.
     ends = np.clip([value - below * error, value + above * error], -LARGEST_LOG, LARGEST_LOG)
     return np.exp(ends[0]), np.exp(ends[1])
+
+
+def oracle_share(rate: Values, best: Values, bound: Values) -> Values:
+    """Return the share of the oracle gain, of tokens/s [1 + R]; 0 if there is no gain or no bound."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share: Values = np.where(bound > best * (1.0 + SAME), (rate - best) / (bound - best), 0.0)
+    return share
 
 
 def clusters_needed(ratio: Ratio, clusters: int) -> int | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...collect.schema import Header, pair_options
 from ...decode.benchmark import Ratio
 from ...policies.profile import Profile
 from .records import DEPLOY, HF_DEFAULT, INCONCLUSIVE, NOISY, POLICIES, REFUSE, TOO_FEW, TUNED, Answer, Line
@@ -47,7 +45,7 @@ def answer(
     stops: Sequence[Mapping[str, Any]] = (),
     doubts: Sequence[str] = (),
     primary: str = "",
-    remedy: str = "",
+    places: int = 1,
 ) -> Answer | None:
     """Return what to do; None without a policy.
 
@@ -58,47 +56,49 @@ def answer(
         stops: `analysis.stop_cost` of the best fixed length and the policies.
         doubts: reasons not to believe the report; with one the verdict is `NOISY`, and the first one is stated.
         primary: name of the policy that was chosen before the evaluation.
-        remedy: the command that measures the profile again.
+        places: number of places for which the intervals hold at once.
     """
     policies = sorted((line for line in lines if line.kind in POLICIES), key=lambda line: -line.tokens_per_s)
     if not policies:
         return None
     top = _candidate(policies, primary)
-    best = next(line for line in lines if line.name == "best fixed")
-    static = next((line for line in lines if line.kind == "static"), None)
-    fallback, fallback_name, shown = best, best_name, best_name
-    if static is not None and static.tokens_per_s > best.tokens_per_s:
-        fallback, fallback_name, shown = static, static.name, f"{static.name} ({static.note.partition(';')[0]})"
     result = NOISY if doubts and top.verdict != TOO_FEW else top.verdict
-    ratio = top.speedup
+    fallback_name, instead = _fallback(lines, best_name)
+    ratio, has_static = top.speedup, any(line.kind == "static" for line in lines)
     interval = "no interval from a single one" if ratio.low is None else f"{LEVEL:.0%} interval {_span(ratio)}"
-    rival = f"the best fixed length ({best_name})" + (" and the best static tree" if static else "")
+    rival = f"the best fixed length ({best_name})" + (" and the best static tree" if has_static else "")
     gain = f"{ratio.value:.3f} times {rival}, {interval}"
     role = (
         "primary policy" if top.name == primary else "fastest policy" if top is policies[0] else "fastest policy given"
     )
-    policy, Policy = f"the {role}, {top.name},", f"The {role}, {top.name},"
-    dominated = clusters.largest > MOST_OF_TOKENS
+    subject, dominated = f"the {role}, {top.name}, is {gain}", clusters.largest > MOST_OF_TOKENS
     # With a dominant cluster more prompts of this spread would include another one.
-    needed = _clusters_needed(top, clusters) if result in (INCONCLUSIVE, TOO_FEW) and not dominated else None
+    needed = _clusters_needed(top, clusters) if not dominated else None
     more = "" if needed is None else f" About {needed:,} {clusters.unit} of the same spread would decide."
-    instead = f"use {shown}: {fallback.to_plain.value:.2f} times as fast as plain decoding"
     few = f"{clusters.text}, of which one has {clusters.largest:.0%} of all tokens" if dominated else clusters.text
-    reason = (
-        f"{doubts[0]}. {Policy} is {gain}" if doubts else f"{policy} is {gain}, and its timings alone could turn that"
-    )
+    reason = f"{doubts[0]}. T{subject[1:]}" if doubts else f"{subject}, and its timings alone could turn that"
     headline = {
         DEPLOY: f"Deploy {top.name}: {top.to_plain.value:.2f} times as fast as plain decoding, {gain}.",
-        INCONCLUSIVE: f"Inconclusive: {policy} is {gain}, which contains 1.{more} Until then {instead}.",
-        REFUSE: f"Do not deploy a policy here, {instead}. {Policy} is {gain}: below 1.",
-        TOO_FEW: f"Too few prompts: {few}, and a verdict needs {FEWEST}{' of similar length' * dominated}. {Policy} is "
-        f"{gain}.{more} Until then {instead}.",
-        NOISY: f"{'No' if doubts else 'The profile is too noisy for a'} verdict: {reason}. Measure it again: {remedy}. "
-        f"Until then {instead}.",
+        INCONCLUSIVE: f"Inconclusive: {subject}, which contains 1.{more} Until then {instead}.",
+        REFUSE: f"Do not deploy a policy here, {instead}. T{subject[1:]}: below 1.",
+        TOO_FEW: f"Too few prompts: {few}, and a verdict needs {FEWEST}{' of similar length' * dominated}. T{subject[1:]}."
+        f"{more} Until then {instead}.",
+        NOISY: f"{'No' if doubts else 'The profile is too noisy for a'} verdict: {reason}. Measure the profile again. Until "
+        f"then {instead}.",
     }[result]
     use = top.name if result == DEPLOY else fallback_name
-    coverage = _coverage(top, len(policies), clusters, primary)
-    return Answer(result, use, top.name, headline, coverage, why(top.name, stops), needed)
+    coverage = _coverage(top, len(policies), clusters, primary, places)
+    return Answer(result, use, top.name, headline, coverage, why(top.name, stops))
+
+
+def _fallback(lines: Sequence[Line], best_name: str) -> tuple[str, str]:
+    """Return the name and the recommendation of the fastest alternative that needs no policy."""
+    best = next(line for line in lines if line.name == "best fixed")
+    static = next((line for line in lines if line.kind == "static"), None)
+    fallback, name, text = best, best_name, best_name
+    if static is not None and static.tokens_per_s > best.tokens_per_s:
+        fallback, name, text = static, static.name, f"{static.name} ({static.note.partition(';')[0]})"
+    return name, f"use {text}: {fallback.to_plain.value:.2f} times as fast as plain decoding"
 
 
 def _candidate(policies: Sequence[Line], primary: str) -> Line:
@@ -120,13 +120,15 @@ def _clusters_needed(line: Line, clusters: Clusters) -> int | None:
     return clusters_needed(line.parts.get("prompts", line.speedup), clusters.count)
 
 
-def _coverage(top: Line, policies: int, clusters: Clusters, primary: str) -> str:
+def _coverage(top: Line, policies: int, clusters: Clusters, primary: str, places: int) -> str:
     """Return in one sentence what the interval of the candidate covers."""
     if clusters.count < 2:
         return f"No interval: {clusters.text} says nothing about others."
     text = f"Intervals are over {REPLICATES:,} resamples of {clusters.text}"
     if top.name == primary:
         return f"{text}; {top.name} is the primary policy, so that its interval is not widened for the other policies."
+    if places > 1:
+        return f"{text} and hold for all policies in all {places} places at once."
     return f"{text} and hold for all {policies} policies at once." if policies > 1 else f"{text}."
 
 
@@ -209,19 +211,3 @@ def findings(
                 "knows something that the estimate does not, or has seen these prompts"
             )
     return tuple(warnings)
-
-
-def remedy(header: Header, profile: Profile) -> str:
-    """Return the command that measures a profile of the same rounds again, into a new file."""
-    options = [*pair_options(header), "--prompts", "PROMPTS", "--depth", profile.max_depth]
-    if not header.tree.is_chain:
-        options += ["--tree", header.tree.name]
-    if profile.batch is not None:
-        options += ["--batch", max(profile.batch.sizes)]
-    if profile.temperature:
-        options += ["--temperature", profile.temperature]
-    if profile.verification:
-        options += ["--verification", profile.verification]
-    if str(profile.facts.get("engine", "")).startswith("vllm "):
-        options += ["--through", "vllm"]
-    return shlex.join(map(str, ["specstop", "profile", *options, "--out", "profile-2.json"]))

@@ -21,6 +21,7 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.report import FILES
 from specstop.train.replay.rounds import scaled
 
 
@@ -62,22 +63,23 @@ def test_every_trace_with_every_profile_is_a_place(place: Path, sides: tuple[Tra
     answer = cli(*run, "--out", tmp_path / "t", "--json", "--allow-overlap")
     assert answer.code == 0 and "not held-out" in answer.err
     raw = json.loads(answer.out)
-    assert raw == json.loads((tmp_path / "t" / "places.json").read_text())
-    assert [one["name"] for one in raw["places"]] == [
+    written = json.loads((tmp_path / "t" / "report.json").read_text())
+    assert raw["places"] == written["places"]
+    assert list(raw["places"]) == [
         f"{trace.folder}, {place / name}" for trace in sides[::-1] for name in ("profile.json", "slow.json")
     ]
-    assert {p.name for p in (tmp_path / "t").iterdir()} == {"places.json", "places.md", "run.yaml", MANIFEST}
+    assert {p.name for p in (tmp_path / "t").iterdir()} == {*FILES, "run.yaml", MANIFEST}
     shown = cli(*run, "--out", tmp_path / "t", "--overwrite", "--quiet", "--allow-overlap")
     assert shown.code == 0, shown.err
     assert fits(shown.out)
     words = " ".join(shown.out.split())
-    for text in ("vs best fixed", raw["places"][0]["lines"][0]["verdict"], *raw["summary"]):
+    for text in ("vs best fixed", *raw["summary"]):
         assert " ".join(text.split()) in words
     saved = yaml.safe_load((tmp_path / "t" / "run.yaml").read_text())
     assert (saved["command"], len(saved["traces"]), len(saved["policy"])) == ("evaluate", 2, 2)
     again = cli("evaluate", "--config", tmp_path / "t" / "run.yaml", "--out", tmp_path / "u", "--quiet")
     assert again.code == 0, again.err
-    assert (tmp_path / "u" / "places.json").read_bytes() == (tmp_path / "t" / "places.json").read_bytes()
+    assert json.loads((tmp_path / "u" / "report.json").read_text())["places"] == written["places"]
 
 
 def test_two_reports_are_compared(place: Path) -> None:
@@ -141,7 +143,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no traces": (["evaluate", "--profile", "{profile.json}"], "--traces: expected traces, or two reports"),
     "no profile": (["evaluate", "--traces", "{held}"], "at least one --profile"),
     "one trace twice": ([*HELD, "--traces", "{held}"], "each trace and each profile once"),
-    "no policy": ([*HELD[:5], "--profile", "{slow.json}"], "at least one --policy"),
+    "no policy": ([*HELD[:5], "--profile", "{slow.json}"], "--policy: expected at least one"),
     "tuning in several places": ([*HELD, "--profile", "{slow.json}", "--primary", "fixed:1"], "--primary: expected one"),
     "a full folder": ([*HELD, "--profile", "{slow.json}", "--out", "{report}"], "not empty"),
 }  # fmt: skip

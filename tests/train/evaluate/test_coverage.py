@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import ModuleType
 
 import numpy as np
@@ -65,22 +64,3 @@ def test_a_sample_of_live_worlds_is_covered_without_bias(coverage: ModuleType, m
         assert len(mine) == 20
         assert sum(f.covered for f in mine) >= 14, what
         assert abs(errors.mean()) < STANDARD_ERRORS * errors.std() / 20**0.5, what
-
-
-def test_intervals_that_do_not_cover_are_faults(coverage: ModuleType) -> None:
-    found = [
-        coverage.Found(method, what, size, number % 100 < 80, 0.1 + 0.01 * (number % 7))
-        for method in ("evaluate", "importance")
-        for what in ("tokens", "seconds")
-        for size in coverage.LIVE_SIZES
-        for number in range(500)
-    ]
-    rows, faults = coverage.judge(found, 500)
-    assert {row["covered"] for row in rows} == {0.8}
-    assert sum("covered 0.800" in fault for fault in faults) == len(rows)
-    assert sum("error falls 1.00 times" in fault for fault in faults) == 2
-    fine = [
-        dataclasses.replace(f, covered=number % 100 < 95, error=(-1) ** number * (1 if f.prompts == 40 else 0.5))
-        for number, f in enumerate(found)
-    ]
-    assert coverage.judge(fine, 500)[1] == []

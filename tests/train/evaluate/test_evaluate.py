@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import shutil
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +23,11 @@ from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.demo import compare_live
-from specstop.train.evaluate.evaluate import _jobs, evaluate
-from specstop.train.evaluate.records import DEPLOY, Line, Report
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import DEPLOY, Report
 from specstop.train.evaluate.report import FILES, write_report
-from specstop.train.fit.settle import settle_for
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import oracle_seconds
-from specstop.train.replay.checks import load_traces
 from specstop.train.replay.run import replay
 
 EXACT = 1e-12  # the same sums, in another order
@@ -54,7 +51,7 @@ def other(profile: Profile) -> Profile:
     return dataclasses.replace(profile, step_s=5 * profile.step_s)
 
 
-def test_the_lines_are_those_promised(report: Report) -> None:
+def test_the_rules_and_bounds_of_every_report(report: Report) -> None:
     assert [(line.name, line.kind) for line in report.lines] == [
         ("plain decoding", "fixed"),
         ("best fixed", "fixed"),
@@ -91,23 +88,6 @@ def test_paths_and_specs_are_accepted_and_the_result_is_readable(
         report["mlp"]
 
 
-def test_a_tuned_rule_goes_no_deeper_than_the_evaluated_trace(
-    sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
-    jobs = _jobs([], trace_arrays(sides[0]), full_profile, 1, False)
-    assert [(name, policy.max_depth) for name, _, policy, _ in jobs] == [("confidence, tuned", 1)]
-
-
-def test_training_traces_of_other_rounds_are_told_of(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    hotter = copy.copy(sides[0])
-    hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
-    with pytest.warns(SpecstopWarning, match="train_traces: .* differs from `traces` in temperature \\(.*\\): "):
-        evaluate(sides[1], full_profile, train_traces=hotter)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        evaluate(sides[1], full_profile, train_traces=sides[0])
-
-
 def test_plain_is_1_and_so_is_the_best_fixed_length(report: Report) -> None:
     one = Ratio(1.0, 1.0, 1.0)
     assert report["plain decoding"].to_plain == one
@@ -142,24 +122,7 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
     assert 0.001 < spread.high - spread.low < 1
 
 
-def test_counts_are_those_of_the_replay(report: Report, sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    played = replay(trace_arrays(sides[1]), FixedLength(2), full_profile)
-    line = report["fixed:2"]
-    rounds = len(played.log)
-    assert line.drafted == pytest.approx(float(played.log[:, 2].sum()) / rounds)
-    assert line.verified == pytest.approx(float(played.log[:, 3].sum()) / rounds)
-    assert line.accepted == pytest.approx(float(played.log[:, 4].sum()) / rounds)
-    assert line.block_efficiency == pytest.approx(played.block_efficiency)
-
-
-def test_acceptance_is_over_uncut_anchors(report: Report, sides: tuple[Trace, Trace]) -> None:
-    rows = sides[1].rows.with_format("numpy")
-    length, cut = np.asarray(rows["accepted_length"][:]), np.asarray(rows["cut"][:])
-    expected = [float((length[~cut] >= k).mean()) for k in range(1, DEPTH + 1)]
-    assert report.acceptance == pytest.approx(expected)
-
-
-def test_a_policy_beside_itself_is_exactly_1(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     """The replicates are paired: a fixed length that is best in all of them has no spread against itself."""
     table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
     costly = dataclasses.replace(full_profile, low=table, high=table)
@@ -174,7 +137,9 @@ def test_a_policy_beside_itself_is_exactly_1(sides: tuple[Trace, Trace], full_pr
 
 
 def test_no_fixed_length_is_above_the_best_one(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(sides[1], full_profile, [FixedLength(k) for k in range(DEPTH + 1)])
+    report = evaluate(sides[1], full_profile, [FixedLength(k) for k in (*range(DEPTH + 1), 9)])
+    limited = report["fixed:9"].tokens_per_s
+    assert limited == pytest.approx(report.fixed[DEPTH], rel=EXACT), "policies are limited to the depth of the trace"
     for k in range(DEPTH + 1):
         line = report[f"fixed:{k}"]
         assert line.tokens_per_s == pytest.approx(report.fixed[k], rel=EXACT)
@@ -204,31 +169,34 @@ def test_an_interval_is_as_wide_as_prompts_vary(sides: tuple[Trace, Trace], full
     assert found.high - found.low == pytest.approx(width, rel=0.34)
 
 
-def test_shared_prompts_are_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    with pytest.raises(TraceError, match=r"traces: \d+ of \d+ prompts are in `train_traces` too"):
+def test_counts_and_acceptance_are_those_of_the_replay(
+    report: Report, sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    played, line = replay(trace_arrays(sides[1]), FixedLength(2), full_profile), report["fixed:2"]
+    counts = [float(played.log[:, column].sum()) / len(played.log) for column in (2, 3, 4)]
+    assert [line.drafted, line.verified, line.accepted] == pytest.approx(counts)
+    assert line.block_efficiency == pytest.approx(played.block_efficiency)
+    rows = sides[1].rows.with_format("numpy")
+    length, cut = np.asarray(rows["accepted_length"][:]), np.asarray(rows["cut"][:])
+    assert report.acceptance == pytest.approx([float((length[~cut] >= k).mean()) for k in range(1, DEPTH + 1)])
+
+
+def test_conflicting_arguments_are_refused(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"prompts are in `train_traces` too"):
         evaluate(sides[1], full_profile, train_traces=sides[1])
-
-
-def test_one_policy_twice_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     with pytest.raises(InputError, match="two policies are called 'fixed:2'"):
         evaluate(sides[1], full_profile, [FixedLength(2), FixedLength(2)])
+    shutil.copytree(sides[1].folder, tmp_path / "trace")
+    next((tmp_path / "trace" / "data").iterdir()).unlink()
+    with pytest.raises(TraceError, match="not complete"):
+        evaluate(tmp_path / "trace", full_profile)
 
 
-def test_the_report_on_disk(report: Report, written: Path) -> None:
-    raw = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
-    assert raw.pop("run")["specstop"]
-    del raw["prompt_texts"]
-    assert raw == json.loads(json.dumps(report.to_dict()))
-    assert Line(**{**raw["lines"][4], **{k: Ratio(**raw["lines"][4][k]) for k in
-                   ("to_plain", "to_best_fixed", "oracle_share", "to_rival")}}) == report.lines[4]  # fmt: skip
-    text = (written / "report.md").read_text()
-    for line in report.lines:
-        cells = f"| {line.name}{f' ({line.note})' if line.note else ''} | {line.tokens_per_s:.1f} |"
-        assert sum(row.startswith(cells) for row in text.splitlines()) == 1
-    for fact in ("12 prompts" if report.facts["prompts"] == 12 else f"{report.facts['prompts']} prompts",
-                 "temperature 0.7", "match verification (lossless)", "95% bootstrap"):  # fmt: skip
-        assert fact in text
-    assert sorted(p.name for p in written.iterdir()) == sorted([*FILES, MANIFEST])
+def test_other_conditions_of_training_traces_are_warned_of(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    hotter = copy.copy(sides[0])
+    hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
+    with pytest.warns(SpecstopWarning, match="train_traces: .* differs from `traces` in temperature"):
+        evaluate(sides[1], full_profile, train_traces=hotter)
 
 
 def test_a_folder_in_use_is_refused_or_replaced(
@@ -267,6 +235,7 @@ def test_a_report_never_replaces_what_it_is_made_from(
     ("changes", "what"),
     [
         ({"temperature": 0.3}, "another temperature"),
+        ({"temperature": 0.0}, "another temperature"),
         ({"verification": "rejection"}, "another verification"),
         ({"pair": {"target": "0"}}, "another pair"),
     ],
@@ -284,23 +253,6 @@ def test_a_policy_trained_for_something_else_is_warned_of(
         evaluate(sides[1], full_profile, [policy])
     assert len(caught) == 1
     assert caught[0].filename == __file__
-
-
-def test_a_policy_trained_greedily_is_warned_of_on_sampled_traces(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
-) -> None:
-    policy = learned.with_rule(learned.rule)
-    policy.metadata = dataclasses.replace(learned.metadata, temperature=0.0)
-    with pytest.warns(SpecstopWarning, match="another temperature"):
-        evaluate(sides[1], full_profile, [policy])
-
-
-def test_a_fitting_policy_is_not_warned_of(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        evaluate(sides[1], full_profile, [learned, Confidence(0.3, DEPTH)])
 
 
 def test_the_rate_is_solved_again_for_another_profile_only(
@@ -323,22 +275,6 @@ def test_the_rate_is_solved_again_for_another_profile_only(
     assert line.tokens_per_s == pytest.approx(replay(arrays, threshold, costs).rate, rel=EXACT)
 
 
-def test_the_rate_is_solved_for_a_profile_that_ends_before_the_policy(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
-) -> None:
-    cut = {
-        s: dataclasses.replace(getattr(full_profile, s), verify_s=getattr(full_profile, s).verify_s[:4]) for s in SIDES
-    }
-    costs = dataclasses.replace(full_profile, **cut)
-    assert costs.max_depth == 3 < learned.max_depth
-    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0])["logistic"]
-    assert "solved for this profile" in solved.note
-    here = learned.limited(3)
-    assert solved.tokens_per_s == pytest.approx(
-        replay(trace_arrays(sides[1]), settle_for(here, trace_arrays(sides[0]), costs)[0], costs).rate, rel=EXACT
-    )
-
-
 def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(
     sides: tuple[Trace, Trace], full_profile: Profile
 ) -> None:
@@ -352,11 +288,6 @@ def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(
     assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [own])["smartspec:0.7"].tokens_per_s
 
 
-def test_policies_are_limited_to_the_trace(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(sides[1], full_profile, [FixedLength(9), Confidence(0.1)])
-    assert report["fixed:9"].tokens_per_s == pytest.approx(report.fixed[DEPTH], rel=EXACT)
-
-
 def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
@@ -364,17 +295,6 @@ def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
     rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
     evaluate(Trace(trace.folder, trace.header, rows), full_profile, out=tmp_path / "out")
     json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_an_incomplete_trace_is_refused(sides: tuple[Trace, Trace], tmp_path: Path) -> None:
-    import shutil
-
-    copy = tmp_path / "trace"
-    shutil.copytree(sides[1].folder, copy)
-    assert load_traces(copy).complete
-    next((copy / "data").iterdir()).unlink()
-    with pytest.raises(TraceError, match="not complete; run collect with `resume`"):
-        load_traces(copy)
 
 
 def test_live_lines_are_ratios_to_the_first_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

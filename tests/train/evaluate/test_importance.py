@@ -60,7 +60,7 @@ def read(trace: Trace) -> TraceArrays:
 @pytest.mark.parametrize(
     "name", ["confidence:0.4", "trimming", "from-anchor", "reads-history", "randomised", "fixed:4"]
 )
-def test_the_logging_policy_asked_again_stops_where_it_did(live: Any, profile: Profile, name: str) -> None:
+def test_the_recorded_policy_stops_where_it_did(live: Any, profile: Profile, name: str) -> None:
     policy = TEST_POLICIES[name]
     arrays = read(live(policy, explore=0.3))
     shown = observed_rounds(arrays, policy, profile, is_recorded=True)
@@ -84,9 +84,7 @@ def test_tokens_of_a_round_are_those_committed(live: Any, profile: Profile) -> N
     assert shown.tokens.tolist() == committed[order].tolist()
 
 
-def test_rounds_that_an_engine_drafted_past_the_limit_of_a_text_are_the_logging_policys(
-    live: Any, profile: Profile
-) -> None:
+def test_rounds_drafted_past_the_limit_of_a_text_are_observed(live: Any, profile: Profile) -> None:
     arrays = read(live(TEST_POLICIES["fixed:4"]))
     header = dataclasses.replace(arrays.header, max_new_tokens=NEW // 2)
     shown = observed_rounds(
@@ -105,7 +103,7 @@ def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile:
         assert np.sort(shown.seconds[~cut]) == pytest.approx(np.sort(values.price(profile).numpy()), rel=EXACT)
 
 
-def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:
+def three_tokens(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:
     """Return arrays of one text whose rounds drafted 3 tokens."""
     from synthetic import synthetic_trace
 
@@ -129,7 +127,7 @@ def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str 
 
 
 def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None:
-    arrays = made([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
+    arrays = three_tokens([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
     assert observed_rounds(arrays, FixedLength(3), profile).tokens.tolist() == [2.0, 2.0]
     assert observed_rounds(arrays, FixedLength(1), profile).tokens.tolist() == [2.0, 2.0]
     assert observed_rounds(arrays, FixedLength(3), profile).drafted.tolist() == [2, 2]
@@ -141,7 +139,7 @@ def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None
     [("rejection", (0.8, 0.8 * 1.0, 0.8 * 0.4)), ("block", (0.8, min(0.8 * 1.8, 1.0), 0.4))],
 )
 def test_expected_tokens_of_rejection_and_block(profile: Profile, verification: str, survival: Any) -> None:
-    arrays = made([[True, True, False]], [[1, 2, 3]], verification)
+    arrays = three_tokens([[True, True, False]], [[1, 2, 3]], verification)
     for k in range(4):
         found = observed_rounds(arrays, FixedLength(k), profile)
         assert found.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
@@ -177,7 +175,7 @@ def few_rounds(full: TraceArrays, texts: int, rounds: int) -> TraceArrays:
 
 @pytest.mark.parametrize("knows_logging", [True, False])
 @pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
-def test_expected_over_all_outcomes_of_exploration_weighted_sums_are_the_truth(
+def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
 ) -> None:
     """Numerators and denominator of the self-normalised estimate are unbiased: no tolerance but that of sums."""
@@ -212,7 +210,7 @@ def test_a_trace_at_full_depth_needs_no_weights(live: Any, profile: Profile) -> 
     assert found.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
 
 
-def test_the_recorded_policy_is_its_own_rounds(live: Any, profile: Profile) -> None:
+def test_the_recorded_policy_has_ratio_1(live: Any, profile: Profile) -> None:
     ratio = importance_estimate(live(LOGGING, explore=0.25), LOGGING, profile).to_recorded
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.0, 1.0, 1.0), rel=EXACT)
 
@@ -222,7 +220,7 @@ def explored(live: Any, profile: Profile) -> ImportanceEstimate:
     return importance_estimate(live(LOGGING, explore=0.25, verification="rejection"), FixedLength(4), profile)
 
 
-def test_an_estimate_has_its_basis_and_intervals(explored: ImportanceEstimate, live: Any) -> None:
+def test_an_estimate_has_intervals_and_effective_rounds(explored: ImportanceEstimate, live: Any) -> None:
     rounds = len(live(LOGGING, explore=0.25, verification="rejection").rows)
     assert 0 < explored.by_exploration < rounds
     assert explored.effective_rounds < rounds
@@ -232,7 +230,7 @@ def test_an_estimate_has_its_basis_and_intervals(explored: ImportanceEstimate, l
     assert explored.tokens_per_s.value == pytest.approx(explored.tokens.value / explored.seconds.value)
 
 
-def test_an_unknown_recorded_policy_leaves_the_explored_rounds(live: Any, profile: Profile) -> None:
+def test_with_an_unknown_recorded_policy_only_explored_rounds_count(live: Any, profile: Profile) -> None:
     trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
     without = importance_estimate(trace, FixedLength(4), profile)
     known = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,25 @@ from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import DECISIONS, Key, collected
+from specstop.policies.measurements import DECISIONS, Key, Measurements, collected
 from specstop.policies.profile import Profile
+from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.pricing import Priced, ProfileBootstrap, ResampleSource
+from specstop.train.evaluate.pricing import (
+    TIMED,
+    TRAINED,
+    Priced,
+    ProfileBootstrap,
+    ResampleSource,
+    unpriced_finding,
+    with_prices,
+)
 from specstop.train.evaluate.statistics import Resamples
+from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.bounds import oracle_plan, planned_rounds
-from specstop.train.replay.rounds import Rounds, scaled
+from specstop.train.replay.rounds import Rounds
 from specstop.train.replay.run import replay
 from timed import timed_profile
 
@@ -69,21 +81,16 @@ def test_every_resample_is_priced_by_its_own_profile(
         assert spent[row] == pytest.approx(brute(boot, draws, arrays, replays, row), rel=EXACT)
 
 
-def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> None:
+def test_sources_of_error_are_resampled_one_at_a_time(chains: TraceArrays, noisy: Profile) -> None:
     replays = [replay(chains, policy, noisy) for policy in (FixedLength(2), Confidence(0.4, DEPTH))]
     boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
     priced = Priced(boot, draws, replays, chains.prompt_tokens)
-    prompts, profile, decisions = (
-        priced.seconds(vary) for vary in (ResampleSource.PROMPTS, ResampleSource.PROFILE, ResampleSource.DECISIONS)
-    )
+    prompts, profile = (priced.seconds(source) for source in (ResampleSource.PROMPTS, ResampleSource.PROFILE))
+    assert profile.shape == (1 + DRAWS, 2)
     for at, one in enumerate(replays):
         assert prompts[:, at] == pytest.approx(boot.total(one.seconds), rel=EXACT)
-        for number, drawn in enumerate(draws.profiles, 1):
-            own = noisy.decision_s["confidence"], drawn.decision_s["confidence"]
-            calls, decided = drawn.with_decisions({"confidence": own[0]}), noisy.with_decisions({"confidence": own[1]})
-            assert profile[number, at] == pytest.approx(float(one.text_seconds(calls).sum()), rel=EXACT)
-            assert decisions[number, at] == pytest.approx(float(one.text_seconds(decided).sum()), rel=EXACT)
-    assert np.ptp(decisions[:, 0]) == 0.0 < np.ptp(decisions[:, 1]), "fixed lengths decide nothing"
+        under = [float(one.text_seconds(costs).sum()) for costs in (noisy, *draws.profiles)]
+        assert profile[:, at] == pytest.approx(under, rel=EXACT)
 
 
 def test_draws_of_model_calls_are_the_same_whatever_decisions_were_timed(noisy: Profile) -> None:
@@ -94,17 +101,6 @@ def test_draws_of_model_calls_are_the_same_whatever_decisions_were_timed(noisy: 
     )
     for one, other in zip(mine, theirs, strict=True):
         assert one.same_costs(other.to_dict()) and one.decision("confidence") == other.decision("confidence")
-
-
-def test_changes_are_made_to_every_draw(chains: TraceArrays, noisy: Profile) -> None:
-    replays = [replay(chains, FixedLength(3), noisy)]
-    boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
-    priced = Priced(boot, draws, [replays[0]], chains.prompt_tokens)
-    twice = partial(scaled, draft=2.0)
-    spent = priced.seconds(change=twice)
-    for row in (1, 5):
-        under = twice(draws.profiles[(row - 1) % DRAWS])
-        assert spent[row, 0] == pytest.approx(float(boot.total(replays[0].text_seconds(under))[row]), rel=EXACT)
 
 
 def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:
@@ -138,7 +134,7 @@ def test_noise_of_the_profile_widens_intervals_and_is_shown(
     ]
     lines = [report["confidence:0.7"] for report in reports]
     widths = [{part: ratio.high - ratio.low for part, ratio in line.parts.items()} for line in lines]
-    assert set(widths[0]) == {"all", "prompts", "profile", "decisions"}
+    assert set(widths[0]) == {"all", "prompts", "profile"}
     assert lines[0].parts["all"] == lines[0].to_best_fixed
     assert widths[0]["profile"] < 0.1 * widths[0]["prompts"]
     assert widths[1]["all"] > widths[1]["profile"] > 10 * widths[0]["profile"]
@@ -147,3 +143,83 @@ def test_noise_of_the_profile_widens_intervals_and_is_shown(
     assert "## Sources of uncertainty" in text and "this machine was busy" in text
     page = (tmp_path / "1" / "report.html").read_text()
     assert 'id="uncertainty"' in page and lines[1].parts["profile"].text() in page
+
+
+# Decisions that the profile does not price
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "decisions"
+
+
+@pytest.fixture(scope="module")
+def bare(full_profile: Profile) -> Profile:
+    """A noisy profile without any decision."""
+    return timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
+
+
+def never(*_: object, **__: object) -> Measurements:
+    raise AssertionError("timed again")
+
+
+def test_what_is_timed_is_kept_and_used_again(
+    cache: Path, bare: Profile, sides: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
+    first, lacking = with_prices(bare, policies, header)
+    assert lacking == {"confidence": ("confidence:0.4", TIMED), "trimming": ("trimming", TIMED)}
+    assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
+    assert first.decision("confidence") > 0
+    timed = {key[1:] for key in first.measurements.where(lambda key: key.what == DECISIONS).series}
+    assert timed == {(name, (3,)) for name in ("confidence", "trimming")}
+    monkeypatch.setattr(prices, "measure_decision", never)
+    again, same = with_prices(bare, policies, header)
+    assert again == first and same == lacking
+    known, none = with_prices(first, policies, header)
+    assert known is first and none == {}
+    for other in (
+        dataclasses.replace(bare, step_s=2 * bare.step_s),
+        dataclasses.replace(bare, facts={"device": "another"}),
+    ):
+        with pytest.raises(AssertionError, match="timed again"):
+            with_prices(other, policies, header)
+    with pytest.raises(AssertionError, match="timed again"):
+        with_prices(bare, [Confidence(0.5, DEPTH)], header)
+
+
+def test_a_damaged_or_foreign_file_is_timed_again_and_a_cache_that_cannot_be_written_is_done_without(
+    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, policies = sides[1].header, [Confidence(0.4, DEPTH)]
+    with_prices(bare, policies, header)
+    (kept,) = cache.iterdir()
+    whole = json.loads(kept.read_text())
+    for damage in ({**whole, "measurements": 3}, {"decisions": 3}, [], {**whole, "measurements": [{"key": 1}]}):
+        kept.write_text(json.dumps(damage))
+        again, _ = with_prices(bare, policies, header)
+        assert again.decision("confidence") > 0
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "file"))
+    priced, _ = with_prices(bare, policies, header)
+    assert priced.decision("confidence") > 0
+
+
+def test_a_policy_trained_for_the_profile_brings_its_timings(
+    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy_folder(save_policy(train(sides[0], bare).policy, tmp_path / "policy"))
+    monkeypatch.setattr(prices, "measure_decision", never)
+    priced, unpriced = with_prices(bare, [policy], sides[1].header)
+    assert unpriced == {"logistic": (str(tmp_path / "policy"), TRAINED)} and not cache.exists()
+    assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
+    assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), (
+        "timings, not their mean alone"
+    )
+    inside = dataclasses.replace(priced, facts={"engine": "vllm 0.32.0"})
+    (line,) = unpriced_finding(unpriced, priced, sides[1].header)
+    assert f"--policy {tmp_path / 'policy'} --profile profile.json" in line and "outside" not in line
+    assert "trained, outside vllm 0.32.0: " in unpriced_finding(unpriced, inside, sides[1].header)[0]
+    with pytest.raises(AssertionError, match="timed again"):
+        with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)

@@ -1,4 +1,4 @@
-"""Intervals over prompts: levels, pairing, and what they keep."""
+"""Intervals over prompts: levels, pairing, errors of prices, number of clusters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NORMAL_TAIL = 0.025
 
 
 def test_totals_are_sums_over_resampled_prompts() -> None:
-    made = Resamples(["b", "a", "b", "c"], seed=3, replicates=50)
-    assert made.clusters == 3
-    totals = made.total([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
+    boot = Resamples(["b", "a", "b", "c"], seed=3, replicates=50)
+    assert boot.clusters == 3
+    totals = boot.total([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
     assert totals.shape == (51, 2)
     assert totals[0].tolist() == [15.0, 150.0]
     assert np.allclose(totals[:, 1], 10 * totals[:, 0]), "columns share their resamples"
@@ -42,45 +42,45 @@ def test_the_tail_is_that_of_students_t_and_nears_the_nominal_one() -> None:
 def test_an_interval_of_few_prompts_is_that_of_students_t() -> None:
     """A mean of normal values, where Student's interval is exact: half-widths agree within what 20,000 resamples scatter."""
     values = np.random.default_rng(0).normal(10.0, 1.0, 12)
-    made = Resamples(range(12), replicates=20_000)
-    found = made.interval(made.total(values) / made.total(np.ones(12)))
+    boot = Resamples(range(12), replicates=20_000)
+    found = boot.interval(boot.total(values) / boot.total(np.ones(12)))
     half = stats.t.ppf(0.975, 11) * values.std(ddof=1) / 12**0.5
     assert found.value == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * half, rel=0.05)
 
 
 def test_speed_is_a_ratio_of_sums_with_prompts_drawn_together() -> None:
-    made = Resamples(range(4))
-    slow = made.total([2.0, 4.0, 6.0, 8.0])
-    even = made.interval(slow / made.total([1.0, 2.0, 3.0, 4.0]))
+    boot = Resamples(range(4))
+    slow = boot.total([2.0, 4.0, 6.0, 8.0])
+    even = boot.interval(slow / boot.total([1.0, 2.0, 3.0, 4.0]))
     assert (even.value, even.low, even.high) == pytest.approx((2.0, 2.0, 2.0))
-    uneven = made.interval(slow / made.total([1.0, 2.0, 3.0, 8.0]))
+    uneven = boot.interval(slow / boot.total([1.0, 2.0, 3.0, 8.0]))
     assert uneven.value == pytest.approx(20 / 14) and uneven.low < uneven.value < uneven.high
 
 
-def test_what_holds_in_every_resample_holds_for_the_interval() -> None:
+def test_a_relation_in_every_resample_holds_for_the_interval() -> None:
     chance = np.random.default_rng(1)
     seconds = chance.uniform(1.0, 2.0, (15, 4))
-    made = Resamples(range(15))
-    rates = 1.0 / made.total(seconds)
+    boot = Resamples(range(15))
+    rates = 1.0 / boot.total(seconds)
     for at in range(4):
-        assert made.interval(rates[:, at] / rates.max(1)).high <= 1.0
-    same = made.interval(rates[:, 0] / rates[:, 0])
+        assert boot.interval(rates[:, at] / rates.max(1)).high <= 1.0
+    same = boot.interval(rates[:, 0] / rates[:, 0])
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
 
 
-def test_resamples_without_a_value_are_left_out_and_one_prompt_has_no_interval() -> None:
-    made = Resamples(["a", "b", "c"], replicates=500)
+def test_undefined_resamples_are_skipped_and_one_prompt_has_no_interval() -> None:
+    boot = Resamples(["a", "b", "c"], replicates=500)
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = made.total([1.0, 3.0, 0.0]) / made.total([1.0, 1.0, 0.0])
+        ratio = boot.total([1.0, 3.0, 0.0]) / boot.total([1.0, 1.0, 0.0])
     assert not np.isfinite(ratio).all()
-    found = made.interval(ratio)
+    found = boot.interval(ratio)
     assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
     alone = Resamples(["a", "a"], replicates=10)
     assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None)
 
 
-def test_a_ratio_without_an_interval_is_neither_above_nor_below_and_shows_none() -> None:
+def test_a_ratio_without_an_interval_is_neither_above_nor_below() -> None:
     for value in (0.5, 2.0):
         assert not Ratio(value).is_above and not Ratio(value).is_below
         assert Ratio(value).text(1) == f"{value:.1f}"
@@ -99,9 +99,9 @@ def test_a_batch_that_had_few_turns_has_no_interval() -> None:
         assert ratio.value == pytest.approx(2.0) and (ratio.low is not None) == is_given
 
 
-def test_how_often_each_sequence_is_drawn_adds_up_to_totals() -> None:
-    made, values = Resamples(["b", "a", "b"], seed=3, replicates=20), np.array([1.0, 2.0, 4.0])
-    assert np.allclose(made.counts() @ values, made.total(values)) and made.counts()[0].tolist() == [1.0, 1.0, 1.0]
+def test_counts_of_sequences_add_up_to_totals() -> None:
+    boot, values = Resamples(["b", "a", "b"], seed=3, replicates=20), np.array([1.0, 2.0, 4.0])
+    assert np.allclose(boot.counts() @ values, boot.total(values)) and boot.counts()[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def family(rng: np.random.Generator, clusters: int, policies: int) -> tuple[Resamples, LogRatios]:
@@ -132,7 +132,7 @@ def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
     assert np.log(ratio.high / ratio.low) == pytest.approx(2 * stats.t.ppf(0.975, 39) * error, rel=0.05)
 
 
-def test_samples_of_a_prompt_add_nothing_to_what_the_prompt_tells() -> None:
+def test_equal_samples_of_a_prompt_do_not_narrow_an_interval() -> None:
     rng = np.random.default_rng(0)
     seconds = np.stack([np.ones(20), 1.0 + rng.normal(0.0, 0.1, 20)], 1)
     once, eight = (Resamples(np.repeat(range(20), count).tolist()) for count in (1, 8))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import shlex
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from specstop.decode.benchmark import Ratio
-from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.measurements import Noise
-from specstop.policies.profile import Profile
 from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line
 from specstop.train.evaluate.statistics import Clusters, form_clusters
-from specstop.train.evaluate.verdict import answer, doubts, findings, remedy, verdict, why
+from specstop.train.evaluate.verdict import answer, doubts, findings, verdict, why
 from synthetic import synthetic_trace
 
 
@@ -48,8 +46,8 @@ def test_a_policy_is_deployed_only_if_its_interval_lies_above_1() -> None:
     assert alone is not None
     assert (alone.verdict, alone.use, alone.candidate) == (INCONCLUSIVE, "fixed:3", "quick")
     # The lower end is log(1.08 / .95) = .128 from the value, which is log(1.08) = .077 from 1: 40 (.128 / .077)^2 prompts.
-    assert alone.needed == pytest.approx(40 * (math.log(1.08 / 0.95) / math.log(1.08)) ** 2, abs=1)
-    assert f"{alone.needed} prompts" in alone.headline
+    needed = int(re.search(r"About (\d+) prompts", alone.headline)[1])  # type: ignore[index]
+    assert needed == pytest.approx(40 * (math.log(1.08 / 0.95) / math.log(1.08)) ** 2, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +63,10 @@ def test_a_policy_is_deployed_only_if_its_interval_lies_above_1() -> None:
     ],
 )
 def test_every_interval_has_a_verdict(ratio: Ratio, count: int, parts: dict[str, Ratio], expected: str) -> None:
-    result = answer(
-        [*FIXED, policy("x", "learned", 1.4, ratio, count, **parts)], "fixed:3", clusters(count), remedy="cmd"
-    )
+    result = answer([*FIXED, policy("x", "learned", 1.4, ratio, count, **parts)], "fixed:3", clusters(count))
     assert result is not None
     assert result.verdict == expected
     assert (result.use, result.deploy) == (("x", True) if expected == DEPLOY else ("fixed:3", False))
-    assert ("cmd" in result.headline) == (expected == NOISY)
 
 
 def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
@@ -86,11 +81,10 @@ def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
     ):
         lines = [*FIXED, replace(top, oracle_share=Ratio(share, share, share))]
         reasons = doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
-        result = answer(lines, "fixed:3", clusters(40), doubts=reasons, remedy="specstop profile --out p.json")
+        result = answer(lines, "fixed:3", clusters(40), doubts=reasons)
         assert result is not None
         assert (result.verdict == NOISY) == bool(word) and word in result.headline
         assert result.deploy != bool(word)
-        assert ("specstop profile --out p.json" in result.headline) == bool(word)
 
 
 def test_the_primary_policy_is_what_the_answer_is_about() -> None:
@@ -181,17 +175,3 @@ def test_findings_name_what_cannot_be() -> None:
     assert "this machine was busy" in found[0]
     assert "x is faster than the oracle bound" in found[1]
     assert found[2].startswith("x is above the achievable estimate beyond its interval (1.030 times")
-
-
-def test_the_remedy_is_a_command_for_the_rounds_of_the_trace() -> None:
-    arrays = synthetic_trace([[0] * 4], 3)
-    header = replace(
-        arrays.header, target="a b/target", draft="draft", facts={"drafter": "suffix", "dtype": "bfloat16"}
-    )
-    table = CostTable(8.0, (1e-3, 1e-3), 0.0, (1e-2,) * 4)
-    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0), {}, 0.7, {"engine": "vllm 0.32"}, verification="block")
-    words = shlex.split(remedy(header, profile))
-    assert words[:4] == ["specstop", "profile", "--target", "a b/target"]
-    for option in (["--drafter", "suffix"], ["--depth", "3"], ["--temperature", "0.7"], ["--verification", "block"]):
-        assert " ".join(option) in " ".join(words)
-    assert "--draft" not in words and "--overwrite" not in words and words[-4:-2] == ["--through", "vllm"]
