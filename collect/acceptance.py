@@ -80,6 +80,7 @@ class AcceptanceByDepth(Table):
     """
 
     def __init__(self, outcomes: DepthOutcomes) -> None:
+        self.basis = outcomes.basis
         survival = outcomes.survival.tolist()
         observed, accepted = outcomes.observed.sum(0).tolist(), outcomes.accepted.sum(0).tolist()
         super().__init__(

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError
-from ..options import (
-    PROMPTS,
-    RESULT,
-    ROUNDS,
-    Batches,
-    Json,
-    Overwrite,
-    Policies,
-    Quiet,
-    Seed,
-    Wide,
-    batch_sizes,
-    config_saved,
-    option,
-)
-from ..output import check_failures, output, print_json, progress_bars, table
+from .. import options
+from ..output import print_json, progress_bars, table, write
 
 if TYPE_CHECKING:
     from ...policies.contract import StopPolicy
@@ -35,46 +20,27 @@ if TYPE_CHECKING:
 TABLES = ("policies", "batch", "importance", "comparison")
 WIDE_TABLES = (*TABLES, "fixed", "acceptance")
 
-HeldOut = Annotated[list[Path], option(PROMPTS, "Trace folder of held-out prompts; repeatable for several places.")]
-Profiles = Annotated[list[Path], option(PROMPTS, "Latency profile; repeatable for several places.", "--profile")]
-Earlier = Annotated[list[Path], option(RESULT, "Earlier report to compare with. Without --traces: two reports.")]
-OptionalOut = Annotated[Path | None, option(RESULT, "Folder for the report. Default: it is only printed.")]
-TrainTraces = Annotated[
-    Path | None, option(PROMPTS, "Training traces to tune thresholds and rates on for this profile.")
-]
-SweepOption = Annotated[bool, option(ROUNDS, "Add from which cost of a draft step each policy pays.", "--sweep")]
-Achievable = Annotated[bool, option(ROUNDS, "Add what a policy with all features reaches (minutes).", "--achievable")]
-Arrivals = Annotated[
-    str | None,
-    option(ROUNDS, "With --batch: requests per second at random times, or a JSON file of times. Default: all at once."),
-]
-Cluster = Annotated[str, option(RESULT, "Unit of the intervals: prompt, or group if its prompts are similar.")]
-Primary = Annotated[
-    str, option(RESULT, "Policy chosen before this evaluation: its interval is not widened for the other policies.")
-]
-Overlap = Annotated[bool, option(PROMPTS, "Warn about training prompts instead of refusing them.", "--allow-overlap")]
-
 
 def evaluate(
     *,
-    traces: HeldOut = [],  # noqa: B006
-    profile: Profiles = [],  # noqa: B006
-    policy: Policies = [],  # noqa: B006
-    compare: Earlier = [],  # noqa: B006
-    out: OptionalOut = None,
-    train_traces: TrainTraces = None,
-    sweep: SweepOption = False,
-    achievable: Achievable = False,
-    batch: Batches = None,
-    arrivals: Arrivals = None,
-    cluster: Cluster = "prompt",
-    primary: Primary = "",
-    allow_overlap: Overlap = False,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    wide: Wide = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    traces: list[Path] | None = None,
+    profile: list[Path] | None = None,
+    policy: list[str] | None = None,
+    compare: list[Path] | None = None,
+    out: Path | None = None,
+    train_traces: Path | None = None,
+    sweep: bool = False,
+    achievable: bool = False,
+    batch: str | None = None,
+    arrivals: str | None = None,
+    cluster: str = "prompt",
+    primary: str = "",
+    allow_overlap: bool = False,
+    seed: int = 0,
+    overwrite: bool = False,
+    wide: bool = False,
+    json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Compute what each policy gains on held-out prompts, by exact replay with the latency of a machine.
 
@@ -82,44 +48,45 @@ def evaluate(
 
     Example: specstop evaluate --traces held-out --profile profile.json --policy policy --out report
     """
+    earlier = compare or []
     if not traces:
-        _print_comparison(compare, json, seed)
+        _compare(earlier, json, seed)
         return
     from ...policies.profile import Profile
 
-    sizes, times = batch_sizes(batch), _arrivals(arrivals, batch, seed)
-    profiles = [Profile.load(path) for path in profile]  # reports an invalid profile before torch is imported
-    if not profiles or len(compare) > 1:
+    sizes, times = options.batch_sizes(batch), _arrivals(arrivals, batch, seed)
+    profiles = [Profile.load(path) for path in profile or ()]  # reports an invalid profile before torch is imported
+    if not profiles or len(earlier) > 1:
         raise InputError("expected at least one --profile, and with --traces at most one --compare")
     is_table = len(traces) * len(profiles) > 1
     single = {"train-traces": train_traces, "sweep": sweep, "achievable": achievable, "batch": batch, "primary": primary,
-              "compare": compare}  # fmt: skip
+              "compare": earlier}  # fmt: skip
     if is_table and (name := next((name for name, value in single.items() if value), None)):
         raise InputError(
             f"--{name}: expected one --traces and one --profile; in several, policies are used as they are"
         )
     from ...policies.registry import load_policy
     from ...train.evaluate.evaluate import evaluate as run
-    from ...train.replay.traces.checking import load_traces
 
-    policies, saved = [load_policy(spec) for spec in policy], config_saved(out) if out else contextlib.nullcontext()
-    with progress_bars(quiet or json) as progress, saved:
-        options: dict[str, Any] = {"allow_overlap": allow_overlap, "seed": seed, "progress": progress}
+    policies = [load_policy(spec) for spec in policy or ()]
+    with progress_bars(quiet or json) as progress:
+        shared: dict[str, Any] = {"allow_overlap": allow_overlap, "seed": seed, "progress": progress}
         if is_table:
-            _evaluate_places(traces, profiles, policies, out, overwrite, json, options)
+            _evaluate_places(traces, profiles, policies, out, overwrite, json, shared)
             return
         report = run(
-            load_traces(traces[0]), profiles[0], policies, out=out, sweep=sweep, achievable=achievable, batch=sizes,
-            train_traces=load_traces(train_traces) if train_traces else None, compare=compare[0] if compare else None,
-            arrivals=times, cluster=cluster, primary=primary, overwrite=overwrite, **options,
+            traces[0], profiles[0], policies, out=out, sweep=sweep, achievable=achievable, batch=sizes, arrivals=times,
+            train_traces=train_traces, compare=earlier[0] if earlier else None, cluster=cluster, primary=primary,
+            overwrite=overwrite, **shared,
         )  # fmt: skip
     if json:
         print_json(report.to_dict())
     else:
         show_report(report, wide)
         if out is not None:
-            output().print(f"The page: {out / 'report.html'} (also report.md, report.json, report.csv)")
-    check_failures(report.failed)
+            write(f"The page: {out / 'report.html'} (also report.md, report.json, report.csv)")
+    if report.failed:
+        raise report.failed[0]
 
 
 def show_report(report: Report, wide: bool = False) -> None:
@@ -129,15 +96,15 @@ def show_report(report: Report, wide: bool = False) -> None:
 
     facts = report.facts
     sampled = sampling_text(facts["temperature"], facts["shaping"])
-    output().print(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
+    write(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
     for section in sections(report.to_dict()):
         if section.id in (WIDE_TABLES if wide else TABLES):
             _print_section(section, wide)
     for note in (*report.caveats, *report.findings):
-        output().print(f"Note: {note}")
+        write(f"Note: {note}")
     answer = report.answer
     for text in ["no policy was compared"] if answer is None else [answer.headline, answer.interval, *answer.why]:
-        output().print(text)
+        write(text)
 
 
 def _print_section(section: Section, wide: bool = False) -> None:
@@ -145,10 +112,10 @@ def _print_section(section: Section, wide: bool = False) -> None:
     end = None if wide else 4
     table(section.title, section.columns[:end], [[cell.text for cell in row[:end]] for row in section.cells], wide)
     if section.id in ("importance", "comparison", "batch"):
-        output().print(section.text)
+        write(section.text)
 
 
-def _print_comparison(paths: list[Path], json: bool, seed: int) -> None:
+def _compare(paths: list[Path], json: bool, seed: int) -> None:
     """Compare two finished reports."""
     if len(paths) != 2:
         raise InputError("--traces: expected traces, or two reports to compare (--compare BEFORE --compare AFTER)")
@@ -164,7 +131,7 @@ def _print_comparison(paths: list[Path], json: bool, seed: int) -> None:
 
 def _evaluate_places(
     traces: list[Path], profiles: list[Profile], policies: list[StopPolicy], out: Path | None, overwrite: bool,
-    json: bool, options: dict[str, Any],
+    json: bool, shared: dict[str, Any],
 ) -> None:  # fmt: skip
     """Evaluate every trace with every profile, write places.json and places.md, and print them."""
     from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
@@ -178,7 +145,7 @@ def _evaluate_places(
     if len(opened) < len(traces) or len(costs) < len(profiles):
         raise InputError("--traces, --profile: expected each trace and each profile once")
     places = {a + b: (trace, profile) for (a, trace), (b, profile) in itertools.product(opened.items(), costs.items())}
-    result = evaluate_places(policies, places, **options)
+    result = evaluate_places(policies, places, **shared)
     if out is not None:
         with staged_folder(out) as stage:
             write_json(stage / "places.json", result.to_dict())
@@ -189,7 +156,7 @@ def _evaluate_places(
     for place in result.places:
         table(place.title, COLUMNS, place.rows())
     for text in result.summary():
-        output().print(text)
+        write(text)
 
 
 def _arrivals(text: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
