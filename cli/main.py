@@ -13,8 +13,6 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,7 +21,7 @@ from typer.core import TyperCommand
 
 from ..policies.arguments import check_limits
 from ..policies.errors import InputError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
-from ..policies.files import check_separate, disk_text, is_text, uninterrupted
+from ..policies.files import disk_text, is_text, uninterrupted
 from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, save_config, with_options
 from .output import prints_on_stderr, say
 
@@ -31,10 +29,6 @@ COMMANDS = (
     "demo", "collect", "profile", "train", "evaluate", "decode", "bench", "deploy", "train-drafter", "import", "info",
     "policies",
 )  # fmt: skip
-
-_OUTPUTS = ("out", "checkpoints", "config")
-_MAYBE_PATHS = ("prompts", "target", "draft", "policy")
-"""Options that may name files, but are not of the type `Path`: hub names and built-in policies are valid too."""
 
 _KEYS = {"through": "--collector"} | {
     key.replace("_", "-"): f"{option} {key}"
@@ -53,7 +47,7 @@ class Command(TyperCommand):
         """Validate the options and run the command.
 
         Raises:
-            InputError: a number is out of range, a value is not text, or the output overlaps an input.
+            InputError: a number is out of range, or a value is not text.
         """
         running.set(ctx)
         _validate(ctx.params)
@@ -79,19 +73,6 @@ def _validate(values: dict[str, Any]) -> None:
     if (mode := values.get("verification", "auto")) not in VERIFICATIONS:
         names = ", ".join(VERIFICATIONS)
         raise InputError(f"--verification: expected one of {names}, not {mode!r}{close_match(mode, VERIFICATIONS)}")
-    paths = [path for name, value in values.items() if name not in _OUTPUTS for path in _paths(name, value)]
-    work, out = values.get("checkpoints"), values.get("out")
-    if work is not None:
-        check_separate(work, paths, "--checkpoints")
-    if out is not None:
-        check_separate(out, [*paths, work])
-
-
-def _paths(name: str, value: Any) -> Iterator[str | Path]:
-    """Yield the paths among the values of an option."""
-    for item in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(item, Path) or (name in _MAYBE_PATHS and isinstance(item, str)):
-            yield item
 
 
 app = typer.Typer(

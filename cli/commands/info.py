@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError
-from ..output import facts, plain, print_json, table, write
+from ..output import facts, print_json, table, write
 
 if TYPE_CHECKING:
     from ...collect import Trace
 
-MAX_ITEMS = 6
-"""Maximum number of items of a list that are printed."""
+MAX_GROUPS = 6
+"""Maximum number of groups of prompts that are printed."""
 
 
 def info(path: Path, check: bool = False, json: bool = False) -> None:
@@ -33,13 +32,24 @@ def show_artefact(path: Path, check: bool = False, json: bool = False) -> None:
 
         trace = check_trace(path) if check else load_trace(path)
         values = describe_trace(trace)
+    elif (path / "policy.json").is_file():
+        from ...policies.storage import load_policy_folder
+
+        values = load_policy_folder(path).describe()
+    elif (path / "drafter.json").is_file():
+        from ...decode.drafters.folder import load_drafter
+
+        values = load_drafter(path).describe()
+    elif (path / "config.json").is_file():
+        values = describe_model(path)
+    elif path.is_file():
+        from ...policies.profile import Profile
+
+        values = Profile.load(path).describe()
     else:
-        describe = next((describe for name, describe in _BY_FILE.items() if (path / name).is_file()), None)
-        if describe is None and not path.is_file():
-            raise InputError(
-                f"expected the folder of a trace, a policy, a drafter or a model, or a profile, but {path} is none of them"
-            )
-        values = (describe or describe_profile)(path)
+        raise InputError(
+            f"expected the folder of a trace, a policy, a drafter or a model, or a profile, but {path} is none of them"
+        )
     if json:
         print_json(values)
         return
@@ -101,7 +111,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "prompts with rows": columns.group_by(["prompt_id", "sample"]).aggregate([]).num_rows,
         "distinct prompt ids": len(columns["prompt_id"].unique()),
         "prompts from": header.facts.get("prompts from") or "not recorded",
-        "groups": f"{len(groups)}: {_items(groups)}",
+        "groups": f"{len(groups)}: {', '.join(map(str, groups[:MAX_GROUPS]))}{', ...' if len(groups) > MAX_GROUPS else ''}",
         "positions": len(complete),
         "cut": int((~complete).sum()),
         "accepted length, mean": mean if math.isfinite(mean) else None,
@@ -117,71 +127,6 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
             {name: None if value is None or not math.isfinite(value) else value for name, value in row.items()}
             for row in rows
         ],
-    }
-
-
-def _items(values: list[Any]) -> str:
-    return ", ".join(map(plain, values[:MAX_ITEMS])) + (", ..." if len(values) > MAX_ITEMS else "")
-
-
-def describe_policy(path: Path) -> dict[str, Any]:
-    """Return the facts of a policy folder."""
-    from ...policies.learned import shaping_text
-    from ...policies.storage import load_policy_folder
-
-    policy = load_policy_folder(path)
-    trained = policy.metadata
-    optional = {
-        "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()),
-        "batch sizes without a decision": policy.rule.undecided,
-    }
-    return {
-        "kind": "policy",
-        "name": policy.name,
-        "head": policy.head.kind,
-        "rule": policy.rule.kind,
-        "features": ", ".join(policy.features),
-        **{name: value for name, value in optional.items() if value},
-        "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
-        "first decision at depth": policy.first,
-        "max depth": policy.max_depth,
-        "weights": sum(array.size for array in policy.head.tensors().values()),
-        "temperature": trained.temperature,
-        "filter": shaping_text(trained.shaping),
-        "verification": trained.verification,
-        **{f"pair: {role}": value for role, value in trained.pair.items()},
-        "rho (tokens/s)": trained.rho,
-        **_provenance(trained),
-    }
-
-
-def _provenance(artefact: Any) -> dict[str, Any]:
-    """Return the provenance and the metrics of a trained artefact."""
-    provenance = {
-        f"provenance: {name}": _items(value) if isinstance(value, list) else plain(value)
-        for name, value in artefact.provenance.items()
-    }
-    return provenance | {name: value for name, value in artefact.metrics.items() if not isinstance(value, list)}
-
-
-def describe_drafter(path: Path) -> dict[str, Any]:
-    """Return the facts of the folder of a trained drafter."""
-    from ...decode.drafters.folder import load_drafter
-
-    trained = load_drafter(path)
-    network: Any = trained.network
-    shape, shares = dataclasses.asdict(network.shape), trained.metrics.get("acceptance")
-    return {
-        "kind": "drafter",
-        "name": f"{trained.kind}:{path}",
-        "network": trained.kind,
-        "depth": shape.pop("depth"),
-        "target": trained.target,
-        "hash": trained.identity,
-        "weights": sum(tensor.numel() for tensor in network.state_dict().values()),
-        **{name.replace("_", " "): size for name, size in shape.items() if size},
-        **{f"acceptance, depth {at}": share for at, share in enumerate(shares if isinstance(shares, list) else [], 1)},
-        **_provenance(trained),
     }
 
 
@@ -213,37 +158,3 @@ def describe_model(path: Path) -> dict[str, Any]:
         "end-of-text tokens": str(defaults.eos_token_id),
         **{name: shaping_text(part) for name, part in parts.items() if part or name == "sampling defaults"},
     }
-
-
-def describe_profile(path: Path) -> dict[str, Any]:
-    """Return the facts of a latency profile, with the costs of each batch size."""
-    from ...policies.profile import Profile
-
-    profile = Profile.load(path)
-    verdict = (
-        profile.noise.text if profile.noise else "unknown noise: the profile has no timings, or its costs were edited"
-    )
-    values: dict[str, Any] = {"kind": "profile", "verdict": verdict}
-    for side, costs in (("short", profile.low), ("long", profile.high)):
-        where = f"{side} context ({costs.context:.0f})"
-        values[f"{where}: draft step, ms"] = f"{costs.draft_s[0] * 1e3:.2f}"
-        values[f"{where}: verification of 0, 1, ... tokens, ms"] = " ".join(f"{s * 1e3:.2f}" for s in costs.verify_s)
-    if batch := profile.batch:
-        context = 0.5 * (batch.low.context + batch.high.context)
-        for size in batch.sizes:
-            tokens = batch.low.verify_s[size][-1][0]
-            alone, full = (profile.verify_s(size, sent, context) * 1e3 for sent in (size, tokens))
-            draft = profile.draft_s(size, context) * 1e3
-            values[f"batch of {size}, ms"] = (
-                f"plain {alone:.2f}, draft step {draft:.2f}, verification of {tokens} tokens {full:.2f}"
-            )
-    return {
-        **values,
-        "framework overhead, ms a round": profile.round_s * 1e3,
-        "framework overhead, ms a drafted token": profile.step_s * 1e3,
-        **{f"decision of {name}, us": profile.decision(name) * 1e6 for name in profile.decision_s},
-        **profile.facts,
-    }
-
-
-_BY_FILE = {"policy.json": describe_policy, "drafter.json": describe_drafter, "config.json": describe_model}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...policies.errors import InputError, PolicyError
+from ...policies.errors import InputError
 from .. import options
 from ..output import next_step, progress_bars, say
 from .info import show_artefact
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from ...policies.measurements import Measurements
     from ...policies.profile import Profile
 
-PROMPT_LIMIT, NEW_TOKENS = 32, 96
-"""Number of prompts, and new tokens of the texts in which decisions are timed."""
+PROMPT_LIMIT = 32
 
 
 def profile(
@@ -135,22 +134,9 @@ def _time_decisions(
             most=largest_batch(costs), **_engine_options(pair),
         )  # fmt: skip
     from ...decode.profile import loop_decisions
-    from ...decode.settings import Settings
-    from ...decode.topology import chain
-    from ...decode.verify.modes import check_mode, find_mode
-    from ...decode.verify.sampling import SamplingParams
+    from ...decode.profile.decisions import settings_of_profile
 
-    verification = costs.verification or "auto"
-    try:
-        for rule in rules if costs.verification else ():
-            check_mode(find_mode(verification, costs.temperature), rule, chain(costs.max_depth))
-    except PolicyError:  # a policy does not support the mode of the profile
-        verification = "auto"
-    settings = Settings(
-        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, verification=verification,
-        shaping=SamplingParams.from_dict(costs.shaping),
-    )  # fmt: skip
-    return loop_decisions(pair, rules, tokens, settings, costs)
+    return loop_decisions(pair, rules, tokens, settings_of_profile(costs, rules), costs)
 
 
 def _engine_options(pair: Pair) -> dict[str, Any]:
