@@ -34,7 +34,7 @@ SAMPLING_KEYS = (
 )  # fmt: skip
 _GRAMMARS = ("json_schema", "grammar")
 COLLECT_KEYS = (
-    "batch", "completions", "draws", "explore", "hidden", "memory", "mix", "off_text", "profile", "shards"
+    "batch", "completions", "draws", "explore", "hidden", "memory", "mix", "profile", "shards"
 )  # fmt: skip
 """Parameters of `specstop.collect` without an option of their own."""
 
@@ -110,7 +110,6 @@ _TEXTS: dict[str, dict[str, str]] = {
         "through": "vllm: measure rounds inside vLLM, which decodes the prompts (docs/vllm.md).",
         "drift": "If live acceptance leaves the band that a learned policy's calibration predicts: warn, fallback (use "
         "the best fixed length), or off.",
-        "sweep": "Add from which cost of a draft step each policy pays.",
         "achievable": "Add what a policy with all features reaches (minutes).",
         "arrivals": "With --batch: requests per second at random times, or a JSON file of times. Default: all at once.",
     },
@@ -133,7 +132,6 @@ _TEXTS: dict[str, dict[str, str]] = {
         "epochs": "Maximum epochs; training stops early.",
         "batch_size": "Texts in a training step.",
         "learning_rate": "Learning rate at its peak.",
-        "layout": "Of a policy: dynasd-soft, dynasd-hard, specdec, or auto: by the tensors' names.",
         "rejection_weight": "Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released "
         "head, 1 for none.",
         "to": "onnx: a file with the calibrated probabilities. hf: a folder for generate(custom_generate=...) that runs "
@@ -445,13 +443,12 @@ def with_options(name: str, command: Callable[..., None], config: bool) -> Calla
 
     def to_parameter(option: str, kind: Any, default: Any) -> inspect.Parameter:
         panel, text = OPTIONS.get(f"{name} {option}") or OPTIONS[option]
-        flag, more = _FLAGS.get(option, f"--{option.replace('_', '-')}"), {}
-        if option == "config":
-            more = {"callback": _load_config, "is_eager": True}
-        is_argument = panel == "Arguments"
-        info = (
-            typer.Argument(help=text) if is_argument else typer.Option(flag, help=text, rich_help_panel=panel, **more)
-        )
+        flag = _FLAGS.get(option, f"--{option.replace('_', '-')}")
+        info: Any = typer.Option(flag, help=text, rich_help_panel=panel)
+        if panel == "Arguments":
+            info = typer.Argument(help=text)
+        elif option == "config":
+            info = typer.Option(flag, help=text, rich_help_panel=panel, callback=_load_config, is_eager=True)
         default = inspect.Parameter.empty if default is MISSING else default
         return inspect.Parameter(
             option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]

@@ -76,19 +76,20 @@ def decode(
         batch=batch, on_text=write if streams else None,
     )  # fmt: skip
     tally = Tally(generations)
-    cut = sum(not grammar.matches(one.tokens, pair.eos) for grammar in shaping.processors for one in generations)
+    grammar: Any = next(iter(shaping.processors), None)
+    cut = 0 if grammar is None else sum(not grammar.matches(one.tokens, pair.eos) for one in generations)
     if cut:
         say(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")
     mode = describe(resolve_mode(verification, rule, settings.topology, sampling.temperature))
     if json:
         details: dict[str, Any] = {"verification": mode, "acceptance": tally.acceptance()}
-        details |= {"incomplete": cut} if shaping.processors else {}
+        details |= {} if grammar is None else {"incomplete": cut}
         print_json({**tally.summary(), **details, "texts": [one.text for one in generations]})
         return
     if streams:
         write(len(headings) - 1, "")  # the headings of texts without a token
     else:
-        results().write("\n\n".join(heading + one.text for heading, one in zip(headings, generations, strict=True)))
+        results().write("\n\n".join(f"{heading}{one.text}" for heading, one in zip(headings, generations, strict=True)))
     results().write("\n")
     if not quiet:
         failed = tally.failure and f"a fixed length instead of {rule.shown_name}, which FAILED ({tally.failure.text})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..options import running
 from ..output import print_json, progress_bars, quiet_libraries, results, table, write
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def demo(
     names = (Path("specstop-demo" if number == 1 else f"specstop-demo-{number}") for number in range(1, 1000))
     folder = out or next(name for name in names if not name.exists())
     prepare_output_dir(folder, overwrite=overwrite, inputs=[pair])
+    if context := running.get():
+        context.params["out"] = folder  # for run.yaml
     if pair is not None:
         check_pair(pair)
 

@@ -29,7 +29,6 @@ def evaluate(
     compare: list[Path] | None = None,
     out: Path | None = None,
     train_traces: Path | None = None,
-    sweep: bool = False,
     achievable: bool = False,
     batch: str | None = None,
     arrivals: str | None = None,
@@ -59,7 +58,7 @@ def evaluate(
     if not profiles or len(earlier) > 1:
         raise InputError("expected at least one --profile, and with --traces at most one --compare")
     is_table = len(traces) * len(profiles) > 1
-    single = {"train-traces": train_traces, "sweep": sweep, "achievable": achievable, "batch": batch, "primary": primary,
+    single = {"train-traces": train_traces, "achievable": achievable, "batch": batch, "primary": primary,
               "compare": earlier}  # fmt: skip
     if is_table and (name := next((name for name, value in single.items() if value), None)):
         raise InputError(
@@ -75,7 +74,7 @@ def evaluate(
             _evaluate_places(traces, profiles, policies, out, overwrite, json, shared)
             return
         report = run(
-            traces[0], profiles[0], policies, out=out, sweep=sweep, achievable=achievable, batch=sizes, arrivals=times,
+            traces[0], profiles[0], policies, out=out, achievable=achievable, batch=sizes, arrivals=times,
             train_traces=train_traces, compare=earlier[0] if earlier else None, cluster=cluster, primary=primary,
             overwrite=overwrite, **shared,
         )  # fmt: skip

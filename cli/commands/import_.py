@@ -18,7 +18,6 @@ def import_(
     target: str | None = None,
     draft: str | None = None,
     dtype: str = "float32",
-    layout: str = "auto",
     threshold: float | None = None,
     depth: int | None = None,
     rejection_weight: float = 1.0,
@@ -38,7 +37,7 @@ def import_(
         raise InputError("--draft: expected it with records only; weights have no draft model")
     elif target is not None:
         of_policy = {
-            "layout": layout != "auto", "threshold": threshold is not None, "depth": depth is not None,
+            "threshold": threshold is not None, "depth": depth is not None,
             "rejection-weight": rejection_weight != 1.0,
         }  # fmt: skip
         if name := next((name for name, is_set in of_policy.items() if is_set), None):
@@ -50,7 +49,7 @@ def import_(
         from ...train.released import import_weights
 
         import_weights(
-            source, out, layout=layout, threshold=threshold, depth=depth, rejection_weight=rejection_weight,
+            source, out, threshold=threshold, depth=depth, rejection_weight=rejection_weight,
             overwrite=overwrite,
         )  # fmt: skip
     show_artefact(out, json=json)

@@ -123,7 +123,7 @@ def test_the_next_command_times_the_rounds_of_the_trace(collect: list[object], h
     for number, (options, words) in enumerate({
         ("--depth", 2): "--verification block --depth 2",
         ("--tree", "2,1"): "--tree 2,1 --verification match --depth 2",
-        ("--collector", "live"): "--verification block --depth 2",
+        ("--collector", "live"): "--verification match --depth 2",
     }.items()):  # fmt: skip
         answer = cli(*collect, *sampled, *options, "--out", tmp_path / f"t{number}")
         assert answer.code == 0, answer.err

@@ -74,7 +74,7 @@ def place(
     for name, text in {
         "empty.jsonl": "\n \n", "broken.jsonl": '{"prompt": "w7"}\n\n{"prompt": "w8"\n', "half.jsonl": surrogate,
         "typo.yaml": "dpeth: 3\n", "list.yaml": "- 3\n", "noyaml.yaml": "a: [1\n", "other.yaml": "command: decode\n",
-        "profile.txt": "{}", "full/mine.txt": "mine", "few.json": "[1, 2]", "damaged/report.json": '{"kind": "report"}',
+        "profile.txt": "{}", "full/mine.txt": "mine\n", "few.json": "[1, 2]", "damaged/report.json": '{"kind": "report"}',
     }.items():  # fmt: skip
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(text)

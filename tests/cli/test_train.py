@@ -88,8 +88,9 @@ def test_a_released_head_is_imported_evaluated_and_decodes(home: Path, pair_fold
     assert json.loads((home / "q" / "policy.json").read_text())["rule"] == {"kind": "any", "threshold": 0.55}
     report = cli("evaluate", "--traces", "others", "--profile", "profile.json", "--policy", "p", "--json")
     assert "dynasd-hard" in report.out
-    decode = ["decode", "w6 w7 w8", *model_options(pair_folder), "--max-new-tokens", 9, "--policy"]
-    assert parsed(*decode, "p")["texts"] == parsed(*decode, "fixed:0")["texts"]
+    decode = ["decode", "w6 w7 w8", *model_options(pair_folder), "--max-new-tokens", 9, "--temperature", 1, "--policy"]
+    match = ("--verification", "match")
+    assert parsed(*decode, "p", *match)["texts"] == parsed(*decode, "fixed:0", *match)["texts"]
 
 
 def test_a_head_of_another_width_is_refused(home: Path, pair_folder: Path) -> None:
@@ -164,7 +165,9 @@ def test_a_drafter_is_trained_and_used_by_every_command(home: Path, pair_folder:
     assert texts["texts"] == parsed("decode", "w7 w8 w9", *target, *few, "--drafter", "suffix")["texts"]
     assert texts["drafted"] > 0
     bench = ("bench", *target, *few, *spec, "--prompts", "test.jsonl", "--policy", "fixed:2", "--json")
-    lines = json.loads(cli(*bench, "--tree", "2,2", "--temperature", 0.7).out)["lines"]
+    answer = cli(*bench, "--tree", "2,2", "--temperature", 0.7)
+    assert answer.code == 0, answer.err
+    lines = json.loads(answer.out)["lines"]
     assert [line["same_text"] for line in lines][:2] == [6, 6], "match"
     assert not any("assist" in line["name"] for line in lines)
     for side in ("train", "test"):
