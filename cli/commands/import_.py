@@ -41,10 +41,10 @@ def import_(
             "rejection-weight": rejection_weight != 1.0,
         }  # fmt: skip
         if name := next((name for name, is_set in of_policy.items() if is_set), None):
-            raise InputError(f"--{name}: expected it with a policy only; leave it out, or --target to import a policy")
+            raise InputError(f"--{name}: a drafter has none; leave it out, or --target to import a policy")
         _import_drafter(source, out, options.Models(target, drafter="lookup", dtype=dtype), overwrite)
     elif dtype != "float32":
-        raise InputError("--dtype: expected it with --target only, the target of Medusa's heads")
+        raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
     else:
         from ...train.released import import_weights
 
@@ -52,9 +52,10 @@ def import_(
             source, out, threshold=threshold, depth=depth, rejection_weight=rejection_weight,
             overwrite=overwrite,
         )  # fmt: skip
-    show_artefact(out, json=json)
-    if (out / "drafter.json").exists() and not json:
-        next_step("collect", *options.repeated("target", "dtype"), "--drafter", f"medusa:{out}")
+    values = show_artefact(out, json=json)
+    if values["kind"] == "drafter" and not json:
+        spec = ("--drafter", f"medusa:{out}", "--depth", values["depth"])
+        next_step("collect", *options.repeated("target", "dtype"), *spec)
 
 
 def _has_weights(source: Path) -> bool:

@@ -24,8 +24,8 @@ def info(path: Path, check: bool = False, json: bool = False) -> None:
     show_artefact(path, check, json)
 
 
-def show_artefact(path: Path, check: bool = False, json: bool = False) -> None:
-    """Print what a file or a folder holds; `check`: after reading all shards of a trace."""
+def show_artefact(path: Path, check: bool = False, json: bool = False) -> dict[str, Any]:
+    """Print and return what a file or a folder holds; `check`: after reading all shards of a trace."""
     trace = None
     if (path / "header.json").is_file():
         from ...collect import check_trace, load_trace
@@ -52,11 +52,11 @@ def show_artefact(path: Path, check: bool = False, json: bool = False) -> None:
         )
     if json:
         print_json(values)
-        return
-    values.pop("acceptance", None)
-    facts(str(path), values)
+        return values
+    facts(str(path), {name: value for name, value in values.items() if name != "acceptance"})
     if trace is not None:
         print_acceptance(trace)
+    return values
 
 
 def print_acceptance(trace: Trace) -> None:

@@ -1,4 +1,4 @@
-"""`specstop decode`: trees, modes, sampling, structured output, stop strings, standard input; `bench`; failed policies."""
+"""`specstop decode`: trees, modes, sampling, structured output, standard input; `bench`; policies that fail."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ from typing import Any
 import pytest
 from byte_pair import PERSON, byte_pair, is_person
 from commands import cli, loading_once, model_options, parsed, refused
-from conftest import VOCABULARY
 from specstop.collect.store import Trace, load_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.decode.run import decode
-from specstop.decode.settings import Settings
 from specstop.decode.verify.modes import MODES
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.profile import Profile
-from specstop.policies.registry import load_policy
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 PROMPTS = ["w7 w8 w9 w7", "w20 w33 w9"]
 HOT = ("--temperature", 1.5, "--verification", "match")
@@ -89,13 +82,6 @@ def test_every_mode_is_named_with_its_label(models: list[str], expected: dict[fl
 def test_the_mode_follows_the_tree_unless_one_is_named(models: list[str]) -> None:
     for options, mode in ((("--tree", "3,2"), "match"), ((), "block"), (("--temperature", 0), "match")):
         assert decoded(models, "--temperature", 0.7, *options)["verification"] == f"{mode} (lossless)"
-
-
-@pytest.mark.parametrize("tree", [[], ["--tree", "3,2"]])
-def test_lookup_needs_no_draft_model(models: list[str], expected: dict[float, list[str]], tree: list[str]) -> None:
-    target = [*models[:2], *models[4:], "--drafter", "lookup:1"]
-    assert decoded(target, *tree)["texts"] == expected[0.0]
-    assert decoded(target, *tree, prompts=[" ".join([*PROMPTS * 3])])["drafted"] > 0
 
 
 @pytest.mark.parametrize(
@@ -163,36 +149,6 @@ def test_structured_output(tmp_path: Path) -> None:
         for file in (tmp_path / name).glob("token*"):
             file.unlink()
     assert "tokenizer" in refused("decode", *models, "a", "--sampling", schema, "--device-map", "cpu")
-
-
-@pytest.fixture(scope="module")
-def spelling(plain_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The pair with a tokenizer of letters, which can be searched for strings."""
-    folder = tmp_path_factory.mktemp("spelling")
-    words = {chr(ord("A") + i) if i != 16 else "</s>": i for i in range(VOCABULARY - 10)}
-    pairs = zip("abcdefghij", "klmnopqrst", strict=True)
-    words |= {first + second: VOCABULARY - 10 + i for i, (first, second) in enumerate(pairs)}
-    letters = {letter: i for i, letter in enumerate("abcdef")}
-    vocabulary = {**{w: i for w, i in words.items() if i >= 6}, **letters}
-    inner = Tokenizer(BPE(vocabulary, [], unk_token="a"))
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="a")
-    for name, model in (("target", plain_pair.target), ("draft", plain_pair.draft)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return model_options(folder, "--dtype", "float64", "--max-new-tokens", "20")
-
-
-def test_a_stop_string_ends_the_text(spelling: list[str]) -> None:
-    prompts = ["fad", "be", "cab"]
-    whole = decoded(spelling, prompts=prompts)["texts"]
-    stop = next(text for text in whole if len(text) > 9)[4:7]
-    for tree in ([], ["--tree", "3,2"]):
-        texts = decoded(spelling, "--stop", stop, "--stop", "never", *tree, prompts=prompts)["texts"]
-        assert texts != whole
-        for text, long in zip(texts, whole, strict=True):
-            assert long.startswith(text) and (stop in text) == (stop in long)
-            assert stop not in text[: -len(stop) - 1], "cut at the first"
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -370,16 +326,6 @@ def test_no_trace_and_no_price_is_recorded_under_its_name(models: list[str], tmp
         "profile", *common, "--policy", "raiser", "--repeats", 1, "--out", tmp_path / "x.json"
     )
     assert not (tmp_path / "x.json").exists()
-
-
-def test_a_text_knows_that_the_policy_failed(pair: Pair, module: Path) -> None:
-    policy = load_policy("raiser?after=20")
-    file, line = place_of(module, "keep")
-    with pytest.warns(UserWarning, match=f"raiser failed .*{module.name}:{line}"):
-        texts = decode(pair, ["w7 w8", "w9 w20 w8", "w7"], policy, settings=Settings(0.0, 16, 4))
-    failures = [text.failure for text in texts]
-    assert failures[0] is None and failures[-1] is not None
-    assert (failures[-1].policy, failures[-1].file, failures[-1].line) == ("raiser", file, line)
 
 
 @pytest.mark.usefixtures("module")
