@@ -96,7 +96,8 @@ def _load(models: options.Models, library: bool, progress: Progress) -> tuple[Pa
     pair = models.open(progress)
     if not library or pair.engines == ("plain", "plain"):
         return pair, pair if library else None
-    return pair, replace(models, drafter="model").open(engine="plain")
+    drafter = "lookup" if models.target is not None and models.draft is None else "model"  # lookup loads no draft model
+    return pair, replace(models, drafter=drafter).open(engine="plain")
 
 
 def show(lines: list[BenchLine], title: str, wide: bool = False) -> None:

@@ -25,9 +25,7 @@ from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.prompts import Prompt
 from specstop.collect.store import Trace, load_trace, shard_path
 from specstop.decode.models.pair import Pair
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.train.replay.rounds import ROUND_COLUMNS
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.policies.fixed import FixedLength
 from transformers import AutoTokenizer
 
 COUNT = 24
@@ -316,23 +314,6 @@ def test_long_prompts_are_left_out_and_counted(collect: list[object], pair: Pair
 # Traces in which not every depth was observed
 
 SETTINGS = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
-
-
-def test_a_run_that_explored_shows_the_acceptance_of_dense_traces(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    """At the anchors where it explored."""
-    policy = Confidence(0.6, DEPTH)
-    trace = collect_trace(pair, prompts, tmp_path / "live", collector="live", policy=policy, explore=0.4, **SETTINGS)
-    arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
-    dense = trace_arrays(collect_trace(pair, prompts, tmp_path / "dense", **SETTINGS))
-    rows = (arrays.extra["explored"] & ~arrays.cut).numpy()
-    anchors = dense.find(arrays.owner.numpy()[rows], arrays.every_anchor.numpy()[rows])
-    expected = [float((dense.accepted.numpy()[anchors] >= k).mean()) for k in range(1, DEPTH + 1)]
-    facts = parsed("info", trace.folder)
-    assert [row["accepted"] for row in facts["acceptance"]] == pytest.approx(expected, abs=1e-3)
-    assert facts["accepted length, mean"] == pytest.approx(sum(expected))
-    assert "explored" in facts["note on acceptance"] and "explored" in cli("info", trace.folder).out
 
 
 def test_depths_that_a_run_never_drafted_have_no_value(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
