@@ -41,8 +41,9 @@ COLLECT_KEYS = (
 VERIFICATIONS = ("auto", "match", "rejection", "rejection_replace", "block", "point", "typical")
 """Verification modes, as `decode.verify.modes` has them; importing that module imports torch."""
 
-ONE_THREAD_WEIGHTS = 20_000_000
-"""Size of a target below which threads cost more than they save: beside a busy process, 6 prompts took 90 s instead of 8."""
+ONE_THREAD_BYTES = 80_000_000
+"""Size of a target on a CPU below which one thread is used: two that wait for each other beside a busy process took 90 s for
+6 prompts, one took 8 s."""
 
 _POLICY = "Stop policy: fixed:4, confidence:0.4, a policy folder, or plugin?key=value"
 _PROFILE = "Latency profile of `specstop profile`"
@@ -293,15 +294,13 @@ class Models:
             kernels.load(progress)
         quiet_libraries()
         target, draft = self.names
+        files = Path(target).iterdir() if self.device == "cpu" and Path(target).is_dir() else ()
+        if 0 < sum(file.stat().st_size for file in files) < ONE_THREAD_BYTES:
+            torch.set_num_threads(1)
         pair = load_pair(
             target, draft if needed else None, device=self.device, dtype=self.dtype, engine=engine,
             device_map=self.device_map,
         )  # fmt: skip
-        if (
-            pair.device.type == "cpu"
-            and sum(weight.numel() for weight in pair.target.parameters()) < ONE_THREAD_WEIGHTS
-        ):
-            torch.set_num_threads(1)
         return with_drafter(pair, self.drafter)
 
 

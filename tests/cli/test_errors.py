@@ -207,7 +207,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("train", "--feature drawn_porb", "did you mean 'drawn_prob'?"),
     ("train", "--policy fixed:4", "--tune"),
     ("train", "--tune 2 --threshold 0.4", "--threshold"),
-    ("train", "--tune 2 --storage {full}/mine.txt", "not a journal of optuna"),
+    ("train", "--tune 2 --storage {new}/trials.log", "--storage"),
     ("train", "--tune 0", "--tune: expected"),
     ("train", "--nodes 4,x", "--nodes: expected numbers"),
     ("train", "--param C", "--param: expected key=value"),
