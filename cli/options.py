@@ -262,7 +262,7 @@ class Models:
         """Names of target and draft (None without a draft model), by default those of the shipped pair."""
         if self.target is not None:
             return self.target, self.draft
-        from ..train.demo.pair import shipped_pair
+        from ..train.shipped_pair import shipped_pair
 
         folder = shipped_pair()
         return str(folder / "target"), str(folder / "draft")

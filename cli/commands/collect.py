@@ -121,8 +121,7 @@ def _read_extra(items: list[str] | None) -> dict[str, Any]:
 
 def _stored_prompts(folder: Path, selection: Mapping[str, Any]) -> list[Prompt] | None:
     """Return the prompts that a run has stored, or None if there is no run, or they were selected by other options."""
-    from ...collect.prompt_files import is_stream
-    from ...collect.prompts import stored_prompts
+    from ...collect.prompts import is_stream, stored_prompts
     from ...collect.store import HEADER_FILE, read_header
 
     if (folder / HEADER_FILE).exists() and read_header(folder).facts.get("prompt options") == selection:

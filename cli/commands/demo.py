@@ -9,7 +9,7 @@ from ..options import running
 from ..output import print_json, progress_bars, quiet_libraries, results, table, write
 
 if TYPE_CHECKING:
-    from ...train.demo.demo import Demo
+    from ...train.demo import Demo
 
 
 def demo(
@@ -27,7 +27,7 @@ def demo(
     The same command continues an interrupted run. Example: specstop demo --quick
     """
     from ...policies.files import prepare_output_dir
-    from ...train.demo.pair import check_pair
+    from ...train.shipped_pair import check_pair
 
     names = (Path("specstop-demo" if number == 1 else f"specstop-demo-{number}") for number in range(1, 1000))
     folder = out or next(name for name in names if not name.exists())
@@ -45,7 +45,7 @@ def demo(
     with progress_bars(quiet or json) as progress:
         progress("import libraries", 0, 1)
         quiet_libraries()
-        from ...train.demo.demo import demo as run
+        from ...train.demo import demo as run
 
         progress("import libraries", 1, 1)
         result = run(
@@ -59,7 +59,7 @@ def demo(
 
 
 def _to_dict(result: Demo) -> dict[str, object]:
-    from ...train.demo.texts import explain
+    from ...train.demo import explain
 
     figures = ("measured", "predicted", "miss", "same_text")
     live = [
@@ -76,7 +76,7 @@ def _to_dict(result: Demo) -> dict[str, object]:
 
 def show(result: Demo) -> None:
     """Print the table, the verdict, the path of the report and the commands to run next."""
-    from ...train.demo.texts import explain
+    from ...train.demo import explain
 
     report, best = result.report, result.live[1]
     live = {line.name: line for line in result.live} | {"plain decoding": result.live[0], "best fixed": best}

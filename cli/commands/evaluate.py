@@ -135,7 +135,7 @@ def _evaluate_places(
     """Evaluate every trace with every profile, write places.json and places.md, and print them."""
     from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
     from ...train.evaluate.places import COLUMNS, evaluate_places
-    from ...train.replay.traces.checking import load_traces
+    from ...train.replay.checks import load_traces
 
     if out is not None:
         prepare_output_dir(out, overwrite=overwrite)
@@ -161,7 +161,7 @@ def _evaluate_places(
 def _arrivals(text: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
     """Return the function from the number of requests to their times of arrival."""
     from ...policies.files import read_json
-    from ...train.replay.arrivals import at_once, poisson, recorded
+    from ...train.replay.batch import at_once, poisson, recorded
 
     if text is None:
         return at_once

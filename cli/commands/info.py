@@ -76,8 +76,7 @@ def _share(value: float) -> str:
 def describe_trace(trace: Trace) -> dict[str, Any]:
     """Return the facts of a trace; `acceptance` has a row per depth."""
     from ...collect.acceptance import LENGTHS
-    from ...collect.checks import column_array
-    from ...collect.store import balance_text, hidden_text, replay_text
+    from ...collect.store import balance_text, column_array, hidden_text, replay_text
     from ...policies.learned import shaping_text
 
     header, rows = trace.header, trace.acceptance_by_depth()

@@ -22,8 +22,8 @@ from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
-from specstop.train.drafters.fit import _split, new_network, target_ends, train_drafter
-from specstop.train.drafters.proposals import acceptance, drafter_loss, positions, proposals
+from specstop.train.drafters.fit import _split, acceptance, new_network, target_ends, train_drafter
+from specstop.train.drafters.proposals import drafter_loss, positions, proposals
 from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
 
 DEPTH, NEW = 3, 16
