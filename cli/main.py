@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import importlib
 import keyword
 import os
@@ -10,8 +13,6 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,17 +21,14 @@ from typer.core import TyperCommand
 
 from ..policies.arguments import check_limits
 from ..policies.errors import InputError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
-from ..policies.files import check_separate, disk_text, is_text, uninterrupted
-from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, with_groups
-from .output import Interrupted, prints_on_stderr, say
+from ..policies.files import disk_text, is_text, uninterrupted
+from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, save_config, with_options
+from .output import prints_on_stderr, say
 
 COMMANDS = (
     "demo", "collect", "profile", "train", "evaluate", "decode", "bench", "deploy", "train-drafter", "import", "info",
     "policies",
 )  # fmt: skip
-
-_MAYBE_PATHS = ("prompts", "target", "draft", "policy", "add_policy")
-"""Options that may name files, but are not of the type `Path`: hub names and built-in policies are valid too."""
 
 _KEYS = {"through": "--collector"} | {
     key.replace("_", "-"): f"{option} {key}"
@@ -43,40 +41,38 @@ _KEY = re.compile(rf"--(no-)?({'|'.join(_KEYS)})(?![\w-])")
 
 
 class Command(TyperCommand):
-    """A command that validates its options before it imports large libraries."""
+    """A command that validates its options before it imports large libraries, and saves them in its result."""
 
     def invoke(self, ctx: Any) -> Any:
         """Validate the options and run the command.
 
         Raises:
-            InputError: a number is out of range, a value is not text, or the output overlaps an input.
+            InputError: a number is out of range, or a value is not text.
         """
         running.set(ctx)
-        for name, value in ctx.params.items():
-            if not is_text(value):
-                raise InputError(
-                    f"--{name.replace('_', '-')}: expected text in the encoding of this locale, not {value!a}"
-                )
-        check_limits(**{name: value for name, value in ctx.params.items() if not isinstance(value, str)})
-        if (mode := ctx.params.get("verification", "auto")) not in VERIFICATIONS:
-            names = ", ".join(VERIFICATIONS)
-            raise InputError(f"--verification: expected one of {names}, not {mode!r}{close_match(mode, VERIFICATIONS)}")
-        inputs = {name: value for name, value in ctx.params.items() if name not in ("out", "checkpoints", "config")}
-        paths = [path for name, value in inputs.items() for path in _paths(name, value)]
-        work, out = ctx.params.get("checkpoints"), ctx.params.get("out")
-        if work is not None:
-            check_separate(work, paths, "--checkpoints")
-        if out is not None:
-            check_separate(out, [*paths, work])
-        with prints_on_stderr():
-            return super().invoke(ctx)
+        _validate(ctx.params)
+        out = ctx.params.get("out")
+        saves = out is not None and not out.exists()
+        try:
+            with prints_on_stderr():
+                result = super().invoke(ctx)
+            saves = True
+        finally:
+            if saves:  # also after Ctrl-C and if a policy failed, if there is a result
+                save_config(ctx)
+        return result
 
 
-def _paths(name: str, value: Any) -> Iterator[str | Path]:
-    """Yield the paths among the values of an option."""
-    for item in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(item, Path) or (name in _MAYBE_PATHS and isinstance(item, str)):
-            yield item
+def _validate(values: dict[str, Any]) -> None:
+    """Raise `InputError` for values that can be refused without reading anything."""
+    for name, value in values.items():
+        if not is_text(value):
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"{option}: expected text in the encoding of this locale, not {value!a}")
+    check_limits(**{name: value for name, value in values.items() if not isinstance(value, str)})
+    if (mode := values.get("verification", "auto")) not in VERIFICATIONS:
+        names = ", ".join(VERIFICATIONS)
+        raise InputError(f"--verification: expected one of {names}, not {mode!r}{close_match(mode, VERIFICATIONS)}")
 
 
 app = typer.Typer(
@@ -106,7 +102,9 @@ def _root(
 for _name in COMMANDS:
     _function = _name.replace("-", "_") + "_" * keyword.iskeyword(_name)  # `import_`
     _module = importlib.import_module(f".commands.{_function}", __package__)
-    app.command(_name, cls=Command)(with_groups(getattr(_module, _function), config=_name not in ("info", "policies")))
+    app.command(_name, cls=Command)(
+        with_options(_name, getattr(_module, _function), config=_name not in ("info", "policies"))
+    )
 
 
 def run() -> NoReturn:
@@ -114,6 +112,9 @@ def run() -> NoReturn:
 
     Exit codes: 0; 1 if results differ or cannot be printed; 2 for errors that a user can correct; 130 after Ctrl-C.
     """
+    gc.set_threshold(
+        100_000, 20, 100
+    )  # collecting garbage during imports takes a tenth of the CPU time of a short `collect`
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -129,7 +130,9 @@ def run() -> NoReturn:
     except BaseException:
         if not interrupts:  # otherwise a library, such as lightning, has replaced the KeyboardInterrupt
             raise
-        code, line = 130, "interrupted"
+        code, line = 130, ""
+    if code == 130:
+        line = "interrupted" + _advice()
     if line:
         say(f"specstop: {' '.join(line.split())}")
     try:
@@ -138,6 +141,29 @@ def run() -> NoReturn:
     except OSError:  # a closed pipe or a full disk, which `_run` has reported; the interpreter would flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def main() -> NoReturn:
+    """Run the command line as a process of its own, and end it without tearing the interpreter down.
+
+    Freeing the modules of torch and transformers one by one takes a CPU second.
+    """
+    try:
+        run()
+    except SystemExit as end:
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)
+
+
+def _advice() -> str:
+    """Return how to continue the interrupted command."""
+    context = running.get()
+    values = context.params if context else {}
+    if "resume" not in values or values.get("checkpoints", "") is None:
+        return ""
+    return "; completed work is kept; continue with the same command and --resume"
 
 
 def _run() -> tuple[int, str]:
@@ -157,8 +183,6 @@ def _run() -> tuple[int, str]:
         code = app(prog_name="specstop", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except Interrupted as error:
-        return 130, str(error)
     except PolicyFailure as error:
         return 2, with_keys(error.text)
     except SpecstopError as error:
@@ -173,19 +197,12 @@ def _run() -> tuple[int, str]:
         causes = getattr(error.__cause__, "errors", None)  # of pydantic, whose messages do not contain the value
         value = f", not {str(causes()[0]['input'])[:40]!r}" if causes else ""
         return int(getattr(error, "exit_code", 2)), f"{error.format_message().rstrip('.')}{value}. Try --help."
-    if code == 130:  # typer converts a KeyboardInterrupt
-        return 130, "interrupted"
-    return (code if isinstance(code, int) else 0), ""
+    return (code if isinstance(code, int) else 0), ""  # 130 if typer has converted a KeyboardInterrupt
 
 
 def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: Any = None,
-    line: str | None = None,
-) -> None:
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+) -> None:  # fmt: skip
     """Replace `warnings.showwarning`: write a warning as one line."""
     say(f"warning: {with_keys(message.command_line) if isinstance(message, SpecstopWarning) else message}")
 

@@ -1,16 +1,18 @@
-"""The options of the commands, each defined once; groups of options that several commands share; `--config` and run.yaml."""
+"""The options of the commands: one table of their texts, the groups that several commands share, `--config` and run.yaml.
+
+A command is a function. Its signature has the types and defaults of its options, and `OPTIONS` has their texts.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -24,11 +26,7 @@ if TYPE_CHECKING:
     from ..collect.prompts import Prompt
     from ..decode.models.pair import Pair
     from ..decode.settings import Settings
-    from ..decode.verify.grammar import Grammar
     from ..decode.verify.sampling import SamplingParams
-
-PROMPTS, MODELS, ROUNDS, SAMPLING, RESULT = "Prompts", "Models", "Rounds", "Sampling", "Result and run"
-"""Panels of the help pages."""
 
 SAMPLING_KEYS = (
     "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram", "min_new_tokens", "model_defaults", "json_schema",
@@ -40,132 +38,158 @@ COLLECT_KEYS = (
 )  # fmt: skip
 """Parameters of `specstop.collect` without an option of their own."""
 
-VERIFICATIONS = {
-    **dict.fromkeys(("auto", "match", "rejection", "rejection_replace", "block", "point"), "lossless"), "typical": "LOSSY"
-}  # fmt: skip
+VERIFICATIONS = ("auto", "match", "rejection", "rejection_replace", "block", "point", "typical")
 """Verification modes, as `decode.verify.modes` has them; importing that module imports torch."""
 
-TREES = "children by depth (4,2,2,1), fork:4x5, medusa-63, ctc-released or parents:-1,-1,0"
+ONE_THREAD_BYTES = 80_000_000
+"""Size of a target on a CPU below which one thread is used: two that wait for each other beside a busy process took 90 s for
+6 prompts, one took 8 s."""
 
+_POLICY = "Stop policy: fixed:4, confidence:0.4, a policy folder, or plugin?key=value"
+_PROFILE = "Latency profile of `specstop profile`"
+_TRACE = "Trace folder of `specstop collect`"
 
-def option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    """Return a typer option in a panel of the help page."""
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+_TEXTS: dict[str, dict[str, str]] = {
+    "Arguments": {
+        "decode text": "Prompts. Default: standard input, or --prompts.",
+        "import source": "Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of vLLM: a .jsonl "
+        "file of responses.",
+        "info path": "Folder of a trace, a policy, a drafter or a model, or a profile.",
+    },
+    "Prompts": {
+        "prompts": 'A .jsonl, .csv or .parquet file with a column "prompt" (also "id", "group"), a .txt file with a '
+        "prompt per line, a folder with a data set, hf:org/name[:config], or - for standard input.",
+        "column": "Column with the prompt: text, turns, or chat messages.",
+        "limit": "Use only the first prompts, at most this number.",
+        "chat": "Apply the tokenizer's chat template to the prompts.",
+        "traces": f"{_TRACE}; repeatable, such as for several temperatures.",
+        "deploy traces": f"{_TRACE} with training prompts: dense chains.",
+        "evaluate traces": "Trace folder of held-out prompts; repeatable for several places.",
+        "train_traces": "Training traces to tune thresholds and rates on for this profile.",
+        "held_out": "Traces of other prompts to report on. Default: a quarter of the prompts of --traces.",
+        "mixed": "Trace of `collect --extra mix=...` that the head is fitted on instead.",
+        "allow_overlap": "Warn about training prompts instead of refusing them.",
+        "report_share": "Share of the prompts that is kept out of fitting and selection, for the held-out figures.",
+    },
+    "Models": {
+        "target": "Target model: a folder or a hub name. Default: the shipped pair.",
+        "import target": "Target of Medusa's heads, which become a drafter, or of records. Default: import a policy.",
+        "draft": "Draft model with the same tokenizer: a folder or a hub name.",
+        "drafter": "Source of the candidates: model (the draft model), lookup, suffix, medusa:PATH, hydra:PATH, ctc:PATH, "
+        "ctc-released:PATH, layer:PATH, a plugin, or two, such as suffix+model.",
+        "deploy drafter": "hf: the drafter, as in `specstop decode`. Default: that of --traces or of the training.",
+        "device": "Device of the models: cpu, cuda, cuda:1, ...",
+        "device_map": "Placement of the target's layers by accelerate: auto, a device, or a JSON object of devices by "
+        "module. The draft stays on --device.",
+        "dtype": "Number type: float32, bfloat16, float16 or float64. Quantized models keep theirs.",
+        "pair": "Folder of a pair with prompts (docs/benchmarks.md). Default: the shipped pair.",
+    },
+    "Rounds": {
+        "policy": f"{_POLICY}; repeatable.",
+        "collect policy": "Policy of live rounds. Default: draft to the full depth.",
+        "decode policy": f"{_POLICY}.",
+        "deploy policy": "Policy folder, or hub:owner/name. Of an engine's table: reports its loss.",
+        "profile": "Latency profile: chains are extended to a cheaper size, and policies know the costs of a round.",
+        "deploy profile": f"{_PROFILE}. Tables have the batch sizes that it measured.",
+        "evaluate profile": f"{_PROFILE}; repeatable for several places.",
+        "train profile": f"{_PROFILE}.",
+        "profile profile": "Existing profile: only the decisions of --policy are timed and added to it.",
+        "depth": "Draft length of the recorded or timed rounds; policies trained on them stop there.",
+        "import depth": "Deepest draft. Default: 5 (DynaSD), 20 (SpecDec++).",
+        "train-drafter depth": "Number of tokens that it learns to propose.",
+        "tree": "Draft trees: children by depth (4,2,2,1), fork:4x5, medusa-63, ctc-released or parents:-1,-1,0. Default: "
+        "the policy's tree, or a chain.",
+        "verification": "auto (the fastest lossless mode), match, rejection, rejection_replace, block (chains) or point: "
+        "lossless. typical: LOSSY, it changes the output distribution.",
+        "batch": "Number of texts decoded side by side; when one ends, the next begins.",
+        "evaluate batch": "Batch sizes to include, such as 1,2,4,8.",
+        "profile batch": "Batch sizes to include, such as 1,2,4,8.",
+        "library": "Measure transformers' `generate` and its assisted settings too.",
+        "collector": "dense: draft from every position of the target's text. live: record the rounds of the decoding "
+        "loop, with timings. vllm: record rounds inside vLLM (docs/engines.md).",
+        "through": "vllm: measure rounds inside vLLM, which decodes the prompts (docs/engines.md).",
+        "drift": "If live acceptance leaves the band that a learned policy's calibration predicts: warn, fallback (use "
+        "the best fixed length), or off.",
+        "achievable": "Add what a policy with all features reaches (minutes).",
+        "arrivals": "With --batch: requests per second at random times, or a JSON file of times. Default: all at once.",
+    },
+    "Policy": {
+        "head": "Head to fit: logistic, tokens, mlp, xgboost, ...; with --tune several, separated by commas. Default: "
+        "logistic, or with --tune these four.",
+        "rule": "derived (from costs), survival, step, any, batch, or gain for trees; with --tune several, separated by "
+        "commas. Default: the head's.",
+        "threshold": "Threshold of the rules survival, step and any. Default: the one that replays fastest.",
+        "import threshold": "Threshold of the published rule. Default: 0.4 (DynaSD), 0.3 (SpecDec++, h = 0.7).",
+        "feature": "Feature that the head reads; repeatable. Default: a few.",
+        "hidden": "Hidden state that the head reads; repeatable.",
+        "host": "vllm: a policy that reads only what that engine has.",
+        "param": "Hyper-parameter of the head as key=value, such as epochs=20; repeatable.",
+        "trainer": "Argument of lightning's Trainer as key=value, such as accelerator=gpu; repeatable.",
+        "nodes": "With --rule gain: sizes of smaller trees to try, such as 63,24,8; the fastest one is kept.",
+        "tune": "Try that many heads, hyper-parameters and rules by replay, and train the best.",
+        "storage": "With --tune: journal file of optuna; a search continues from its trials.",
+        "kind": "medusa, hydra (heads), ctc, or layer (one autoregressive transformer layer).",
+        "epochs": "Maximum epochs; training stops early.",
+        "batch_size": "Texts in a training step.",
+        "learning_rate": "Learning rate at its peak.",
+        "rejection_weight": "Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released "
+        "head, 1 for none.",
+        "to": "onnx: a file with the calibrated probabilities. hf: a folder for generate(custom_generate=...) that runs "
+        "the exact policy. vllm: the policy as a class that drafts there. vllm, sglang, trtllm: draft lengths by batch "
+        "size. llama.cpp: draft length and p_min. These four need --traces and --profile.",
+    },
+    "Sampling": {
+        "temperature": "Sampling temperature; 0 = greedy.",
+        "train-drafter temperature": "Sampling temperature of half of the target's texts; the other half is greedy.",
+        "sampling": "Sampling parameter as key=value, such as top_p=0.9; repeatable. Keys: top_k, top_p, min_p, "
+        "repetition_penalty, no_repeat_ngram, min_new_tokens, model_defaults (false ignores the target's "
+        "generation_config), json_schema (a file), grammar (a file, EBNF of llama.cpp or Lark).",
+        "stop": "End a text after this string; repeatable.",
+        "max_new_tokens": "Maximum length of a text in new tokens.",
+        "seed": "Seed of all random numbers of the command.",
+    },
+    "Result and run": {
+        "out": "Folder or file for the result.",
+        "demo out": "Folder for the results. Default: specstop-demo, with a number if it exists.",
+        "evaluate out": "Folder for the report. Default: it is only printed.",
+        "profile out": "JSON file for the profile. Default: replace --profile.",
+        "extra": "Another parameter of the Python function `specstop.collect` as key=value; repeatable. Keys: "
+        f"{', '.join(COLLECT_KEYS)}.",
+        "quick": "Fewer prompts and policies: less than a minute.",
+        "budget": "Maximum seconds. A quiet machine needs a fraction of them.",
+        "repeats": "Exact number of repetitions. Default: as the noise and --budget require.",
+        "checkpoints": "Folder that keeps the recorded texts and the checkpoints; an interrupted run continues from it.",
+        "compare": "Earlier report to compare with. Without --traces: two reports.",
+        "cluster": "Unit of the intervals: prompt, or group if its prompts are similar.",
+        "primary": "Policy chosen before this evaluation: its interval is not widened for the other policies.",
+        "check": "Read everything: all shards of a trace must exist and match their checksums.",
+        "drafters": "List drafters instead of policies.",
+        "resume": "Continue an interrupted run.",
+        "overwrite": "Replace an existing result.",
+        "wide": "Print all columns of the tables.",
+        "json": "Print one line of JSON instead of tables.",
+        "quiet": "Print no progress.",
+        "config": "Read options from a YAML file, such as the run.yaml of a result.",
+    },
+}
+"""Help texts by panel and parameter; `command parameter` if a command has another text than the others."""
 
+OPTIONS = {name: (panel, text) for panel, texts in _TEXTS.items() for name, text in texts.items()}
+_FLAGS = {"host": "--for", "library": "--library/--no-library"}
+"""Flags that are not the names of their parameters."""
 
-Target = Annotated[str | None, option(MODELS, "Target model: a folder or a hub name. Default: the shipped pair.")]
-Device = Annotated[str, option(MODELS, "Device of the models: cpu, cuda, cuda:1, ...")]
-DeviceMap = Annotated[
-    str | None,
-    option(MODELS, "Placement of the target's layers by accelerate: auto, a device, or a JSON object of devices by "
-           "module. The draft stays on --device."),
-]  # fmt: skip
-Dtype = Annotated[
-    str, option(MODELS, "Number type: float32, bfloat16, float16 or float64. Quantized models keep theirs.")
-]
-PromptFile = Annotated[
-    str | None,
-    option(PROMPTS, 'A .jsonl, .csv or .parquet file with a column "prompt" (also "id", "group"), a .txt file with a '
-           "prompt per line, a folder with a data set, hf:org/name[:config], or - for standard input.", "--prompts"),
-]  # fmt: skip
-Column = Annotated[str | None, option(PROMPTS, "Column with the prompt: text, turns, or chat messages.")]
-Limit = Annotated[int | None, option(PROMPTS, "Use only the first prompts, at most this number.")]
-Chat = Annotated[bool, option(PROMPTS, "Apply the tokenizer's chat template to the prompts.", "--chat")]
-Traces = Annotated[Path, option(RESULT, "Trace folder of `specstop collect`.")]
-ProfileFile = Annotated[Path, option(RESULT, "Latency profile of `specstop profile`.", "--profile")]
-LiveProfile = Annotated[
-    Path | None,
-    option(ROUNDS, "Latency profile: chains are extended to a cheaper size, and policies know the costs of a round.",
-           "--profile"),
-]  # fmt: skip
-Policy = Annotated[str, option(ROUNDS, "Stop policy: fixed:4, confidence:0.4, a policy folder, or plugin?key=value.")]
-Policies = Annotated[
-    list[str],
-    option(
-        ROUNDS, "Stop policy: fixed:4, confidence:0.4, a policy folder, or plugin?key=value; repeatable.", "--policy"
-    ),
-]
-Depth = Annotated[
-    int, option(ROUNDS, "Draft length of the recorded or timed rounds; policies trained on them stop there.")
-]
-Tree = Annotated[str | None, option(ROUNDS, f"Draft trees: {TREES}. Default: the policy's tree, or a chain.")]
-Verification = Annotated[
-    str,
-    option(ROUNDS, "auto (the fastest lossless mode), match, rejection, rejection_replace, block (chains) or point: "
-           "lossless. typical: LOSSY, it changes the output distribution."),
-]  # fmt: skip
-Batch = Annotated[int, option(ROUNDS, "Number of texts decoded side by side; when one ends, the next begins.")]
-Batches = Annotated[str | None, option(ROUNDS, "Batch sizes to include, such as 1,2,4,8.", "--batch")]
-Temperature = Annotated[float, option(SAMPLING, "Sampling temperature; 0 = greedy.")]
-MaxNewTokens = Annotated[int, option(SAMPLING, "Maximum length of a text in new tokens.")]
-Seed = Annotated[int, option(SAMPLING, "Seed of all random numbers of the command.")]
-Out = Annotated[Path, option(RESULT, "Folder or file for the result.")]
-Resume = Annotated[bool, option(RESULT, "Continue an interrupted run.", "--resume")]
-Overwrite = Annotated[bool, option(RESULT, "Replace an existing result.", "--overwrite")]
-Json = Annotated[bool, option(RESULT, "Print one line of JSON instead of tables.", "--json")]
-Wide = Annotated[bool, option(RESULT, "Print all columns of the tables.", "--wide")]
-Quiet = Annotated[bool, option(RESULT, "Print no progress.", "--quiet")]
-
-
-# Options of one command
-
-Library = Annotated[bool, option(ROUNDS, "Measure transformers' `generate` and its assisted settings too.")]
-Collector = Annotated[
-    str,
-    option(ROUNDS, "dense: draft from every position of the target's text. live: record the rounds of the decoding loop, "
-           "with timings. vllm: record rounds inside vLLM (docs/vllm.md)."),
-]  # fmt: skip
-LivePolicy = Annotated[
-    str | None, option(ROUNDS, "Policy of live rounds. Default: draft to the full depth.", "--policy")
-]
-Extra = Annotated[
-    list[str] | None,
-    option(RESULT, "Another parameter of the Python function `specstop.collect` as key=value; repeatable. Keys: "
-           f"{', '.join(COLLECT_KEYS)}."),
-]  # fmt: skip
-Drift = Annotated[
-    str,
-    option(ROUNDS, "If live acceptance leaves the band that a learned policy's calibration predicts: warn, fallback (use "
-           "the best fixed length), or off."),
-]  # fmt: skip
-Stop = Annotated[list[str], option(SAMPLING, "End a text after this string; repeatable.")]
-DemoFolder = Annotated[
-    Path | None, option(RESULT, "Folder for the results. Default: specstop-demo, with a number if it exists.", "--out")
-]
-PairFolder = Annotated[
-    Path | None,
-    option(MODELS, "Folder of a pair with prompts (benchmarks/make_pair.py). Default: the shipped pair.", "--pair"),
-]
-Quick = Annotated[bool, option(RESULT, "Fewer prompts and policies: less than a minute.", "--quick")]
-ProfileOut = Annotated[Path | None, option(RESULT, "JSON file for the profile. Default: replace --profile.", "--out")]
-BaseProfile = Annotated[
-    Path | None,
-    option(ROUNDS, "Existing profile: only the decisions of --policy are timed and added to it.", "--profile"),
-]
-Through = Annotated[
-    str | None, option(ROUNDS, "vllm: measure rounds inside vLLM, which decodes the prompts (docs/vllm.md).")
-]
-Budget = Annotated[float, option(RESULT, "Maximum seconds. A quiet machine needs a fraction of them.")]
-Repeats = Annotated[
-    int | None, option(RESULT, "Exact number of repetitions. Default: as the noise and --budget require.")
-]
-Check = Annotated[
-    bool, option(RESULT, "Read everything: all shards of a trace must exist and match their checksums.", "--check")
-]
-Drafters = Annotated[bool, option(RESULT, "List drafters instead of policies.", "--drafters")]
-
-
-# Groups of options
+running: ContextVar[typer.Context | None] = ContextVar("running", default=None)
+"""The command that is running."""
 
 
 @dataclass(frozen=True)
 class PromptSource:
     """The prompts of a command. The fields are options."""
 
-    prompts: PromptFile = None
-    column: Column = None
-    limit: Limit = None
-    chat: Chat = False
+    prompts: str | None = None
+    column: str | None = None
+    limit: int | None = None
+    chat: bool = False
 
     def read(
         self, models: Models, side: str = "train", limit: int | None = None, completions: str | None = None
@@ -187,9 +211,8 @@ class PromptSource:
                 "--prompts: expected a JSON Lines file or another source; only the shipped pair has prompts"
             )
         from ..collect.prompts import read_prompts
-        from ..train.shipped_pair import shipped_pair
 
-        source = self.prompts or shipped_pair() / f"prompts-{side}.jsonl"
+        source = self.prompts or Path(models.names[0]).parent / f"prompts-{side}.jsonl"
         return read_prompts(source, self.limit or limit, column=self.column, completion=completions)
 
     def encode(
@@ -210,32 +233,20 @@ class PromptSource:
         """Return the source for the data card. Of a path it has only the name."""
         source = self.prompts or "the shipped pair"
         parts = [source if source.startswith("hf:") else Path(source).name]
-        parts += [f"column {self.column}"] if self.column else []
-        parts += [f"limit {self.limit}"] if self.limit else []
+        parts += [f"{name} {value}" for name, value in (("column", self.column), ("limit", self.limit)) if value]
         return ", ".join([*parts, *(["chat template"] if self.chat else [])])
-
-
-class ModelPaths(NamedTuple):
-    """Names of target and draft (None without a draft model)."""
-
-    target: str
-    draft: str | None
 
 
 @dataclass(frozen=True)
 class Models:
     """The models of a command. The fields are options."""
 
-    target: Target = None
-    draft: Annotated[str | None, option(MODELS, "Draft model with the same tokenizer: a folder or a hub name.")] = None
-    drafter: Annotated[
-        str,
-        option(MODELS, "Source of the candidates: model (the draft model), lookup, suffix, medusa:PATH, hydra:PATH, "
-               "ctc:PATH, ctc-released:PATH, layer:PATH, a plugin, or two, such as suffix+model."),
-    ] = "model"  # fmt: skip
-    device: Device = "cpu"
-    device_map: DeviceMap = None
-    dtype: Dtype = "float32"
+    target: str | None = None
+    draft: str | None = None
+    drafter: str = "model"
+    device: str = "cpu"
+    device_map: str | None = None
+    dtype: str = "float32"
 
     def check_names(self) -> None:
         """Raise `InputError` if the draft model is missing, without importing torch."""
@@ -245,62 +256,65 @@ class Models:
                 "(--drafter suffix, medusa:PATH, ...)"
             )
 
-    def find(self, progress: Progress | None = None) -> ModelPaths:
-        """Return the names of the models, by default those of the shipped pair.
+    @functools.cached_property
+    def names(self) -> tuple[str, str | None]:
+        """Names of target and draft (None without a draft model), by default those of the shipped pair."""
+        if self.target is not None:
+            return self.target, self.draft
+        from ..train.shipped_pair import shipped_pair
+
+        folder = shipped_pair()
+        return str(folder / "target"), str(folder / "draft")
+
+    def open(self, progress: Progress | None = None, engine: str = "auto") -> Pair:
+        """Load the target and the draft model or drafter.
 
         Args:
-            progress: if given, all kernels are compiled now instead of on first use, when rounds may be timed.
+            progress: if there is one, all kernels are compiled now instead of on first use, when rounds may be timed.
+            engine: see `load_pair`.
 
         Raises:
             InputError: the drafter is unknown, or it requires another combination of models.
         """
-        from ..decode.drafters.spec import check_drafter, needs_draft
-        from ..train.shipped_pair import shipped_pair
+        import torch
+
+        from ..decode.drafters.spec import check_drafter, needs_draft, with_drafter
+        from ..decode.models.pair import load_pair
+        from ..policies import kernels
 
         check_drafter(self.drafter)
         self.check_names()
-        if self.target is not None and needs_draft(self.drafter) != (self.draft is not None):
-            if self.draft is None:
-                raise InputError(f"--draft: expected a draft model, which the drafter {self.drafter} requires")
+        needed = needs_draft(self.drafter)
+        if self.target is not None and needed and self.draft is None:
+            raise InputError(f"--draft: expected a draft model, which the drafter {self.drafter} requires")
+        if self.target is not None and not needed and self.draft is not None:
             raise InputError(f"--draft: the drafter {self.drafter} uses no draft model; leave --draft out")
         if progress is not None:
-            from ..policies import kernels
-
             kernels.load(progress)
-        if self.target is not None:
-            return ModelPaths(self.target, self.draft)
-        folder = shipped_pair()
-        return ModelPaths(str(folder / "target"), str(folder / "draft"))
-
-    def open(self, paths: ModelPaths, engine: str = "auto") -> Pair:
-        """Load the target and the draft model or drafter."""
-        from ..decode.drafters.spec import needs_draft, with_drafter
-        from ..decode.models.pair import load_pair
-
         quiet_libraries()
-        draft = paths.draft if needs_draft(self.drafter) else None
+        target, draft = self.names
+        files = Path(target).iterdir() if self.device == "cpu" and Path(target).is_dir() else ()
+        if 0 < sum(file.stat().st_size for file in files) < ONE_THREAD_BYTES:
+            torch.set_num_threads(1)
         pair = load_pair(
-            paths.target, draft, device=self.device, dtype=self.dtype, engine=engine, device_map=self.device_map
-        )
+            target, draft if needed else None, device=self.device, dtype=self.dtype, engine=engine,
+            device_map=self.device_map,
+        )  # fmt: skip
         return with_drafter(pair, self.drafter)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of the sampled distribution besides the temperature. The field is an option."""
+    """Parameters of the sampled distribution. The fields are options."""
 
-    sampling: Annotated[
-        list[str] | None,
-        option(SAMPLING, "Sampling parameter as key=value, such as top_p=0.9; repeatable. Keys: top_k, top_p, min_p, "
-               "repetition_penalty, no_repeat_ngram, min_new_tokens, model_defaults (false ignores the target's "
-               "generation_config), json_schema (a file), grammar (a file, EBNF of llama.cpp or Lark)."),
-    ] = None  # fmt: skip
+    temperature: float = 0.0
+    sampling: list[str] | None = None
 
     def __post_init__(self) -> None:
         self.values()
 
     def values(self) -> dict[str, Any]:
-        """Return the parameters by name, validated without importing torch."""
+        """Return the parameters besides the temperature by name, validated without importing torch."""
         values = key_values("--sampling", self.sampling, SAMPLING_KEYS)
         if not isinstance(values.get("model_defaults", True), bool):
             raise InputError("--sampling model_defaults: expected true or false")
@@ -309,36 +323,41 @@ class Sampling:
         check_limits(**{name: value for name, value in values.items() if name not in _GRAMMARS})
         return values
 
-    def params(self, grammar: Grammar | None = None) -> SamplingParams:
-        """Return the parameters, with a compiled grammar if there is one."""
-        from ..decode.verify.sampling import SamplingParams
-
-        values = {name: value for name, value in self.values().items() if name not in _GRAMMARS}
-        return SamplingParams(**values, processors=() if grammar is None else (grammar,))
-
-    def grammar(self, pair: Pair) -> Grammar | None:
-        """Return the grammar of the texts, compiled for the tokenizer of a pair; None if there is none.
+    def params(self, pair: Pair | None = None) -> SamplingParams:
+        """Return the parameters; of a pair with the grammar, if there is one, compiled for its tokenizer.
 
         Raises:
             InputError: the file cannot be read or compiled, or the pair has no tokenizer.
         """
+        from ..decode.verify.sampling import SamplingParams
+
         values = self.values()
-        name = next((name for name in _GRAMMARS if name in values), None)
-        if name is None:
-            return None
-        option = f"--sampling {name}={values[name]}"
+        files = {name: values.pop(name) for name in _GRAMMARS if name in values}
+        if pair is None or not files:
+            return SamplingParams(**values)
+        ((name, file),) = files.items()
+        option = f"--sampling {name}={file}"
         if pair.tokenizer is None:
             raise InputError(f"{option}: expected a pair with a tokenizer; add the tokenizer's files to the target")
         from ..decode.verify.grammar import Grammar
 
         compile_text = Grammar.from_json_schema if name == "json_schema" else Grammar.from_text
         try:
-            return compile_text(Path(values[name]).read_text(encoding="utf-8"), pair.tokenizer)
+            grammar = compile_text(Path(file).read_text(encoding="utf-8"), pair.tokenizer)
         except InputError as error:
             raise InputError(f"{option}: {error.command_line.partition(': ')[2]}") from None
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise InputError(f"{option}: expected a text file, which cannot be read: {reason}") from None
+        return SamplingParams(**values, processors=(grammar,))
+
+
+def print_model_defaults(pair: Pair, settings: Settings) -> None:
+    """Print the sampling parameters that are taken from the target's generation_config."""
+    from ..decode.settings import inherited_text
+
+    if text := inherited_text(pair, settings):
+        say(f"{text} (--sampling model_defaults=false ignores them)")
 
 
 def key_values(name: str, items: Sequence[str] | None, keys: Collection[str] | None = None) -> dict[str, Any]:
@@ -361,67 +380,83 @@ def key_values(name: str, items: Sequence[str] | None, keys: Collection[str] | N
     return values
 
 
-def batch_sizes(text: str | None) -> tuple[int, ...]:
-    """Return the batch sizes in a list such as `1,2,4,8`, in ascending order without repetitions; () for None."""
-    words = [word.strip() for word in (text or "").split(",")] if text is not None else []
+def numbers(name: str, text: str | None) -> list[int]:
+    """Return the numbers in a list such as `1,2,4,8`, the value of the option `name`; [] for None."""
+    words = [] if text is None else [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
-        raise InputError(f"--batch: expected batch sizes such as 1,2,4,8, not {str(text)[:40]!r}")
-    sizes = tuple(sorted({int(word) for word in words}))
+        raise InputError(f"{name}: expected numbers such as 1,2,4,8, not {str(text)[:40]!r}")
+    return [int(word) for word in words]
+
+
+def batch_sizes(text: str | None) -> tuple[int, ...]:
+    """Return the batch sizes of the option `--batch` in ascending order."""
+    sizes = tuple(sorted({*numbers("--batch", text)}))
     for size in sizes:
         check_limits(batch=size)
     return sizes
 
 
-def print_model_defaults(pair: Pair, settings: Settings) -> None:
-    """Print the sampling parameters that are taken from the target's generation_config."""
-    from ..decode.settings import inherited_text
+def repeated(*names: str) -> list[str]:
+    """Return the words that set these options of the running command again, without those at their default."""
+    context, words = running.get(), []
+    defaults = {option.name: option.default for option in context.command.params} if context else {}
+    for name in names:
+        value = context.params.get(name) if context else None
+        for item in value if isinstance(value, list) else [value]:
+            if item not in (None, False, defaults.get(name)):
+                words += [f"--{name.replace('_', '-')}", *([] if item is True else [str(item)])]
+    return words
 
-    if text := inherited_text(pair, settings):
-        say(f"{text} (--sampling model_defaults=false ignores them)")
+
+# Commands and configuration files
 
 
-def with_groups(command: Callable[..., None], config: bool) -> Callable[..., None]:
-    """Return a command for typer in which each group is replaced by its options.
+def with_options(name: str, command: Callable[..., None], config: bool) -> Callable[..., None]:
+    """Return a command for typer, whose parameters have their texts and whose groups are replaced by their fields.
 
     Args:
-        command: a parameter with a dataclass as its type is a group.
+        name: of the command.
+        command: its parameters are options; one with a dataclass as its type is a group of options.
         config: whether to add the option `--config`, which is read before the other options.
     """
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    hints = get_type_hints(command)
+    groups: dict[str, Any] = {parameter: kind for parameter, kind in hints.items() if is_dataclass(kind)}
     options: list[tuple[str, Any, Any]] = []
     for parameter in inspect.signature(command).parameters.values():
-        kind = hints[parameter.name]
-        if is_dataclass(kind):
-            types = get_type_hints(kind, include_extras=True)
-            options += [(field.name, types[field.name], field.default) for field in fields(kind)]
+        if group := groups.get(parameter.name):
+            types = get_type_hints(group)
+            options += [(field.name, types[field.name], field.default) for field in fields(group)]
         else:
-            options.append((parameter.name, kind, parameter.default))
-    options += [("config", Config, None)] if config else []
+            options.append((parameter.name, hints[parameter.name], parameter.default))
+    options += [("config", Path | None, None)] if config else []
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         values.pop("config", None)
         grouped = {
-            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-            for name, kind in groups.items()
+            group: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            for group, kind in groups.items()
         }
         command(**grouped, **values)
 
-    def to_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    def to_parameter(option: str, kind: Any, default: Any) -> inspect.Parameter:
+        panel, text = OPTIONS.get(f"{name} {option}") or OPTIONS[option]
+        flag = _FLAGS.get(option, f"--{option.replace('_', '-')}")
+        info: Any = typer.Option(flag, help=text, rich_help_panel=panel)
+        if panel == "Arguments":
+            info = typer.Argument(help=text)
+        elif option == "config":
+            info = typer.Option(flag, help=text, rich_help_panel=panel, callback=_load_config, is_eager=True)
         default = inspect.Parameter.empty if default is MISSING else default
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        return inspect.Parameter(
+            option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+        )
 
+    parameters = [to_parameter(*one) for one in options]
     # typer reads the signature and the annotations.
-    setattr(run, "__signature__", inspect.Signature([to_parameter(*one) for one in options]))  # noqa: B010
-    run.__annotations__ = {name: kind for name, kind, _ in options}
+    setattr(run, "__signature__", inspect.Signature(parameters))  # noqa: B010
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-# Configuration files
-
-running: ContextVar[typer.Context | None] = ContextVar("running", default=None)
-"""The command that is running."""
 
 
 def _load_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -430,32 +465,23 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
         return None
     import yaml
 
-    class UniqueKeys(yaml.SafeLoader):
-        """Rejects mappings with a repeated key, of which YAML would use the last."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            if repeated := [key for number, key in enumerate(keys) if key in keys[:number]]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {repeated[0]!r} occurs twice", node.start_mark
-                )
-            return super().construct_mapping(node, deep)
-
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
+        text = path.read_text(encoding="utf-8")
+        raw, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except FileNotFoundError:
         raise InputError(f"--config: the file {path} does not exist") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"--config: {path} is not YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(raw, dict):
+    if not isinstance(raw, dict) or not isinstance(node, yaml.MappingNode):
         raise InputError(f"--config: expected a mapping of options in {path}, not {type(raw).__name__}")
     command = raw.pop("command", context.command.name)
     if command != context.command.name:
         raise InputError(f"--config: {path} is of `specstop {command}`, not of `specstop {context.command.name}`")
     names = {parameter.name for parameter in context.command.params if parameter.name} - {"config", "help"}
+    keys = [str(key.value).replace("-", "_") for key, _ in node.value]
+    if repetition := next((key for number, key in enumerate(keys) if key in keys[:number]), None):
+        raise InputError(f"--config: {path} has the option {repetition!r} twice; keep one of them")
     values = {str(key).replace("-", "_"): value for key, value in raw.items()}
-    if len(values) < len(raw):
-        raise InputError(f"--config: {path} has an option twice, with - and with _; keep one of them")
     for key in values.keys() - names:
         raise InputError(
             f"--config: {path} has the unknown option {key!r}{close_match(key, names)}; known: {', '.join(sorted(names))}"
@@ -464,28 +490,17 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-Config = Annotated[
-    Path | None,
-    option(RESULT, "Read options from a YAML file, such as the run.yaml of a result.", "--config", callback=_load_config,
-           is_eager=True),
-]  # fmt: skip
-
-
-@contextlib.contextmanager
-def config_saved(out: Path) -> Iterator[None]:
-    """Write the options of the running command to run.yaml in the result `out` of the block, unless it exists."""
-    yield
-    if out.is_dir() and not (out / RUN_FILE).exists():
-        save_config(out / RUN_FILE)
-
-
-def save_config(path: Path) -> None:
-    """Write the options of the running command to a YAML file."""
+def save_config(context: typer.Context) -> None:
+    """Write the options of a command to run.yaml in its result, or beside the file of a profile, unless it exists."""
+    out, name = context.params.get("out"), context.command.name
+    # An export for others: paths of this machine mean nothing there.
+    if out is None or context.params.get("to") in ("hf", "onnx"):
+        return
+    path = out / RUN_FILE if out.is_dir() else out.with_name(f"{out.name}.{RUN_FILE}")
+    if not out.exists() or (out.is_dir() and path.exists()):
+        return
     import yaml
 
-    context = running.get()
-    if context is None:
-        return
-    values = {name: value for name, value in context.params.items() if name != "config" and value is not None}
-    plain = json.loads(json.dumps({"command": context.command.name, **values}, default=str))
+    values = {key: value for key, value in context.params.items() if key != "config" and value is not None}
+    plain = json.loads(json.dumps({"command": name, **values}, default=str))
     write_atomic(path, yaml.safe_dump(plain, sort_keys=False))

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -15,19 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..policies.display import Progress, printable, silent
-from ..policies.errors import PolicyFailure
+from ..policies.display import Progress, printable, shown, silent
 
 PROGRESS_LINE_S = 5.0
 """Seconds between two lines of progress where standard error is no terminal."""
 
 PHASE_NAMES = {"outside": "framework overhead"}
 """Names of phases of a round for users, where they differ."""
-
-
-class Interrupted(Exception):
-    """Ctrl-C ended a command. The message states how to continue it."""
-
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -56,73 +50,44 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_bars(quiet: bool = False) -> Iterator[Progress]:
-    """Yield a progress callback: bars with the remaining time in a terminal, elsewhere a line every few seconds."""
+    """Yield a progress callback: bars in a terminal, elsewhere a line when a task ends and every few seconds before."""
     if quiet:
         yield silent
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    elif sys.stderr is None or not sys.stderr.isatty():
         yield _progress_lines()
-        return
-    from rich.progress import MofNCompleteColumn, Progress as Bars, TaskID  # takes 0.05 s
-
-    with Bars(*Bars.get_default_columns(), MofNCompleteColumn(), console=console) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(task: str, done: int, total: int) -> None:
-            if task not in tasks:
-                tasks[task] = bars.add_task(task, total=total, completed=done)
-            bars.update(tasks[task], completed=done, total=total)
-
-        yield advance
+    else:
+        try:
+            yield shown
+        except BaseException:
+            say("")  # ends the line of the bar
+            raise
 
 
 def _progress_lines() -> Progress:
-    """Return a callback that prints a line when a task ends, and every few seconds while it advances."""
-    begun: dict[str, tuple[float, int]] = {}  # time, and units that were finished then
+    started: dict[str, tuple[float, int]] = {}  # time, and units that were finished then
     printed = time.monotonic()
 
     def advance(task: str, done: int, total: int) -> None:
         nonlocal printed
         now = time.monotonic()
-        start, before = begun.setdefault(task, (now, done))
+        start, before = started.setdefault(task, (now, done))
         if done >= total or now - printed >= PROGRESS_LINE_S:
+            from tqdm import tqdm  # takes 0.1 s
+
             printed = now
-            say(progress_line(task, done, total, done - before, now - start))
+            form = "{elapsed}, {rate_fmt}, {remaining} left"  # the rate is of new units, not of those that a run has loaded
+            say(
+                f"{task}: {done} of {total}, {tqdm.format_meter(done, total, now - start, initial=before, bar_format=form)}"
+            )
         if done >= total:
-            del begun[task]  # a task of this name may begin again
+            del started[task]  # a task of this name may begin again
 
     return advance
 
 
-def progress_line(task: str, done: int, total: int, new: int, seconds: float) -> str:
-    """Return the state of a task. The rate counts only the `new` units, not those that a resumed run has loaded."""
-    line = f"{task}: {done} of {total}, {human_seconds(seconds)}"
-    if new <= 0 or seconds <= 0:
-        return line
-    rate = new / seconds
-    return f"{line}, {rate:.3g}/s" + (f", {human_seconds((total - done) / rate)} left" if done < total else "")
-
-
-def human_seconds(seconds: float) -> str:
-    """Return a time with a suitable unit: 8 s, 3 min, 2.5 h."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-class _Output(Console):
-    """A console that escapes control characters, because names and ids come from files of any origin."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Return text as it is printed; see `Console.render_str`."""
-        return super().render_str(printable(text), **options)
-
-
-def output(width: int | None = None) -> Console:
-    """Return the console of standard output. Outside a terminal it has `width` columns; default: `COLUMNS` or 80."""
-    is_terminal = Console(file=results()).is_terminal
-    return _Output(file=results(), highlight=False, markup=False, width=None if is_terminal else width)
+def write(text: str) -> None:
+    """Write a line of results, with control characters escaped: names and ids come from files of any origin."""
+    results().write(printable(text) + "\n")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
@@ -132,7 +97,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], wid
         title: printed above the table.
         columns: their names.
         rows: cells of each row.
-        wide: use 200 columns outside a terminal.
+        wide: use 200 columns outside a terminal, otherwise `COLUMNS` or 80.
     """
     grid = Table(header_style="bold")
     for index, name in enumerate(columns):
@@ -143,37 +108,33 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], wid
             name, justify="right" if numbers else "left", no_wrap=short and (numbers or index == 0), overflow="fold"
         )
     for row in rows:
-        grid.add_row(*row)
-    console = output(200 if wide else None)
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    is_terminal = Console(file=results()).is_terminal
+    console = Console(file=results(), highlight=False, width=200 if wide and not is_terminal else None)
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     console.print(grid)
 
 
+def facts(title: str, values: Mapping[str, Any]) -> None:
+    """Print a mapping as a table, with four digits of a number and mappings without brackets."""
+    table(title, ("what", "value"), [(name, plain(value)) for name, value in values.items()])
+
+
+def plain(value: Any) -> str:
+    """Return a value as the text of a cell."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {plain(inner)}" for name, inner in value.items())
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def next_step(*words: object) -> None:
     """Print the command that most users run next, with placeholders in capitals."""
-    output().print(f"Next: specstop {shlex.join(map(str, words))}", soft_wrap=True)
+    write(f"Next: specstop {shlex.join(map(str, words))}")
 
 
 def print_json(value: Any) -> None:
     """Print one line of JSON."""
     results().write(json.dumps(value) + "\n")
-
-
-def flat(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a mapping as table rows, with four digits of a number and mappings without brackets."""
-    return [(name, _plain(value)) for name, value in values.items()]
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def check_failures(failures: Sequence[PolicyFailure]) -> None:
-    """Raise the first failure of a policy. Called after the results are printed."""
-    if failures:
-        raise failures[0]
 
 
 def quiet_libraries() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
@@ -72,6 +72,15 @@ class Table(list[dict[str, Any]]):
 
 def _cell(value: Any) -> str:
     return printable("-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))
+
+
+def training_facts(provenance: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return provenance and metrics of a trained artefact for people: at most six items of a list, no tables."""
+    facts = {
+        f"provenance: {name}": ", ".join(map(str, value[:6])) if isinstance(value, list) else value
+        for name, value in provenance.items()
+    }
+    return facts | {name: value for name, value in metrics.items() if not isinstance(value, list)}
 
 
 def markdown(text: str, special: str = "<") -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import Self
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .display import training_facts
 from .errors import PolicyError, SpecstopWarning
 from .heads.base import NO_HIDDEN, Head, Hidden
 from .kernels import on_first_use
@@ -272,6 +273,32 @@ class LearnedPolicy(StopPolicy):
         self._tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
         self.sizes: Mapping[str, int] = head.sizes
         self.hidden = tuple(head.sizes)
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: the head, the rule, what the policy was trained for, its provenance and its metrics."""
+        trained = self.metadata
+        optional = {
+            "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in self.sizes.items()),
+            "batch sizes without a decision": self.rule.undecided,
+        }
+        return {
+            "kind": "policy",
+            "name": self.name,
+            "head": self.head.kind,
+            "rule": self.rule.kind,
+            "features": ", ".join(self.features),
+            **{name: value for name, value in optional.items() if value},
+            "calibration": f"accept {self.accept.kind}, next {self.next.kind}",
+            "first decision at depth": self.first,
+            "max depth": self.max_depth,
+            "weights": sum(array.size for array in self.head.tensors().values()),
+            "temperature": trained.temperature,
+            "filter": shaping_text(trained.shaping),
+            "verification": trained.verification,
+            **{f"pair: {role}": value for role, value in trained.pair.items()},
+            "rho (tokens/s)": trained.rho,
+            **training_facts(trained.provenance, trained.metrics),
+        }
 
     def with_rule(self, rule: Rule) -> Self:
         """Return this policy with another rule of the same class of policies; see `batch_rules.for_batches` too."""

@@ -155,6 +155,33 @@ class Profile(Costs):
             return False
         return all(getattr(other, name) == getattr(self, name) for name in MODEL_COSTS)
 
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: the noise of the machine, the costs of each context and batch size, and of decisions."""
+        lacks = "unknown noise: the profile has no timings, or its costs were edited"
+        values: dict[str, Any] = {"kind": "profile", "verdict": self.noise.text if self.noise else lacks}
+        for side, costs in (("short", self.low), ("long", self.high)):
+            where = f"{side} context ({costs.context:.0f})"
+            values[f"{where}: draft step, ms"] = f"{costs.draft_s[0] * 1e3:.2f}"
+            values[f"{where}: verification of 0, 1, ... tokens, ms"] = " ".join(
+                f"{s * 1e3:.2f}" for s in costs.verify_s
+            )
+        if batch := self.batch:
+            context = 0.5 * (batch.low.context + batch.high.context)
+            for size in batch.sizes:
+                tokens = batch.low.verify_s[size][-1][0]
+                alone, full = (self.verify_s(size, sent, context) * 1e3 for sent in (size, tokens))
+                draft = self.draft_s(size, context) * 1e3
+                values[f"batch of {size}, ms"] = (
+                    f"plain {alone:.2f}, draft step {draft:.2f}, verification of {tokens} tokens {full:.2f}"
+                )
+        return {
+            **values,
+            "framework overhead, ms a round": self.round_s * 1e3,
+            "framework overhead, ms a drafted token": self.step_s * 1e3,
+            **{f"decision of {name}, us": self.decision(name) * 1e6 for name in self.decision_s},
+            **self.facts,
+        }
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, each series of its measurements on a line of its own."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError
-from ...policies.files import RUN_FILE, prepare_output_dir, staging_path
+from ...policies.files import prepare_output_dir, staging_path
 from .. import options
-from ..output import Interrupted, next_step, output, progress_bars, table
-from .info import describe_trace
+from ..output import next_step, progress_bars, write
+from .info import print_acceptance
 
 if TYPE_CHECKING:
-    from ...collect import DistributedRank, Trace
     from ...collect.prompts import Prompt
-    from ...collect.schema import Header
 
 COLLECTORS = ("dense", "live", "vllm")
 
 
 def collect(
     *,
-    out: options.Out,
+    out: Path,
     source: options.PromptSource,
     models: options.Models,
-    collector: options.Collector = "dense",
-    policy: options.LivePolicy = None,
-    depth: options.Depth = 10,
-    tree: options.Tree = None,
-    verification: options.Verification = "auto",
-    temperature: options.Temperature = 0.0,
+    collector: str = "dense",
+    policy: str | None = None,
+    depth: int = 10,
+    tree: str | None = None,
+    verification: str = "auto",
     sampling: options.Sampling,
-    max_new_tokens: options.MaxNewTokens = 128,
-    seed: options.Seed = 0,
-    extra: options.Extra = None,
-    resume: options.Resume = False,
-    overwrite: options.Overwrite = False,
-    quiet: options.Quiet = False,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    extra: list[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Record what the draft proposes at every position of the target's text, and what the target accepts.
 
@@ -68,26 +64,39 @@ def collect(
     from ...collect.run import collect as run
     from ...decode.settings import Settings
 
-    Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree)
+    Settings(sampling.temperature, max_new_tokens, depth, verification=verification, tree=tree)
     with progress_bars(quiet) as progress:
-        paths = models.find(None if collector == "dense" else progress)
-        pair = replace(models, device=rank.device(models.device)).open(paths)
+        pair = replace(models, device=rank.device(models.device)).open(None if collector == "dense" else progress)
         if stored is None:
             prompts = source.apply_template(prompts, pair)
         if not quiet:
-            options.print_model_defaults(pair, Settings(temperature, max_new_tokens, shaping=sampling.params()))
-        create_trace = partial(
-            run, pair, prompts, out, rank=rank, resume=resume, overwrite=overwrite, progress=progress, target=paths.target,
-            draft=(paths.draft or "") if models.drafter == "model" else models.drafter,
-            depth=depth, tree=tree, collector="dense" if collector == "dense" else "live",
-            through="vllm" if collector == "vllm" else None, policy=rule, verification=verification,
-            temperature=temperature, shaping=sampling.params(sampling.grammar(pair)),
+            settings = Settings(sampling.temperature, max_new_tokens, shaping=sampling.params())
+            options.print_model_defaults(pair, settings)
+        target, draft = models.names
+        trace = run(
+            pair, prompts, out, rank=rank, resume=resume, overwrite=overwrite, progress=progress, target=target,
+            draft=(draft or "") if models.drafter == "model" else models.drafter, depth=depth, tree=tree,
+            collector="dense" if collector == "dense" else "live", through="vllm" if collector == "vllm" else None,
+            policy=rule, verification=verification, temperature=sampling.temperature, shaping=sampling.params(pair),
             max_new_tokens=max_new_tokens, seed=seed, source=source.description(), prompt_options=selection,
             completions=completions and {(prompt.id, prompt.sample): prompt.completion or "" for prompt in prompts},
             **parameters,
         )  # fmt: skip
-        trace = _record(create_trace, folder if overwrite else out, resume)
-    show(trace, rank)
+    header = trace.header
+    if not trace.complete:
+        shards = f"{len(trace.finished)} of {header.shards} shards exist"
+        write(f"{trace.folder}: process {rank.rank} of {rank.world} has ended; {shards}")
+        return
+    print_acceptance(trace)
+    # A profile has to time the rounds that the trace holds.
+    rounds = ["--through", "vllm"] if collector == "vllm" else options.repeated("sampling", "tree")
+    if sampling.temperature > 0 and collector != "vllm":
+        rounds += ["--verification", header.verification]
+    next_step(
+        "profile", *options.repeated("target", "draft", "drafter", "device", "device_map", "dtype", "chat", "temperature"),
+        *rounds, "--depth", header.depth, "--prompts", "PROMPTS" if source.prompts in (None, "-") else source.prompts,
+        "--out", "profile.json",
+    )  # fmt: skip
 
 
 def _read_extra(items: list[str] | None) -> dict[str, Any]:
@@ -121,60 +130,3 @@ def _stored_prompts(folder: Path, selection: Mapping[str, Any]) -> list[Prompt] 
             "by several processes; write the prompts to a file first"
         )
     return None
-
-
-def _record(create_trace: Callable[[], Trace], out: Path, resume: bool) -> Trace:
-    """Collect the shards, and save the options with them. After Ctrl-C, state how to continue."""
-    try:
-        trace = create_trace()
-    except KeyboardInterrupt:
-        if not (out / "header.json").exists():
-            raise
-        options.save_config(out / RUN_FILE)
-        command = f"specstop collect --config {out / RUN_FILE} --resume"
-        raise Interrupted(f"interrupted; completed shards are kept; continue with: {command}") from None
-    if not (resume and (trace.folder / RUN_FILE).exists()):
-        options.save_config(trace.folder / RUN_FILE)
-    return trace
-
-
-def show(trace: Trace, rank: DistributedRank) -> None:
-    """Print the acceptance in a trace and the next command, or of an incomplete trace the number of its shards."""
-    from ...collect.schema import pair_options
-
-    header, console = trace.header, output()
-    if not trace.complete:
-        shards = f"{len(trace.finished)} of {header.shards} shards exist"
-        console.print(f"{trace.folder}: process {rank.rank} of {rank.world} has ended; {shards}", soft_wrap=True)
-        return
-    facts, depths = describe_trace(trace)
-    title = f"{trace.folder}: {facts['positions']} positions of {facts['prompts']} prompts"
-    table(title, ("depth", "P(A >= depth)", "positions"), depths)
-    if note := facts.get("note on acceptance"):
-        console.print(f"Note: {note}", soft_wrap=True)
-    context = options.running.get()
-    used = context.params if context else {}
-    source = used.get("prompts")
-    next_step(
-        "profile", *pair_options(header), *(["--chat"] if used.get("chat") else []),
-        *(["--temperature", header.temperature] if header.temperature else []),
-        *(word for item in used.get("sampling") or () for word in ("--sampling", item)),
-        *_round_options(header, used.get("collector") == "vllm"),
-        "--prompts", "PROMPTS" if source in (None, "-") else source, "--out", "profile.json",
-    )  # fmt: skip
-
-
-def _round_options(header: Header, in_vllm: bool) -> list[str]:
-    """Return the options with which `profile` measures rounds like those in a trace."""
-    from ...decode.topology import chain
-    from ...decode.verify.modes import resolve_mode
-    from ...policies.fixed import FixedLength
-
-    depth = ["--depth", str(header.depth)]
-    if in_vllm:
-        return ["--through", "vllm", *depth]
-    tree = [] if header.tree.is_chain else ["--tree", header.tree.name]
-    default = resolve_mode("auto", FixedLength(header.depth), chain(header.depth), header.temperature)
-    # At temperature 0 all modes accept the same tokens.
-    same = header.temperature == 0 or header.verification == default
-    return [*([] if same else ["--verification", header.verification]), *depth, *tree]

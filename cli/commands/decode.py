@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...policies.display import printable
 from ...policies.errors import InputError
@@ -19,22 +18,21 @@ if TYPE_CHECKING:
 
 def decode(
     *,
-    text: Annotated[list[str] | None, typer.Argument(help="Prompts. Default: standard input, or --prompts.")] = None,
+    text: list[str] | None = None,
     source: options.PromptSource,
     models: options.Models,
-    policy: options.Policy = "fixed:4",
-    profile: options.LiveProfile = None,
-    tree: options.Tree = None,
-    verification: options.Verification = "auto",
-    drift: options.Drift = "warn",
-    batch: options.Batch = 1,
-    temperature: options.Temperature = 0.0,
+    policy: str = "fixed:4",
+    profile: Path | None = None,
+    tree: str | None = None,
+    verification: str = "auto",
+    drift: str = "warn",
+    batch: int = 1,
     sampling: options.Sampling,
-    stop: options.Stop = [],  # noqa: B006
-    max_new_tokens: options.MaxNewTokens = 128,
-    seed: options.Seed = 0,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    stop: list[str] | None = None,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Generate texts with a policy. Under every lossless verification they are the target's own, whatever the policy.
 
@@ -54,35 +52,44 @@ def decode(
 
     def settings_with(**more: Any) -> Settings:
         return Settings(
-            temperature, max_new_tokens, rule.max_depth, verification=verification, tree=tree, drift=drift, **more
-        )
+            sampling.temperature, max_new_tokens, rule.max_depth, verification=verification, tree=tree, drift=drift, **more
+        )  # fmt: skip
 
     settings_with()
     with progress_bars(quiet or json) as progress:
-        paths = models.find(progress)
-    pair = models.open(paths)
-    structure = sampling.grammar(pair)
-    settings = settings_with(shaping=sampling.params(structure), stops=stop_strings(pair, stop)).for_policy(rule)
+        pair = models.open(progress)
+    shaping = sampling.params(pair)
+    settings = settings_with(shaping=shaping, stops=stop_strings(pair, stop or ())).for_policy(rule)
     if not quiet:
         options.print_model_defaults(pair, settings)
-    shown_prompts = {prompt.id: prompt.text for prompt in prompts}  # without the chat template
+    shown = {prompt.id: prompt.text for prompt in prompts}  # without the chat template
     prompts, tokens = source.encode(prompts, pair, max_new_tokens, long="refuse")
     names = [f"{prompt.id}, sample {prompt.sample}" if prompt.sample else prompt.id for prompt in prompts]
-    writer = _TextWriter(names, [shown_prompts[prompt.id] for prompt in prompts])
+    headings = [
+        (f"[{at} of {len(names)}: {printable(name)}]\n" if len(names) > 1 else "") + shown[prompt.id]
+        for at, (name, prompt) in enumerate(zip(names, prompts, strict=True), 1)
+    ]
+    streams = batch == 1 and not json  # otherwise texts grow side by side
+    write = _writer(headings)
     generations = run(
         pair, tokens, rule, settings=settings, ids=[prompt.stream_name for prompt in prompts], seed=seed, profile=costs,
-        batch=batch, on_text=None if json else writer.add, on_end=None if json else writer.end,
+        batch=batch, on_text=write if streams else None,
     )  # fmt: skip
     tally = Tally(generations)
-    cut = 0 if structure is None else sum(not structure.matches(one.tokens, pair.eos) for one in generations)
+    grammar: Any = next(iter(shaping.processors), None)
+    cut = 0 if grammar is None else sum(not grammar.matches(one.tokens, pair.eos) for one in generations)
     if cut:
         say(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")
-    mode = describe(resolve_mode(verification, rule, settings.topology, temperature))
+    mode = describe(resolve_mode(verification, rule, settings.topology, sampling.temperature))
     if json:
         details: dict[str, Any] = {"verification": mode, "acceptance": tally.acceptance()}
-        details |= {} if structure is None else {"incomplete": cut}
+        details |= {} if grammar is None else {"incomplete": cut}
         print_json({**tally.summary(), **details, "texts": [one.text for one in generations]})
         return
+    if streams:
+        write(len(headings) - 1, "")  # the headings of texts without a token
+    else:
+        results().write("\n\n".join(f"{heading}{one.text}" for heading, one in zip(headings, generations, strict=True)))
     results().write("\n")
     if not quiet:
         failed = tally.failure and f"a fixed length instead of {rule.shown_name}, which FAILED ({tally.failure.text})"
@@ -119,52 +126,30 @@ def _standard_input() -> str | None:
     return text.removesuffix("\n") if text.strip() else None
 
 
-class _TextWriter:
-    """Writes texts to standard output while they are decoded. Later texts wait until the earlier ones have ended.
+def _writer(headings: list[str]) -> Any:
+    """Return a callback that writes texts while they are decoded one after the other, each below its heading."""
+    started = 0
 
-    Args:
-        names: of the prompts.
-        prompts: written before their texts.
-    """
-
-    def __init__(self, names: list[str], prompts: list[str]) -> None:
-        self._waiting = [
-            (f"[{number} of {len(names)}: {printable(name)}]\n" if len(names) > 1 else "") + prompt
-            for number, (name, prompt) in enumerate(zip(names, prompts, strict=True), 1)
-        ]
-        self._ended = [False] * len(names)
-        self._current = 0
-
-    def add(self, number: int, new: str) -> None:
-        """Add new text of a prompt."""
-        self._waiting[number] += new
-        self._write()
-
-    def end(self, number: int) -> None:
-        """Mark a text as complete."""
-        self._ended[number] = True
-        self._write()
-
-    def _write(self) -> None:
-        while self._current < len(self._ended):
-            results().write(self._waiting[self._current])
-            self._waiting[self._current] = ""
-            if not self._ended[self._current]:
-                break
-            self._current += 1
-            results().write("\n\n" if self._current < len(self._ended) else "")
+    def write(number: int, new: str) -> None:
+        nonlocal started
+        for at in range(started, number + 1):
+            results().write(("\n\n" if at else "") + headings[at])
+        started = max(started, number + 1)
+        results().write(new)
         results().flush()
+
+    return write
 
 
 def show_tally(tally: Tally, title: str) -> None:
     """Print the speed of a run, its phases, and acceptance by depth."""
-    facts = tally.summary()
+    figures = tally.summary()
     rows = [
         ("tokens/s", f"{tally.tokens_per_s:.1f}"),
-        ("tokens, seconds", f"{facts['tokens']}, {facts['seconds']:.2f}"),
-        ("target calls", str(facts["target_calls"])),
+        ("tokens, seconds", f"{figures['tokens']}, {figures['seconds']:.2f}"),
+        ("target calls", str(figures["target_calls"])),
         ("mean tokens per target call", f"{tally.block_efficiency:.2f}"),
-        ("drafted, verified, wasted", f"{facts['drafted']}, {facts['verified']}, {facts['wasted']}"),
+        ("drafted, verified, wasted", f"{figures['drafted']}, {figures['verified']}, {figures['wasted']}"),
     ]
     for phase, seconds in tally.shares().items():
         share = f", {seconds / tally.seconds:.1%}" if tally.seconds else ""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import options
-from ..output import output, print_json, progress_bars, quiet_libraries, results, say, table
+from ..options import running
+from ..output import print_json, progress_bars, quiet_libraries, results, table, write
 
 if TYPE_CHECKING:
     from ...train.demo import Demo
 
 
 def demo(
-    out: options.DemoFolder = None,
-    pair: options.PairFolder = None,
-    temperature: options.Temperature = 0.0,
-    quick: options.Quick = False,
-    seed: options.Seed = 0,
-    overwrite: options.Overwrite = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    out: Path | None = None,
+    pair: Path | None = None,
+    temperature: float = 0.0,
+    quick: bool = False,
+    seed: int = 0,
+    overwrite: bool = False,
+    json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Run all stages on the shipped pair: collect, profile, train, evaluate, decode live.
 
@@ -33,17 +32,25 @@ def demo(
     names = (Path("specstop-demo" if number == 1 else f"specstop-demo-{number}") for number in range(1, 1000))
     folder = out or next(name for name in names if not name.exists())
     prepare_output_dir(folder, overwrite=overwrite, inputs=[pair])
+    if context := running.get():
+        context.params["out"] = folder  # for run.yaml
     if pair is not None:
         check_pair(pair)
-    with progress_bars(quiet or json) as progress, options.config_saved(folder):
+
+    def announce(line: str) -> None:
+        if not (quiet or json):
+            write(line)
+            results().flush()
+
+    with progress_bars(quiet or json) as progress:
         progress("import libraries", 0, 1)
         quiet_libraries()
         from ...train.demo import demo as run
 
         progress("import libraries", 1, 1)
         result = run(
-            folder, pair=pair, temperature=temperature, quick=quick, seed=seed,
-            overwrite=overwrite, progress=progress, announce=_ignore if quiet or json else _print_line,
+            folder, pair=pair, temperature=temperature, quick=quick, seed=seed, overwrite=overwrite, progress=progress,
+            announce=announce,
         )  # fmt: skip
     if json:
         print_json(_to_dict(result))
@@ -51,26 +58,15 @@ def demo(
         show(result)
 
 
-def _print_line(line: str) -> None:
-    if results().isatty() and sys.stderr.isatty():
-        say(line)  # above the progress bars
-    else:
-        results().write(line + "\n")
-        results().flush()
-
-
-def _ignore(line: str) -> None:
-    pass
-
-
 def _to_dict(result: Demo) -> dict[str, object]:
     from ...train.demo import explain
 
+    figures = ("measured", "predicted", "miss", "same_text")
     live = [
         {
             "policy": line.name,
             "tokens_per_s": line.tally.tokens_per_s,
-            **{name: getattr(line, name) for name in ("measured", "predicted", "miss", "same_text")},
+            **{name: getattr(line, name) for name in figures},
         }
         for line in result.live
     ]
@@ -88,8 +84,7 @@ def show(result: Demo) -> None:
     rows = []
     for line in report.lines:
         if line.kind in ("learned", "bound") or line.name in names:
-            measured = live.get(line.name)
-            ratios = "-"
+            measured, ratios = live.get(line.name), "-"
             if measured is not None:
                 ratios = f"{measured.measured / best.measured:.3f} ({measured.predicted / best.predicted:.3f})"
             rows.append((line.name, f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), ratios))
@@ -100,14 +95,12 @@ def show(result: Demo) -> None:
         ("policy", "tokens/s", "vs best fixed [95%]", "live (replay)"),
         rows,
     )
-    console = output()
     for text in (*explain(report), *(f"Note: {finding}" for finding in report.findings)):
-        console.print(text, soft_wrap=True)
-    console.print(
+        write(text)
+    write(
         f"Report: {result.folder / 'report' / 'report.html'}\n"
         "Next, on your models (T and D: folders or names on the hub):\n"
         "  specstop collect --target T --draft D --prompts train.jsonl --out traces\n"
         "  specstop profile --target T --draft D --prompts train.jsonl --out profile.json\n"
-        "  specstop train --traces traces --profile profile.json --out policy",
-        soft_wrap=True,
+        "  specstop train --traces traces --profile profile.json --out policy"
     )

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError
-from ..options import (
-    PROMPTS,
-    RESULT,
-    ROUNDS,
-    Batches,
-    Json,
-    Overwrite,
-    Policies,
-    Quiet,
-    Seed,
-    Wide,
-    batch_sizes,
-    config_saved,
-    option,
-)
-from ..output import check_failures, output, print_json, progress_bars, table
+from .. import options
+from ..output import print_json, progress_bars, table, write
 
 if TYPE_CHECKING:
     from ...train.evaluate.records import Report
@@ -32,44 +17,26 @@ if TYPE_CHECKING:
 TABLES = ("policies", "batch", "importance", "comparison")
 WIDE_TABLES = (*TABLES, "fixed", "acceptance")
 
-HeldOut = Annotated[list[Path], option(PROMPTS, "Trace folder of held-out prompts; repeatable for several places.")]
-Profiles = Annotated[list[Path], option(PROMPTS, "Latency profile; repeatable for several places.", "--profile")]
-Earlier = Annotated[list[Path], option(RESULT, "Earlier report to compare with. Without --traces: two reports.")]
-OptionalOut = Annotated[Path | None, option(RESULT, "Folder for the report. Default: it is only printed.")]
-TrainTraces = Annotated[
-    Path | None, option(PROMPTS, "Training traces to tune thresholds and rates on for this profile.")
-]
-Achievable = Annotated[bool, option(ROUNDS, "Add what a policy with all features reaches (minutes).", "--achievable")]
-Arrivals = Annotated[
-    str | None,
-    option(ROUNDS, "With --batch: requests per second at random times, or a JSON file of times. Default: all at once."),
-]
-Cluster = Annotated[str, option(RESULT, "Unit of the intervals: prompt, or group if its prompts are similar.")]
-Primary = Annotated[
-    str, option(RESULT, "Policy chosen before this evaluation: its interval is not widened for the other policies.")
-]
-Overlap = Annotated[bool, option(PROMPTS, "Warn about training prompts instead of refusing them.", "--allow-overlap")]
-
 
 def evaluate(
     *,
-    traces: HeldOut = [],  # noqa: B006
-    profile: Profiles = [],  # noqa: B006
-    policy: Policies = [],  # noqa: B006
-    compare: Earlier = [],  # noqa: B006
-    out: OptionalOut = None,
-    train_traces: TrainTraces = None,
-    achievable: Achievable = False,
-    batch: Batches = None,
-    arrivals: Arrivals = None,
-    cluster: Cluster = "prompt",
-    primary: Primary = "",
-    allow_overlap: Overlap = False,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    wide: Wide = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    traces: list[Path] | None = None,
+    profile: list[Path] | None = None,
+    policy: list[str] | None = None,
+    compare: list[Path] | None = None,
+    out: Path | None = None,
+    train_traces: Path | None = None,
+    achievable: bool = False,
+    batch: str | None = None,
+    arrivals: str | None = None,
+    cluster: str = "prompt",
+    primary: str = "",
+    allow_overlap: bool = False,
+    seed: int = 0,
+    overwrite: bool = False,
+    wide: bool = False,
+    json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Compute what each policy gains on held-out prompts, by exact replay with the latency of a machine.
 
@@ -77,25 +44,24 @@ def evaluate(
 
     Example: specstop evaluate --traces held-out --profile profile.json --policy policy --out report
     """
+    earlier = compare or []
     if not traces:
-        _print_comparison(compare, json, seed)
+        _compare(earlier, json, seed)
         return
     from ...policies.profile import Profile
 
-    sizes, times = batch_sizes(batch), _arrivals(arrivals, batch, seed)
-    profiles = [Profile.load(path) for path in profile]  # reports an invalid profile before torch is imported
-    if not profiles or len(compare) > 1:
+    sizes, times = options.batch_sizes(batch), _arrivals(arrivals, batch, seed)
+    profiles = [Profile.load(path) for path in profile or ()]  # reports an invalid profile before torch is imported
+    if not profiles or len(earlier) > 1:
         raise InputError("expected at least one --profile, and with --traces at most one --compare")
     from ...policies.registry import load_policy
     from ...train.evaluate.evaluate import evaluate as run
-    from ...train.replay.checks import load_traces
 
-    policies, saved = [load_policy(spec) for spec in policy], config_saved(out) if out else contextlib.nullcontext()
-    with progress_bars(quiet or json) as progress, saved:
+    policies = [load_policy(spec) for spec in policy or ()]
+    with progress_bars(quiet or json) as progress:
         report = run(
-            [load_traces(path) for path in traces], profiles, policies, out=out, achievable=achievable,
-            batch=sizes, train_traces=load_traces(train_traces) if train_traces else None,
-            compare=compare[0] if compare else None, arrivals=times, cluster=cluster, primary=primary,
+            traces, profiles, policies, out=out, achievable=achievable, batch=sizes, arrivals=times,
+            train_traces=train_traces, compare=earlier[0] if earlier else None, cluster=cluster, primary=primary,
             overwrite=overwrite, allow_overlap=allow_overlap, seed=seed, progress=progress,
         )  # fmt: skip
     if json:
@@ -103,8 +69,9 @@ def evaluate(
     else:
         show_report(report, wide)
         if out is not None:
-            output().print(f"The page: {out / 'report.html'} (also report.md, report.json, report.csv)")
-    check_failures(report.failed)
+            write(f"The page: {out / 'report.html'} (also report.md, report.json, report.csv)")
+    if report.failed:
+        raise report.failed[0]
 
 
 def show_report(report: Report, wide: bool = False) -> None:
@@ -115,14 +82,14 @@ def show_report(report: Report, wide: bool = False) -> None:
     facts = report.facts
     if not report.places:
         sampled = sampling_text(facts["temperature"], facts["shaping"])
-        output().print(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
+        write(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
     for section in sections(report.to_dict()):
         if report.places or section.id in (WIDE_TABLES if wide else TABLES):
             _print_section(section, wide)
     for note in (*report.caveats, *report.findings):
-        output().print(f"Note: {note}")
+        write(f"Note: {note}")
     for text in report.summary or ["no policy was compared"]:
-        output().print(text)
+        write(text)
 
 
 def _print_section(section: Section, wide: bool = False) -> None:
@@ -130,10 +97,10 @@ def _print_section(section: Section, wide: bool = False) -> None:
     end = None if wide else 4
     table(section.title, section.columns[:end], [[cell.text for cell in row[:end]] for row in section.cells], wide)
     if section.id in ("importance", "comparison", "batch"):
-        output().print(section.text)
+        write(section.text)
 
 
-def _print_comparison(paths: list[Path], json: bool, seed: int) -> None:
+def _compare(paths: list[Path], json: bool, seed: int) -> None:
     """Compare two finished reports."""
     if len(paths) != 2:
         raise InputError("--traces: expected traces, or two reports to compare (--compare BEFORE --compare AFTER)")

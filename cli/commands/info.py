@@ -2,128 +2,117 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError
-from .. import options
-from ..output import flat, print_json, table
+from ..output import facts, print_json, table, write
 
 if TYPE_CHECKING:
     from ...collect import Trace
 
-MAX_ITEMS = 6
-"""Maximum number of items of a list that are printed."""
-
-_MEAN = "accepted length, mean"
-_NO_NOISE = "nothing says how noisy the machine was: the timings of these costs were not kept, or the costs were edited"
+MAX_GROUPS = 6
+"""Maximum number of groups of prompts that are printed."""
 
 
-def info(
-    path: Annotated[Path, typer.Argument(help="Folder of a trace, a policy, a drafter or a model, or a profile.")],
-    check: options.Check = False,
-    json: options.Json = False,
-) -> None:
+def info(path: Path, check: bool = False, json: bool = False) -> None:
     """Describe and check a trace, the folder of a policy, a trained drafter or a model, or a latency profile.
 
     Example: specstop info traces --check
     """
+    show_artefact(path, check, json)
+
+
+def show_artefact(path: Path, check: bool = False, json: bool = False) -> dict[str, Any]:
+    """Print and return what a file or a folder holds; `check`: after reading all shards of a trace."""
+    trace = None
     if (path / "header.json").is_file():
-        show_trace(path, check, json)
-        return
-    describe = next((describe for name, describe in _BY_FILE.items() if (path / name).is_file()), None)
-    if describe is None and not path.is_file():
+        from ...collect import check_trace, load_trace
+
+        trace = check_trace(path) if check else load_trace(path)
+        values = describe_trace(trace)
+    elif (path / "policy.json").is_file():
+        from ...policies.storage import load_policy_folder
+
+        values = load_policy_folder(path).describe()
+    elif (path / "drafter.json").is_file():
+        from ...decode.drafters.folder import load_drafter
+
+        values = load_drafter(path).describe()
+    elif (path / "config.json").is_file():
+        values = describe_model(path)
+    elif path.is_file():
+        from ...policies.profile import Profile
+
+        values = Profile.load(path).describe()
+    else:
         raise InputError(
             f"expected the folder of a trace, a policy, a drafter or a model, or a profile, but {path} is none of them"
         )
-    facts = (describe or describe_profile)(path)
     if json:
-        print_json(facts)
-    else:
-        table(str(path), ("what", "value"), flat(facts))
+        print_json(values)
+        return values
+    facts(str(path), {name: value for name, value in values.items() if name != "acceptance"})
+    if trace is not None:
+        print_acceptance(trace)
+    return values
 
 
-def show_trace(path: Path, check: bool, json: bool) -> None:
-    """Print the header of a trace, its acceptance and one of its rows; `check`: after reading all shards."""
-    from ...collect import check_trace, load_trace
-
-    trace = check_trace(path) if check else load_trace(path)
-    facts, depths = describe_trace(trace)
-    branches, row = branch_rows(trace), sample_row(trace)
-    if json:
-        acceptance = [
-            {"depth": int(depth), "probability": None if share == "-" else float(share), "positions": int(count)}
-            for depth, share, count in depths
-        ]
-        nodes = [
-            {"depth": int(depth), "branch": branch, "probability": share, "rows": int(count)}
-            for depth, branch, share, count in branches
-        ]
-        mean = None if facts[_MEAN] == "-" else facts[_MEAN]
-        print_json({**facts, _MEAN: mean, "acceptance": acceptance, "branches": nodes, "sample": row})
-        return
-    table(str(path), ("what", "value"), flat(facts))
-    if depths:
-        table("acceptance", ("depth", "P(A >= depth)", "positions"), depths)
-    if trace.header.depth < len(trace.header.topology):
-        table("acceptance by branch", ("depth", "branch", "P(accepted)", "rows"), branches)
-    table("a row", ("what", "value"), list(row.items()))
+def print_acceptance(trace: Trace) -> None:
+    """Print how often each depth of a trace was accepted, and what the figures assume."""
+    rows = trace.acceptance_by_depth()
+    title = f"{trace.folder}: {trace.row_count} positions of {trace.header.prompts} prompts"
+    cells = [(str(row["depth"]), _share(row["accepted"]), str(row["rounds"])) for row in rows]
+    table(title, ("depth", "P(A >= depth)", "positions"), cells)
+    if rows.basis:
+        write(f"Note: {rows.basis}")
 
 
-def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
-    """Return the facts of a trace and rows (depth k, P(A >= k), positions where depth k was observed)."""
-    import numpy as np
+def _share(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"
 
-    from ...collect.acceptance import COLUMNS, LENGTHS, LIVE_COLUMNS, depth_outcomes
+
+def describe_trace(trace: Trace) -> dict[str, Any]:
+    """Return the facts of a trace; `acceptance` has a row per depth."""
+    from ...collect.acceptance import LENGTHS
     from ...collect.store import column_array, hidden_text, replay_text
     from ...policies.learned import shaping_text
 
-    header = trace.header
-    read = trace.table([*COLUMNS, *(LIVE_COLUMNS if header.collector == "live" else ())])
-    columns = {name: column_array(read[name]) for name in read.column_names}
-    outcomes = depth_outcomes(header, columns)
-    survival, complete = outcomes.survival, ~columns["cut"].astype(bool)
-    depths = [
-        (str(depth), f"{share:.3f}" if np.isfinite(share) else "-", str(count))
-        for depth, (share, count) in enumerate(zip(survival, outcomes.observed.sum(0), strict=True), 1)
-        if len(outcomes.row)
-    ]
-    mean: float | str = float(columns["accepted_length"][complete].mean()) if len(outcomes.row) else 0.0
-    if outcomes.basis:  # not every depth was observed; E[A] is the sum of P(A >= k)
-        mean = float(survival.sum()) if np.isfinite(survival).all() else "-"
-    names = trace.table(["prompt_id", "sample", "group"])
-    groups = names["group"].unique().to_pylist()
+    header, rows = trace.header, trace.acceptance_by_depth()
+    columns = trace.table(["accepted_length", "cut", "prompt_id", "sample", "group"])
+    complete = ~column_array(columns["cut"]).astype(bool)
+    lengths = column_array(columns["accepted_length"])[complete]
+    # If not every depth was observed, E[A] is the sum of P(A >= k).
+    mean = sum(row["accepted"] for row in rows) if rows.basis else float(lengths.mean()) if len(lengths) else 0.0
+    groups = columns["group"].unique().to_pylist()
     optional = {
         "batch": header.batch if header.batch > 1 else None,
         "prompts left out": header.facts.get("prompts left out"),
-        "note on acceptance": outcomes.basis,
+        "note on acceptance": rows.basis,
         "draft lengths": header.facts.get(LENGTHS),
         "completions": header.facts.get("completions"),
     }
-    facts = {
+    return {
         "kind": "trace",
-        "schema": header.schema,
         "collector": header.collector + (f" under {header.policy}" if header.policy else ""),
         "texts": header.texts,
         "target": header.target,
         "draft": header.draft,
-        "verification": f"{header.verification} ({options.VERIFICATIONS.get(header.verification, 'lossless')})",
+        "verification": f"{header.verification} ({'LOSSY' if header.verification == 'typical' else 'lossless'})",
         "replay": replay_text(header),
         "temperature": header.shown_temperature,
         "filter": shaping_text(header.shaping),
         "depth": header.depth,
         "nodes": len(header.topology),
         "prompts": header.prompts,
-        "prompts with rows": len(names.group_by(["prompt_id", "sample"]).aggregate([])),
-        "distinct prompt ids": len(names["prompt_id"].unique()),
+        "prompts with rows": columns.group_by(["prompt_id", "sample"]).aggregate([]).num_rows,
+        "distinct prompt ids": len(columns["prompt_id"].unique()),
         "prompts from": header.facts.get("prompts from") or "not recorded",
-        "groups": f"{len(groups)}: {', '.join(map(str, groups[:MAX_ITEMS]))}{', ...' if len(groups) > MAX_ITEMS else ''}",
+        "groups": f"{len(groups)}: {', '.join(map(str, groups[:MAX_GROUPS]))}{', ...' if len(groups) > MAX_GROUPS else ''}",
         "positions": len(complete),
         "cut": int((~complete).sum()),
-        _MEAN: mean,
+        "accepted length, mean": mean if math.isfinite(mean) else None,
         **{name: value for name, value in optional.items() if value},
         "max new tokens": header.max_new_tokens,
         "shards": f"{len(trace.finished)} of {header.shards}",
@@ -132,104 +121,10 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "hidden states": hidden_text(header),
         "seed": header.seed,
         "collected on": f"{header.facts.get('device')}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads",
-    }
-    return facts, depths
-
-
-def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
-    """Return rows (depth, branch, share of accepted tokens, labelled rows) of the nodes of a tree."""
-    from ...collect.store import column_array
-
-    columns = trace.table(["accepted", "observed"])
-    accepted, labelled = (column_array(columns[name]).astype(bool) for name in ("accepted", "observed"))
-    tree, rows = trace.header.tree, []
-    children: dict[int, int] = {}
-    for node, parent in enumerate(trace.header.topology):
-        children[parent] = children.get(parent, 0) + 1
-        count = int(labelled[:, node].sum())
-        share = f"{(accepted & labelled)[:, node].sum() / count:.3f}" if count else "-"
-        parent_name = f"node {parent}" if parent >= 0 else "the anchor"
-        rows.append((str(tree.depth[node + 1]), f"{children[parent]} of {parent_name}", share, str(count)))
-    return rows
-
-
-def sample_row(trace: Trace) -> dict[str, str]:
-    """Return the first row with an accepted token, or the first row, as an example."""
-    import pyarrow.compute as pc
-
-    table = next((batch for batch in trace.batches() if batch.num_rows), None)
-    if table is None:
-        return {}
-    first = pc.index(pc.greater(table["accepted_length"], 0), True).as_py()  # -1 without such a row
-    (row,) = table.slice(max(0, first), 1).to_pylist()
-    return {name: _short(value) for name, value in row.items()}
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_short, value[:MAX_ITEMS])) + (" ..." if len(value) > MAX_ITEMS else "")
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def describe_policy(path: Path) -> dict[str, Any]:
-    """Return the facts of a policy folder."""
-    from ...policies.learned import shaping_text
-    from ...policies.storage import load_policy_folder
-
-    policy = load_policy_folder(path)
-    facts = policy.metadata
-    optional = {
-        "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()),
-        "batch sizes without a decision": policy.rule.undecided,
-    }
-    return {
-        "kind": "policy",
-        "name": policy.name,
-        "head": policy.head.kind,
-        "rule": policy.rule.kind,
-        "features": ", ".join(policy.features),
-        **{name: value for name, value in optional.items() if value},
-        "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
-        "first decision at depth": policy.first,
-        "max depth": policy.max_depth,
-        "weights": sum(array.size for array in policy.head.tensors().values()),
-        "temperature": facts.temperature,
-        "filter": shaping_text(facts.shaping),
-        "verification": facts.verification,
-        "label": facts.label,
-        **{f"pair: {role}": value for role, value in facts.pair.items()},
-        "rho (tokens/s)": facts.rho,
-        **_provenance(facts),
-    }
-
-
-def _provenance(artefact: Any) -> dict[str, Any]:
-    """Return the provenance and the metrics of a trained artefact."""
-    provenance = {f"provenance: {name}": _short(value) for name, value in artefact.provenance.items()}
-    return provenance | {name: value for name, value in artefact.metrics.items() if not isinstance(value, list)}
-
-
-def describe_drafter(path: Path) -> dict[str, Any]:
-    """Return the facts of the folder of a trained drafter."""
-    from ...decode.drafters.folder import load_drafter
-
-    trained = load_drafter(path)
-    network: Any = trained.network
-    shape, shares = dataclasses.asdict(network.shape), trained.metrics.get("acceptance")
-    return {
-        "kind": "drafter",
-        "name": f"{trained.kind}:{path}",
-        "network": trained.kind,
-        "depth": shape.pop("depth"),
-        "target": trained.target,
-        "hash": trained.identity,
-        "weights": sum(tensor.numel() for tensor in network.state_dict().values()),
-        **{name.replace("_", " "): size for name, size in shape.items() if size},
-        **{
-            f"acceptance, depth {depth}": share
-            for depth, share in enumerate(shares if isinstance(shares, list) else [], 1)
-        },
-        **_provenance(trained),
+        "acceptance": [
+            {name: None if value is None or not math.isfinite(value) else value for name, value in row.items()}
+            for row in rows
+        ],
     }
 
 
@@ -246,14 +141,14 @@ def describe_model(path: Path) -> dict[str, Any]:
         defaults = GenerationConfig.from_pretrained(path) if exists else GenerationConfig.from_model_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{path}: {' '.join(str(error).split())[:200]}") from None
-    values = model_defaults(defaults)
-    parts = {
-        "sampling defaults": {name: value for name, value in values.items() if name in NEUTRAL},
-        "defaults left out": {name: value for name, value in values.items() if name in IGNORED},
-        "defaults that cannot be applied": {
-            name: value for name, value in values.items() if name not in NEUTRAL and name not in IGNORED
-        },
+    parts: dict[str, dict[str, Any]] = {
+        "sampling defaults": {},
+        "defaults left out": {},
+        "defaults that cannot be applied": {},
     }
+    for name, value in model_defaults(defaults).items():
+        part = "sampling defaults" if name in NEUTRAL else "defaults left out" if name in IGNORED else None
+        parts[part or "defaults that cannot be applied"][name] = value
     return {
         "kind": "model",
         "architecture": ", ".join(config.architectures or []) or config.model_type,
@@ -261,34 +156,3 @@ def describe_model(path: Path) -> dict[str, Any]:
         "end-of-text tokens": str(defaults.eos_token_id),
         **{name: shaping_text(part) for name, part in parts.items() if part or name == "sampling defaults"},
     }
-
-
-def describe_profile(path: Path) -> dict[str, Any]:
-    """Return the facts of a latency profile, with the costs of each batch size."""
-    from ...policies.profile import Profile
-
-    profile = Profile.load(path)
-    facts: dict[str, Any] = {"kind": "profile", "verdict": profile.noise.text if profile.noise else _NO_NOISE}
-    for side, costs in (("short", profile.low), ("long", profile.high)):
-        where = f"{side} context ({costs.context:.0f})"
-        facts[f"{where}: draft step, ms"] = f"{costs.draft_s[0] * 1e3:.2f}"
-        facts[f"{where}: verification of 0, 1, ... tokens, ms"] = " ".join(f"{s * 1e3:.2f}" for s in costs.verify_s)
-    if batch := profile.batch:
-        context = 0.5 * (batch.low.context + batch.high.context)
-        for size in batch.sizes:
-            tokens = batch.low.verify_s[size][-1][0]
-            plain, full = (profile.verify_s(size, sent, context) * 1e3 for sent in (size, tokens))
-            draft = profile.draft_s(size, context) * 1e3
-            facts[f"batch of {size}, ms"] = (
-                f"plain {plain:.2f}, draft step {draft:.2f}, verification of {tokens} tokens {full:.2f}"
-            )
-    return {
-        **facts,
-        "framework overhead, ms a round": profile.round_s * 1e3,
-        "framework overhead, ms a drafted token": profile.step_s * 1e3,
-        **{f"decision of {name}, us": profile.decision(name) * 1e6 for name in profile.decision_s},
-        **profile.facts,
-    }
-
-
-_BY_FILE = {"policy.json": describe_policy, "drafter.json": describe_drafter, "config.json": describe_model}

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from .. import options
 from ..output import print_json, table
 
 
-def policies(
-    drafters: options.Drafters = False,
-    wide: options.Wide = False,
-    json: options.Json = False,
-) -> None:
+def policies(drafters: bool = False, wide: bool = False, json: bool = False) -> None:
     """List built-in and installed policies or drafters, and whether they load.
 
     Example: specstop policies --wide

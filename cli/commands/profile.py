@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...policies.errors import InputError, PolicyError
-from ...policies.files import uninterrupted
+from ...policies.errors import InputError
 from .. import options
-from ..output import flat, next_step, progress_bars, say, table
-from .info import describe_profile
+from ..output import next_step, progress_bars, say
+from .info import show_artefact
 
 if TYPE_CHECKING:
     from ...decode.models.pair import Pair
@@ -17,28 +17,26 @@ if TYPE_CHECKING:
     from ...policies.measurements import Measurements
     from ...policies.profile import Profile
 
-PROMPT_LIMIT, NEW_TOKENS = 32, 96
-"""Number of prompts, and new tokens of the texts in which decisions are timed."""
+PROMPT_LIMIT = 32
 
 
 def profile(
     *,
-    out: options.ProfileOut = None,
+    out: Path | None = None,
     source: options.PromptSource,
     models: options.Models,
-    policy: options.Policies = [],  # noqa: B006
-    profile: options.BaseProfile = None,
-    depth: options.Depth = 10,
-    tree: options.Tree = None,
-    verification: options.Verification = "auto",
-    batch: options.Batches = None,
-    through: options.Through = None,
-    temperature: options.Temperature = 0.0,
+    policy: list[str] | None = None,
+    profile: Path | None = None,
+    depth: int = 10,
+    tree: str | None = None,
+    verification: str = "auto",
+    batch: str | None = None,
+    through: str | None = None,
     sampling: options.Sampling,
-    budget: options.Budget = 90.0,
-    repeats: options.Repeats = None,
-    overwrite: options.Overwrite = False,
-    quiet: options.Quiet = False,
+    budget: float = 90.0,
+    repeats: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Measure the costs of draft steps, verifications and decisions on this machine, through the decoding loop.
 
@@ -54,31 +52,28 @@ def profile(
         raise InputError(f"--through: expected vllm, not {through!r}")
     if through and (tree or sampling.values() or verification != "auto"):
         raise InputError("--through vllm: expected chains; leave out --tree, --verification and --sampling")
-    if out is None and profile is None:
+    path = out or profile
+    if path is None:
         raise InputError("--out: expected a JSON file for the profile")
     if profile is not None and not policy:
         raise InputError("--profile: expected --policy with it, whose decisions are added to the profile")
     existing = None if profile is None else Profile.load(profile)
-    rules = [load_policy(spec).limited(depth if existing is None else existing.max_depth) for spec in policy]
-    path = profile if out is None else prepare_output_file(out, MARK, overwrite=overwrite)
-    assert path is not None
-    saved = path.with_name(path.name + ".run.yaml")
-    if existing is None:
-        prepare_output_file(saved, b"command: profile", overwrite=True)
+    rules = [load_policy(spec).limited(depth if existing is None else existing.max_depth) for spec in policy or ()]
+    if out is not None:
+        prepare_output_file(out, MARK, overwrite=overwrite)
     prompts = source.read(models, "train", PROMPT_LIMIT)
     with progress_bars(quiet) as progress:
-        paths = models.find(progress)
-        pair = models.open(paths)
+        pair = models.open(progress)
+        tokens = source.encode(prompts, pair, 1)[1]
         if existing is not None:
-            tokens = source.encode(prompts, pair, 1)[1]
-            _add_decisions(existing, pair, paths, rules, tokens).save(path)
+            measured = _add_decisions(existing, pair, models.names[0], rules, tokens)
         else:
             from ...collect.run import environment_facts
             from ...decode.profile import measure_profile
             from ...decode.profile.measuring import Effort
             from ...decode.settings import Settings
 
-            settings = Settings(temperature, shaping=sampling.params())
+            settings = Settings(sampling.temperature, shaping=sampling.params())
             if not quiet:
                 options.print_model_defaults(pair, settings)
             if through and (defaults := settings.for_pair(pair).shaping.to_dict()):
@@ -86,26 +81,22 @@ def profile(
                     f"--through vllm: expected no sampling defaults of the target, not {', '.join(defaults)}; give "
                     "--sampling model_defaults=false"
                 )
-            ids = source.encode(prompts, pair, 1)[1]
             shared: dict[str, Any] = {
-                "depth": depth, "temperature": temperature, "batch": sizes, "policies": rules,
+                "depth": depth, "temperature": sampling.temperature, "batch": sizes, "policies": rules,
                 "effort": Effort(budget, repetitions=repeats), "facts": environment_facts(pair), "progress": progress,
             }  # fmt: skip
             if through:
                 from ...collect.engines.vllm_profile import measure_vllm
 
-                measured = measure_vllm(paths.target, pair.draft_name, ids, **_engine_options(pair), **shared)
+                measured = measure_vllm(models.names[0], pair.draft_name, tokens, **_engine_options(pair), **shared)
             else:
                 measured = measure_profile(
-                    pair, ids, tree=tree, shaping=settings.shaping, verification=verification, **shared
+                    pair, tokens, tree=tree, shaping=settings.shaping, verification=verification, **shared
                 )
-            with uninterrupted:  # both files are written, or neither
-                measured.save(path)
-                options.save_config(saved)
             if measured.noise is not None and measured.noise.is_noisy:
                 say(f"warning: {measured.noise.text}")
-    described = describe_profile(path)
-    table(str(path), ("what", "value"), flat(described))
+        measured.save(path)
+    show_artefact(path)
     if existing is None:
         host = ("--for", through) if through else ()
         rule = ("--rule", "gain") if tree else ()
@@ -113,15 +104,16 @@ def profile(
 
 
 def _add_decisions(
-    costs: Profile, pair: Pair, paths: options.ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+    costs: Profile, pair: Pair, target: str, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
 ) -> Profile:
     """Return a profile with the decisions of policies timed on this machine."""
     from ...decode.verify.conditions import warn_other_profile
 
     warn_other_profile(costs, "this pair plays", drafter=pair.drafter)
-    timed = _time_decisions(costs, pair, paths, rules, tokens)
-    untimed = {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}
-    message = f"--policy: {', '.join(sorted(untimed))} decided nothing in these texts, so no costs are added"
+    timed = _time_decisions(costs, pair, target, rules, tokens)
+    priced = {key.of for key in timed.series}
+    untimed = sorted({rule.name for rule in rules if rule.cost_name not in priced})
+    message = f"--policy: {', '.join(untimed)} decided nothing in these texts, so no costs are added"
     if len(untimed) == len({rule.name for rule in rules}):
         raise InputError(message)
     if untimed:
@@ -130,7 +122,7 @@ def _add_decisions(
 
 
 def _time_decisions(
-    costs: Profile, pair: Pair, paths: options.ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+    costs: Profile, pair: Pair, target: str, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
 ) -> Measurements:
     """Return the times of decisions where the profile was measured: inside vLLM, or in the decoding loop."""
     if str(costs.facts.get("engine", "")).startswith("vllm "):
@@ -138,26 +130,13 @@ def _time_decisions(
         from ...decode.profile.decisions import largest_batch
 
         return measure_vllm_decisions(
-            paths.target, pair.draft_name, tokens, rules, depth=costs.max_depth, temperature=costs.temperature,
+            target, pair.draft_name, tokens, rules, depth=costs.max_depth, temperature=costs.temperature,
             most=largest_batch(costs), **_engine_options(pair),
         )  # fmt: skip
     from ...decode.profile import loop_decisions
-    from ...decode.settings import Settings
-    from ...decode.topology import chain
-    from ...decode.verify.modes import check_mode, find_mode
-    from ...decode.verify.sampling import SamplingParams
+    from ...decode.profile.decisions import settings_of_profile
 
-    verification = costs.verification or "auto"
-    try:
-        for rule in rules if costs.verification else ():
-            check_mode(find_mode(verification, costs.temperature), rule, chain(costs.max_depth))
-    except PolicyError:  # a policy does not support the mode of the profile
-        verification = "auto"
-    settings = Settings(
-        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, verification=verification,
-        shaping=SamplingParams.from_dict(costs.shaping),
-    )  # fmt: skip
-    return loop_decisions(pair, rules, tokens, settings, costs)
+    return loop_decisions(pair, rules, tokens, settings_of_profile(costs, rules), costs)
 
 
 def _engine_options(pair: Pair) -> dict[str, Any]:

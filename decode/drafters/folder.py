@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 from safetensors import SafetensorError
 from torch import nn
 
-from ...policies.display import markdown_table
+from ...policies.display import markdown_table, training_facts
 from ...policies.errors import InputError, SpecstopError
 from ...policies.files import (
     CARD_FILE,
@@ -74,6 +74,22 @@ class TrainedDrafter:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     identity: str = ""
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: the network, acceptance by depth, provenance and metrics."""
+        shape, shares = dataclasses.asdict(self.network.shape), self.metrics.get("acceptance")
+        by_depth = enumerate(shares if isinstance(shares, list) else [], 1)
+        return {
+            "kind": "drafter",
+            "network": self.kind,
+            "depth": shape.pop("depth"),
+            "target": self.target,
+            "hash": self.identity,
+            "weights": sum(tensor.numel() for tensor in self.network.state_dict().values()),
+            **{name.replace("_", " "): size for name, size in shape.items() if size},
+            **{f"acceptance, depth {depth}": share for depth, share in by_depth},
+            **training_facts(self.provenance, self.metrics),
+        }
 
     def network_for(self, pair: Pair) -> Any:
         """Return the network with the device and data type of the pair's target.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
-from ...policies.errors import SpecstopWarning
+from ...policies.errors import PolicyError, SpecstopWarning
 from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, Layout
 from ...policies.host import PolicyHost, validate_policy
 from ...policies.measurements import DECISIONS, Key, Measurements
@@ -28,6 +28,8 @@ from ..round_state import DraftScores, RoundState
 from ..settings import Settings
 from ..texts import Anchor, Text
 from ..topology import Topology, chain
+from ..verify.modes import check_mode, find_mode
+from ..verify.sampling import SamplingParams
 from .measuring import Case, Effort, Seconds, measure
 
 EFFORT = Effort(repetitions=8)
@@ -97,6 +99,23 @@ def loop_decisions(
     """
     cases = {policy.cost_name: decision_case(pair, policy, prompts, settings, profile) for policy in policies}
     return measure(cases, effort, progress=progress)
+
+
+def settings_of_profile(profile: Profile, policies: Sequence[StopPolicy], new_tokens: int = 96) -> Settings:
+    """Return the settings of texts whose rounds are those that a profile timed.
+
+    If a policy does not support the verification of the profile, it is `auto`.
+    """
+    verification = profile.verification or "auto"
+    try:
+        for policy in policies if profile.verification else ():
+            check_mode(find_mode(verification, profile.temperature), policy, chain(profile.max_depth))
+    except PolicyError:
+        verification = "auto"
+    shaping = SamplingParams.from_dict(profile.shaping)
+    return Settings(
+        profile.temperature, new_tokens, profile.max_depth, ignore_eos=True, verification=verification, shaping=shaping
+    )
 
 
 def largest_batch(profile: Profile | None) -> int:

@@ -4,25 +4,89 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import json
 import os
-from collections.abc import Iterator
+import signal
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+from unittest import mock
 
 import pytest
-from benchmark_scripts import family
-from specstop.cli.main import COMMANDS
+import typer.main
+from specstop.cli.main import COMMANDS, run
 
-__all__ = ["COMMANDS", "COMPACT", "Answer", "ascii_locale", "cli", "files", "loading_once", "model_options"]
-
-Answer, cli = family("in_process").Answer, family("in_process").cli
+__all__ = ["COMMANDS", "COMPACT", "Answer", "ascii_locale", "cli", "files", "loading_once", "model_options", "parsed",
+           "refused", "write_prompts"]  # fmt: skip
 
 COMPACT = ("--dtype", "float64")
 """The exact forward."""
+
+_built = functools.cache(typer.main.get_command)
+"""Typer builds all commands again each time, which takes 0.1 s; a process runs one command."""
+
+
+class Answer(NamedTuple):
+    """Exit code, standard output and standard error of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+def cli(*args: object, stdout: TextIO | None = None) -> Answer:
+    """Run `specstop` with these arguments as a process would, and restore the state of this process.
+
+    With another `stdout` nothing is captured of what is written there.
+    """
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    handler = signal.getsignal(signal.SIGINT)
+    with (
+        mock.patch.object(sys, "argv", ["specstop", *map(str, args)]),
+        mock.patch.dict(os.environ),
+        mock.patch.object(typer.main, "get_command", _built),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(stdout or out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            run()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+def parsed(*args: object) -> Any:
+    """Run a command that succeeds in silence, and return its line of JSON."""
+    answer = cli(*args, "--json")
+    assert (answer.code, answer.err, answer.out.count("\n")) == (0, "", 1), answer.err
+    return json.loads(answer.out)
+
+
+def refused(*args: object) -> str:
+    """Run a command that fails with one line on standard error, after warnings at most, and without a result."""
+    answer = cli(*args)
+    assert (answer.code, answer.out) == (2, ""), answer
+    *warned, line = answer.err.splitlines()
+    assert line.startswith("specstop: ") and all(text.startswith("warning: ") for text in warned), answer.err
+    return line
 
 
 def model_options(folder: Path, *more: str) -> list[str]:
     """Return the options that name the pair in a folder, and more of them."""
     return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), *more]
+
+
+def write_prompts(path: Path, prompts: Iterable[Any]) -> Path:
+    """Write prompts as JSON Lines and return the path."""
+    lines = ({"id": prompt.id, "prompt": prompt.text, "group": prompt.id[-1]} for prompt in prompts)
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
 
 
 @contextlib.contextmanager
@@ -41,8 +105,5 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def ascii_locale() -> dict[str, str]:
-    """Return the environment of a process whose locale knows ASCII only.
-
-    PYTHONUTF8 and PYTHONCOERCECLOCALE keep Python from choosing UTF-8 in its place.
-    """
+    """Return the environment of a process with an ASCII locale; Python would choose UTF-8 by itself."""
     return {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -1,15 +1,16 @@
-"""What a user can mend: exit code 2 and one line on standard error, whatever the command."""
+"""What a user can correct: exit code 2, one line on standard error that names it, and nothing written, in every command."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from commands import Answer, cli, files
+from commands import cli, files, model_options, refused, write_prompts
 from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
 from specstop.cli.main import with_keys
@@ -17,325 +18,320 @@ from specstop.collect.store import Trace, load_trace
 from specstop.policies.files import digest
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.policies.storage import save_policy
+from specstop.train.evaluate.evaluate import evaluate
 from transformers import PreTrainedTokenizerFast
 
+HUGE = 10**20
 
-class Place:
-    """Good inputs in one folder, to be spoiled one at a time."""
 
-    def __init__(self, folder: Path, pair: Path, traces: tuple[Trace, Trace]) -> None:
-        self.folder = folder
-        self.pair = ["--target", pair / "target", "--draft", pair / "draft"]
-        self.target, self.draft = pair / "target", pair / "draft"
-        self.fit, self.held = (trace.folder for trace in traces)
+def edit(path: Path, **entries: object) -> None:
+    """Change entries of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
-    def __truediv__(self, name: str) -> Path:
-        return self.folder / name
 
-    def write(self, name: str, text: str) -> Path:
-        (self / name).write_text(text)
-        return self / name
+def spoil_weights(folder: Path, value: float | None) -> None:
+    """Write a value into the weights of a model, or leave a tensor out."""
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop("model.norm.weight")
+    if value is not None:
+        tensors["model.norm.weight"] = tensor.index_fill(0, torch.tensor([3]), value)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    def copy(self, path: Path, name: str) -> Path:
-        shutil.rmtree(self / name, ignore_errors=True)
-        return shutil.copytree(path, self / name)
 
-    @property
-    def collect(self) -> list[object]:
-        return ["collect", *self.pair, "--prompts", self / "prompts.jsonl", "--depth", 2, "--max-new-tokens", 4,
-                "--out", self / "new"]  # fmt: skip
+def flip_last_byte(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
 
-    @property
-    def train(self) -> list[object]:
-        return ["train", "--traces", self.fit, "--profile", self / "profile.json", "--out", self / "new"]
 
-    @property
-    def evaluate(self) -> list[object]:
-        return ["evaluate", "--traces", self.held, "--profile", self / "profile.json", "--out", self / "new"]
-
-    @property
-    def decode(self) -> list[object]:
-        return ["decode", "w7 w8", *self.pair, "--max-new-tokens", 4]
-
-    @property
-    def profile(self) -> list[object]:
-        return ["profile", *self.pair, "--prompts", self / "prompts.jsonl", "--depth", 2, "--repeats", 1,
-                "--out", self / "new"]  # fmt: skip
+def pickle_weights(folder: Path) -> None:
+    """Replace the weights of a model by a pickle that would print."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cbuiltins\nprint\n(S'ran'\ntR.")
 
 
 @pytest.fixture(scope="module")
 def place(
     tmp_path_factory: pytest.TempPathFactory, pair_folder: Path, sides: tuple[Trace, Trace], full_profile: Profile,
     tokenizer: PreTrainedTokenizerFast, learned: LearnedPolicy,
-) -> Place:  # fmt: skip
-    here = Place(tmp_path_factory.mktemp("place"), pair_folder, sides)
-    here.write("prompts.jsonl", "\n".join(json.dumps({"prompt": p.text}) for p in make_prompts(5, "e", 30)))
+) -> Path:  # fmt: skip
+    """A folder of good inputs, and of copies with one fault each."""
+    here = tmp_path_factory.mktemp("place")
+    write_prompts(here / "prompts.jsonl", make_prompts(5, "e", 30))
+    for name, trace in zip(("fit", "held"), sides, strict=True):
+        shutil.copytree(trace.folder, here / name)
+    for name in ("target", "draft"):
+        shutil.copytree(pair_folder / name, here / name)
     full_profile.save(here / "profile.json")
     save_policy(learned, here / "policy")
-    build_model().save_pretrained(here / "other")
-    tokenizer.save_pretrained(here / "other")
-    vocabulary = here / "other" / "tokenizer.json"
+    evaluate(sides[1], full_profile, [], out=here / "report")
+    build_model().save_pretrained(here / "words")
+    tokenizer.save_pretrained(here / "words")
+    vocabulary = here / "words" / "tokenizer.json"
     vocabulary.write_text(vocabulary.read_text().replace('"w7"', '"v7"'))
-    here.write("empty.jsonl", "\n \n")
-    here.write("broken.jsonl", '{"prompt": "w7"}\n\n{"prompt": "w8"\n')
-    here.write("typo.yaml", "dpeth: 3\n")
-    here.write("list.yaml", "- 3\n")
-    here.write("noyaml.yaml", "a: [1\n")
-    here.write("other.yaml", "command: decode\ndepth: 3\n")
-    here.write("profile.txt", "{}")
-    (here / "full").mkdir()
-    here.write("full/mine.txt", "mine")
+    surrogate = json.dumps({"prompt": "w8", "id": "c\ud800"})
+    for name, text in {
+        "empty.jsonl": "\n \n", "broken.jsonl": '{"prompt": "w7"}\n\n{"prompt": "w8"\n', "half.jsonl": surrogate,
+        "typo.yaml": "dpeth: 3\n", "list.yaml": "- 3\n", "noyaml.yaml": "a: [1\n", "other.yaml": "command: decode\n",
+        "profile.txt": "{}", "full/mine.txt": "mine\n", "few.json": "[1, 2]", "damaged/report.json": '{"kind": "report"}',
+    }.items():  # fmt: skip
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(text)
+    faults: dict[str, tuple[str, Callable[[Path], None]]] = {
+        "no-tensor": ("target", lambda folder: spoil_weights(folder, None)),
+        "nan": ("target", lambda folder: spoil_weights(folder, float("nan"))),
+        "computes-nan": ("target", lambda folder: edit(folder / "config.json", rms_norm_eps=-1e9)),
+        "million-layers": ("target", lambda folder: edit(folder / "config.json", num_hidden_layers=10**6)),
+        "negative-width": ("target", lambda folder: edit(folder / "config.json", hidden_size=-16)),
+        "pickle": ("target", pickle_weights),
+        "changed": ("policy", lambda folder: flip_last_byte(folder / "weights.safetensors")),
+        "schema": ("held", lambda folder: edit(folder / "header.json", schema=6)),
+        "surrogate": ("held", lambda folder: edit(folder / "header.json", target="\ud800")),
+        "shards": ("held", lambda folder: edit(folder / "header.json", shards=99_999)),
+        "negative.json": ("profile.json", lambda path: edit(path, step_s=-1e-3)),
+        "infinite.json": ("profile.json", lambda path: edit(path, round_s=float("inf"))),
+        "half.json": ("profile.json", lambda path: edit(path, facts={"device": "\ud800"})),
+    }
+    for name, (original, fault) in faults.items():
+        copy = shutil.copytree if (here / original).is_dir() else shutil.copy
+        copy(here / original, here / name)
+        fault(here / name)
     return here
 
 
-def changed_weights(place: Place) -> Path:
-    folder = place.copy(place / "policy", "changed")
-    raw = bytearray((folder / "weights.safetensors").read_bytes())
-    raw[-1] ^= 1
-    (folder / "weights.safetensors").write_bytes(raw)
-    return folder
+PAIR = "--target {target} --draft {draft}"
+COMMANDS = {
+    "collect": f"{PAIR} --prompts {{prompts.jsonl}} --depth 2 --max-new-tokens 4 --out {{new}}",
+    "profile": f"{PAIR} --prompts {{prompts.jsonl}} --depth 2 --repeats 1 --out {{new}}",
+    "train": "--traces {fit} --profile {profile.json} --out {new}",
+    "evaluate": "--traces {held} --profile {profile.json} --out {new}",
+    "decode": f"w7 {PAIR} --max-new-tokens 4",
+    "bench": f"{PAIR} --prompts {{prompts.jsonl}}",
+    "train-drafter": "--target {target} --prompts {prompts.jsonl} --out {new} --max-new-tokens 12",
+    "deploy": "--out {new}",
+    "demo": "--quick --out {new}",
+}
+"""Options of a command that succeeds; a case appends its own, of which the last one counts."""
+
+CASES: tuple[tuple[str, str, str], ...] = (
+    # models
+    ("collect", "--target {nowhere}", "nowhere does not exist"),
+    ("decode", "--draft {nowhere}", "nowhere does not exist"),
+    ("decode", "--draft {words}", "tokenizer"),
+    ("decode", "--target {no-tensor}", "model.norm.weight"),
+    ("collect", "--target {nan}", "NaN"),
+    ("decode", "--target {computes-nan}", "not finite"),
+    ("bench", "--target {million-layers}", "num_hidden_layers: expected"),
+    ("profile", "--target {negative-width}", "hidden_size: expected"),
+    ("decode", "--target {pickle}", "pickle"),
+    ("decode", "--dtype float31", "float31"),
+    ("decode", "--device gpu", "gpu"),
+    ("decode", "--device meta", "--device: 'meta'"),
+    ("decode", "--drafter modle", "did you mean 'model'"),
+    ("decode", "--drafter medusa", "'medusa'"),
+    ("decode", "--drafter medusa:none", "--draft"),
+    ("= decode w7 --target {target}", "", "both --target and --draft"),
+    ("= decode w7 --target {target} --drafter suffix+model", "", "--draft: expected a draft model"),
+    ("= decode w7 --target {target} --drafter medusa:none", "", "none: expected the folder of a drafter"),
+    ("= profile --draft {draft} --out {new}", "", "both --target and --draft"),
+    # prompts
+    ("collect", "--prompts {none.jsonl}", "none.jsonl does not exist"),
+    ("collect", "--prompts {empty.jsonl}", "empty.jsonl is empty"),
+    ("collect", "--prompts {broken.jsonl}", "line 3: invalid JSON"),
+    ("collect", "--prompts {half.jsonl}", "surrogate"),
+    ("collect", "--prompts hf:a/b/c", "--prompts: expected hf:"),
+    ("collect", "--column turn", '"turn"'),
+    ("collect", "--chat", "--chat: the tokenizer has no chat template"),
+    ("= collect --target {target} --draft {draft} --out {new}", "", "--prompts: expected"),
+    ("decode", "--prompts {prompts.jsonl}", "not both"),
+    ("= decode --target {target} --draft {draft}", "", "standard input"),
+    ("collect", "--max-new-tokens 126", "no room for a prompt"),
+    # numbers
+    ("collect", "--limit 0", "--limit: expected"),
+    ("collect", "--depth 0", "--depth: expected"),
+    ("collect", "--depth 100000", "--depth: expected"),
+    ("collect", "--depth 1e20", "not '1e20'"),
+    ("collect", f"--depth {'9' * 5000}", "'--depth'"),
+    ("collect", f"--seed {HUGE}", "--seed: expected"),
+    ("collect", "--temperature warm", "'--temperature'"),
+    ("profile", "--temperature 1e-45", "--temperature: expected 0 or more"),
+    ("bench", "--temperature nan", "--temperature: expected"),
+    ("demo", "--temperature inf", "--temperature: expected"),
+    ("decode", "--temperature -1", "--temperature: expected"),
+    ("decode", f"--max-new-tokens {HUGE}", "--max-new-tokens: expected"),
+    ("decode", "--batch 0", "--batch: expected"),
+    ("profile", "--repeats 0", "--repeats: expected"),
+    ("profile", "--budget inf", "--budget: expected"),
+    ("profile", "--batch 4;2", "--batch: expected"),
+    ("profile", "--batch 0", "--batch: expected"),
+    ("evaluate", "--seed -1", "--seed: expected"),
+    # rounds and sampling
+    ("decode", "--policy confidense:0.4", "did you mean 'confidence'?"),
+    ("decode", "--policy {nowhere}/x", "does not exist"),
+    ("decode", "--policy fixed:x", "expected a number after the colon"),
+    ("decode", "--tree 4;2", "--tree: expected widths"),
+    ("decode", "--tree 64,64", "1024"),
+    ("decode", "--tree parents:-1,5", "node 1 has parent 5"),
+    ("decode", "--verification mach", "did you mean 'match'"),
+    ("decode", "--verification block --tree 2,2 --temperature 1", "block: expected a chain"),
+    ("decode", "--sampling top_k=-1", "--sampling top_k: expected"),
+    ("decode", "--sampling min_p=1.5", "--sampling min_p: expected"),
+    ("decode", "--sampling repetition_penalty=1e-320", "--sampling repetition_penalty: expected"),
+    ("decode", "--sampling top_k=1 --sampling top_k=2", "each key once"),
+    ("decode", "--sampling top_k", "--sampling: expected key=value"),
+    ("decode", "--sampling topp=1", "did you mean 'top_p'?"),
+    ("decode", "--sampling model_defaults=1", "model_defaults"),
+    ("decode", "--sampling json_schema={none.json}", "No such file"),
+    ("decode", "--sampling json_schema={few.json} --sampling grammar={few.json}", "not both"),
+    ("decode", "--stop=", "--stop: expected"),
+    ("decode", "--stop w7", "--stop: this pair's tokenizer"),
+    ("decode", "--profile {profile.txt}", "--profile: expected a latency profile"),
+    ("bench", "--profile {profile.txt}", "--profile: expected a latency profile"),
+    ("collect", "--collector life", "--collector: expected one of dense, live, vllm"),
+    ("collect", "--extra shards", "--extra: expected key=value"),
+    ("collect", "--extra shards=100000", "--extra shards: expected"),
+    ("collect", f"--extra memory={HUGE}", "--extra memory: expected"),
+    ("collect", "--extra explore=0.2", "--collector live"),
+    ("collect", "--extra mix=0.2", "--extra mix: expected"),
+    ("collect", "--extra hidden=both", "--extra hidden: expected"),
+    ("collect", "--extra profile={profile.json}", "--extra profile: for the live collector"),
+    ("collect", "--extra colour=1", "--extra: expected one of"),
+    # training
+    ("train", "--profile {none.json}", "none.json, which does not exist"),
+    ("train", "--profile {infinite.json}", "not finite"),
+    ("train", "--traces {policy}", "header.json"),
+    ("train", "--head xgbost", "did you mean 'xgboost'?"),
+    ("train", "--head mlp,logistic", "--tune"),
+    ("train", "--rule never", "--rule: expected derived"),
+    ("train", "--feature drawn_porb", "did you mean 'drawn_prob'?"),
+    ("train", "--policy fixed:4", "--tune"),
+    ("train", "--tune 2 --threshold 0.4", "--threshold"),
+    ("train", "--tune 2 --storage {new}/trials.log", "--storage"),
+    ("train", "--tune 0", "--tune: expected"),
+    ("train", "--nodes 4,x", "--nodes: expected numbers"),
+    ("train", "--param C", "--param: expected key=value"),
+    ("train", "--param C=0", "--param C: expected"),
+    ("train", f"--param epochs={HUGE}", "--param epochs: expected"),
+    ("train", "--head mlp --param widht=8", "did you mean 'width'?"),
+    ("train", "--head mlp --param weight_decay=nan", "--param weight_decay: expected"),
+    ("train", "--head xgboost --param max_depth=64", "--param max_depth: expected"),
+    ("train", "--head xgboost --param device=warp", "XGBoost"),
+    ("train", "--head mlp --trainer accelerator=gpuu", "--trainer: "),
+    ("train", "--trainer accelerator=gpu", "--trainer: "),
+    ("train-drafter", "--kind eagle", "--kind: expected one of medusa, hydra, ctc, layer"),
+    ("train-drafter", "--kind ctc --resume", "--checkpoints"),
+    ("train-drafter", "--kind ctc --max-new-tokens 90 --depth 63", "--depth: expected at most 62"),
+    # evaluation and export
+    ("evaluate", "--policy fixd:4", "did you mean 'fixed'?"),
+    ("evaluate", "--policy {changed}", "checksum differs"),
+    ("evaluate", "--policy fixed:2 --policy fixed:2", "two policies are called"),
+    ("evaluate", "--train-traces {held}", "--train-traces"),
+    ("evaluate", "--profile {none.json}", "none.json, which does not exist"),
+    ("evaluate", "--profile {profile.txt}", "--profile: expected a latency profile"),
+    ("evaluate", "--primary fixed:9", "--primary"),
+    ("evaluate", "--arrivals 3", "--batch"),
+    ("evaluate", "--batch 8", "--batch"),
+    ("evaluate", "--traces {held} --policy fixed:1", "each trace and each profile once"),
+    ("evaluate", "--profile {negative.json}", "step_s"),
+    ("evaluate", "--profile {half.json}", "surrogates"),
+    ("= evaluate --traces {schema} --profile {profile.json} --out {new}", "", "schema 6"),
+    ("= evaluate --traces {surrogate} --profile {profile.json} --out {new}", "", "the header has"),
+    ("= evaluate --profile {profile.json}", "", "--traces: expected"),
+    ("= evaluate --traces {held}", "", "at least one --profile"),
+    ("= evaluate --compare {report} --compare {nowhere}", "", "does not exist"),
+    ("= evaluate --compare {damaged} --compare {report}", "", "damaged"),
+    ("deploy", "--to vlm", "did you mean 'vllm'?"),
+    ("deploy", "--to vllm", "--traces and --profile: expected"),
+    ("deploy", "--to sglang --profile {profile.json}", "--traces: expected"),
+    ("deploy", "--to hf", "--policy: expected"),
+    ("deploy", "--to vllm --traces {fit} --profile {profile.json} --held-out {fit}", "--traces"),
+    ("demo", "--pair {nowhere}", "nowhere"),
+    # results
+    ("collect", "--out {full}", "--overwrite"),
+    ("train", "--out {full}", "not empty"),
+    ("evaluate", "--out {full}", "not empty"),
+    ("collect", "--out {full} --resume", "header.json"),
+    ("collect", "--out {prompts.jsonl}", "--out"),
+    ("collect", "--out {target} --overwrite", "--out"),
+    ("profile", "--out {profile.json}", "exists"),
+    ("train", "--out {profile.json}", "--out"),
+    ("= profile --target {target} --draft {draft}", "", "--out: expected"),
+    ("collect", "--config {none.yaml}", "none.yaml does not exist"),
+    ("collect", "--config {typo.yaml}", "did you mean 'depth'?"),
+    ("collect", "--config {list.yaml}", "expected a mapping"),
+    ("collect", "--config {noyaml.yaml}", "not YAML"),
+    ("collect", "--config {other.yaml}", "`specstop decode`"),
+    ("= info {nowhere}", "", "none of them"),
+    ("= info {prompts.jsonl}", "", "prompts.jsonl"),
+    ("= info {schema}", "", "schema 6"),
+    ("= info {shards}", "", "shards"),
+    ("= info {changed}", "", "checksum differs"),
+    ("= info {negative.json}", "", "step_s"),
+    ("= import {nowhere} --out {new}", "", "nowhere"),
+    ("= import {pickle} --target {target} --threshold 0.4 --out {new}", "", "--threshold"),
+    # the parser
+    ("= collect", "", "--out"),
+    ("= train --out {new}", "", "--traces"),
+    ("= decode --depht 3", "", "--depht"),
+    ("= polices", "", "polices"),
+)  # fmt: skip
 
 
-def other_schema(place: Place) -> Path:
-    folder = place.copy(place.held, "schema")
-    raw = json.loads((folder / "header.json").read_text())
-    (folder / "header.json").write_text(json.dumps({**raw, "schema": 6}))
-    return folder
+@pytest.mark.parametrize(("command", "options", "noun"), CASES, ids=[f"{c} {o}"[:60] for c, o, _ in CASES])
+def test_a_fault_is_one_line_and_nothing_is_written(
+    place: Path, command: str, options: str, noun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    words = command.removeprefix("= ") if command.startswith("= ") else f"{command} {COMMANDS[command]} {options}"
+    arguments = [re.sub(r"\{([^}]*)\}", lambda match: str(place / match[1]), word) for word in words.split()]
+    before = files(place)
+    assert noun in refused(*arguments)
+    assert files(place) == before
 
 
-def other_target(place: Place, **config: object) -> Path:
-    """Return a copy of the target with another config."""
-    folder = place.copy(place.target, "other")
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, **config}))
-    return folder
-
-
-def spoiled_target(place: Place, value: float | None) -> Path:
-    """Return a copy of the target with a value among its weights, or without the tensor."""
-    folder = place.copy(place.target, "other")
-    tensors = load_file(folder / "model.safetensors")
-    tensor = tensors.pop("model.norm.weight")
-    if value is not None:
-        tensors["model.norm.weight"] = tensor.index_fill(0, torch.tensor([3]), value)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def pickled_target(place: Place) -> Path:
-    """Return a copy of the target whose weights are a pickle that would print."""
-    folder = place.copy(place.target, "other")
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cbuiltins\nprint\n(S'ran'\ntR.")
-    return folder
-
-
-def odd_profile(place: Place, **entries: object) -> Path:
-    """Return a copy of the profile with other entries."""
-    raw = json.loads((place / "profile.json").read_text())
-    return place.write("odd.json", json.dumps({**raw, **entries}))
-
-
-Arguments = Callable[[Place], list[object]]
-
-BAD: dict[str, tuple[Arguments, str]] = {
-    "no target folder": (
-        lambda p: ["collect", "--target", p / "nowhere", "--draft", p.draft, "--prompts", p / "prompts.jsonl",
-                   "--out", p / "new"],
-        "nowhere does not exist",
-    ),
-    "no draft folder": (
-        lambda p: ["decode", "w7", "--target", p.target, "--draft", p / "nowhere"], "nowhere does not exist",
-    ),
-    "different vocabularies": (
-        lambda p: ["decode", "w7", "--target", p.target, "--draft", p / "other"], "must share one tokenizer",
-    ),
-    "a target that lacks a tensor": (
-        lambda p: ["decode", "w7", "--target", spoiled_target(p, None), "--draft", p.draft], "lack model.norm.weight",
-    ),
-    "a target with NaN in it": (
-        lambda p: [*p.collect, "--target", spoiled_target(p, float("nan"))], "model.norm.weight has values that are NaN",
-    ),
-    "a target that computes NaN": (
-        lambda p: [*p.decode, "--target", other_target(p, rms_norm_eps=-1e9)],
-        "the target's logits are not finite",
-    ),
-    "a target of a million layers": (
-        lambda p: ["bench", "--target", other_target(p, num_hidden_layers=10**6), "--draft", p.draft, "--prompts",
-                   p / "prompts.jsonl"],
-        "num_hidden_layers: expected a whole number from 1 to 1024, not 1000000",
-    ),
-    "a target of negative width": (
-        lambda p: [*p.profile, "--target", other_target(p, hidden_size=-16)], "hidden_size: expected a whole number from 1",
-    ),
-    "a target in a pickle": (
-        lambda p: ["decode", "w7", "--target", pickled_target(p), "--draft", p.draft], "a pickle of more than tensors",
-    ),
-    "negative seconds": (lambda p: ["info", odd_profile(p, step_s=-1e-3)], "step_s"),
-    "endless seconds": (
-        lambda p: [*p.train, "--profile", odd_profile(p, round_s=float("inf"))], "a number is not finite",
-    ),
-    "half a surrogate": (
-        lambda p: [*p.evaluate, "--profile", odd_profile(p, facts={"device": "\ud800"})], "lone surrogates",
-    ),
-    "only a target": (lambda p: ["decode", "w7", "--target", p.target], "both --target and --draft"),
-    "only a draft": (
-        lambda p: ["profile", "--draft", p.draft, "--out", p / "new"], "both --target and --draft",
-    ),
-    "no prompt file": (lambda p: [*p.collect, "--prompts", p / "none.jsonl"], "none.jsonl does not exist"),
-    "an empty prompt file": (lambda p: [*p.collect, "--prompts", p / "empty.jsonl"], "empty.jsonl is empty"),
-    "a broken prompt line": (lambda p: [*p.collect, "--prompts", p / "broken.jsonl"], "broken.jsonl, line 3: invalid JSON"),
-    "no prompts for a pair": (lambda p: ["collect", *p.pair, "--out", p / "new"], "--prompts: expected a JSON Lines file"),
-    "prompts twice": (lambda p: [*p.decode, "--prompts", p / "prompts.jsonl"], "not both"),
-    "a prompt too long": (lambda p: [*p.collect, "--max-new-tokens", 126], "no room for a prompt"),
-    "no limit": (lambda p: [*p.collect, "--limit", 0], "--limit: expected a whole number"),
-    "depth 0": (lambda p: [*p.collect, "--depth", 0], "--depth: expected a whole number"),
-    "a temperature below 0": (lambda p: [*p.decode, "--temperature", -1], "--temperature: expected 0 or more"),
-    "an unknown data type": (lambda p: [*p.decode, "--dtype", "float31"], "float31"),
-    "an unknown device": (lambda p: [*p.decode, "--device", "gpu"], "gpu"),
-    "no repeats": (lambda p: [*p.profile, "--repeats", 0], "--repeats: expected"),
-    "no budget": (lambda p: [*p.profile, "--budget", 0], "--budget: expected"),
-    "an endless budget": (lambda p: [*p.profile, "--budget", "inf"], "--budget: expected"),
-    "an unknown policy": (lambda p: [*p.decode, "--policy", "confidense:0.4"], "did you mean 'confidence'?"),
-    "an unknown policy to evaluate": (lambda p: [*p.evaluate, "--policy", "fixd:4"], "did you mean 'fixed'?"),
-    "no policy folder": (lambda p: [*p.decode, "--policy", p / "nowhere"], "nowhere does not exist"),
-    "a policy without a number": (lambda p: [*p.decode, "--policy", "fixed:x"], "expected a number after the colon"),
-    "a policy with changed weights": (lambda p: [*p.evaluate, "--policy", changed_weights(p)], "checksum differs"),
-    "changed weights in info": (lambda p: ["info", changed_weights(p)], "checksum differs"),
-    "one policy twice": (lambda p: [*p.evaluate, "--policy", "fixed:2", "--policy", "fixed:2"], "two policies are called"),
-    "a trace of another schema": (
-        lambda p: ["evaluate", "--traces", other_schema(p), "--profile", p / "profile.json", "--out", p / "new"],
-        "the trace has schema 6, but this specstop reads schema 7",
-    ),
-    "another schema in info": (lambda p: ["info", other_schema(p)], "schema 6"),
-    "no trace": (
-        lambda p: ["train", "--traces", p / "policy", "--profile", p / "profile.json", "--out", p / "new"], "header.json",
-    ),
-    "shared prompts": (lambda p: [*p.evaluate, "--train-traces", p.held], "prompts are in --train-traces too"),
-    "no profile to train": (lambda p: [*p.train, "--profile", p / "none.json"], "none.json, which does not exist"),
-    "no profile to evaluate": (lambda p: [*p.evaluate, "--profile", p / "none.json"], "none.json, which does not exist"),
-    "no profile at all": (lambda p: [*p.evaluate, "--profile", p / "profile.txt"], "expected a latency profile"),
-    "an unknown head": (lambda p: [*p.train, "--head", "xgbost"], "did you mean 'xgboost'?"),
-    "an unknown rule": (lambda p: [*p.train, "--rule", "never"], "--rule: expected derived"),
-    "an unknown feature": (lambda p: [*p.train, "--feature", "drawn_porb"], "did you mean 'drawn_prob'?"),
-    "a full folder to collect": (lambda p: [*p.collect, "--out", p / "full"], "choose another, or pass --overwrite"),
-    "a full folder to train": (lambda p: [*p.train, "--out", p / "full"], "not empty"),
-    "a full folder to evaluate": (lambda p: [*p.evaluate, "--out", p / "full"], "not empty"),
-    "a full folder to resume": (lambda p: [*p.collect, "--out", p / "full", "--resume"], "it has no header.json"),
-    "a profile in the way": (lambda p: [*p.profile, "--out", p / "profile.json"], "exists; choose another name"),
-    "a file for a folder": (lambda p: [*p.train, "--out", p / "profile.json"], "--out"),
-    "no configuration": (lambda p: [*p.collect, "--config", p / "none.yaml"], "none.yaml does not exist"),
-    "an unknown key in a configuration": (
-        lambda p: [*p.collect, "--config", p / "typo.yaml"], "unknown option 'dpeth' (did you mean 'depth'?)",
-    ),
-    "a configuration that is a list": (lambda p: [*p.collect, "--config", p / "list.yaml"], "expected a mapping"),
-    "a configuration that is no YAML": (lambda p: [*p.collect, "--config", p / "noyaml.yaml"], "is not YAML"),
-    "a configuration of another command": (lambda p: [*p.collect, "--config", p / "other.yaml"], "`specstop decode`"),
-    "a parameter without a value": (lambda p: [*p.collect, "--extra", "shards"], "--extra: expected key=value"),
-    "an unknown parameter": (lambda p: [*p.decode, "--sampling", "topp=1"], "did you mean 'top_p'?"),
-    "info of nothing": (lambda p: ["info", p / "nowhere"], "is none of them"),
-    "info of a prompt file": (lambda p: ["info", p / "prompts.jsonl"], "prompts.jsonl"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_input_is_one_line_and_exit_code_2(place: Place, name: str) -> None:
-    arguments, message = BAD[name]
-    before = files(place / "full"), files(place / "policy")
-    answer = cli(*arguments(place))
-    assert answer.code == 2
-    assert answer.err.count("\n") == 1, answer.err
-    assert answer.err.startswith("specstop: ")
-    assert message in answer.err
-    assert answer.out == ""
-    assert not [p for p in (place / "new").rglob("*") if p.is_file()], "nothing is written"
-    assert (files(place / "full"), files(place / "policy")) == before
-    shutil.rmtree(place / "new", ignore_errors=True)
-
-
-def good(answer: Answer) -> None:
-    assert answer.code == 0, answer.err
-
-
-def test_overwrite_and_resume_let_a_folder_be_used_again(place: Place, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for arguments in (place.collect, place.train, place.evaluate):
-        good(cli(*arguments, "--out", out, "--overwrite", "--quiet"))
+def test_overwrite_and_resume_let_a_folder_be_used_again(place: Path, tmp_path: Path) -> None:
+    out, pair = tmp_path / "out", model_options(place)
+    collect = ["collect", *pair, "--prompts", place / "prompts.jsonl", "--depth", 2, "--max-new-tokens", 4]
+    profile = ["--profile", place / "profile.json"]
+    for arguments in (
+        collect,
+        ["train", "--traces", place / "fit", *profile],
+        ["evaluate", "--traces", place / "held", *profile],
+    ):
+        command = [*arguments, "--out", out, "--quiet"]
+        answer = cli(*command, "--overwrite")
+        assert answer.code == 0, answer.err
         (out / "mine.txt").write_text("mine")
         before = files(out)
-        answer = cli(*arguments, "--out", out, "--overwrite", "--quiet")
-        assert (answer.code, answer.err.count("\n")) == (2, 1)
-        assert f"{out / 'mine.txt'} is not among the files that specstop wrote there" in answer.err
+        assert "mine.txt" in refused(*command, "--overwrite")
         assert files(out) == before
         (out / "mine.txt").unlink()
-    good(cli(*place.collect, "--out", out, "--overwrite", "--quiet"))
-    first = load_trace(out).rows.to_list()
-    good(cli(*place.collect, "--out", out, "--resume", "--quiet"))
-    assert load_trace(out).rows.to_list() == first
-    other = cli(*place.collect, "--out", out, "--resume", "--seed", 4)
-    assert other.code == 2
-    assert "--resume" in other.err
-    assert "another seed" in other.err
-    file = place.write("old.json", "old")
-    answer = cli(*place.profile, "--out", file, "--overwrite", "--quiet")
-    assert (answer.code, answer.err.count("\n"), file.read_text()) == (2, 1, "old")
-    assert "old.json was not written by specstop" in answer.err
+    assert cli(*collect, "--out", out, "--overwrite", "--quiet").code == 0
+    rows = load_trace(out).rows.to_list()
+    assert cli(*collect, "--out", out, "--resume", "--quiet").code == 0
+    assert load_trace(out).rows.to_list() == rows
+    assert "another seed" in refused(*collect, "--out", out, "--resume", "--seed", 4)
+    file = tmp_path / "old.json"
+    file.write_text("old")
+    profile = ["profile", *pair, "--prompts", place / "prompts.jsonl", "--depth", 2, "--repeats", 1, "--out", file]
+    assert "old.json" in refused(*profile, "--overwrite", "--quiet")
     file.unlink()
     for _ in range(2):
-        good(cli(*place.profile, "--out", file, "--overwrite", "--quiet"))
+        assert cli(*profile, "--overwrite", "--quiet").code == 0
     assert Profile.load(file).max_depth == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["collect"], "--out"),
-        (["train", "--out", "x"], "--traces"),
-        (["decode", "--depht", "3"], "--depht"),
-        (["decode", "--depth", "many"], "--depth"),
-        (["polices"], "polices"),
-    ],
-    ids=["no out", "no traces", "unknown option", "no number", "unknown command"],
-)
-def test_what_the_parser_refuses_has_exit_code_2_too(arguments: list[str], word: str) -> None:
-    answer = cli(*arguments)
-    assert answer.code == 2
-    assert word in answer.err
-    assert "Traceback" not in answer.err
-
-
-def test_a_warning_is_one_line_on_standard_error(place: Place, tmp_path: Path) -> None:
-    folder = place.copy(place / "policy", "warm")
+def test_a_warning_is_one_line_on_standard_error(place: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(place / "policy", tmp_path / "warm")
     raw = json.loads((folder / "policy.json").read_text())
     raw["temperature"] = 0.3
     (folder / "policy.json").write_text(json.dumps({**raw, "sha256": digest(raw)}))
-    assert load_policy_folder(folder).metadata.temperature == 0.3
-    answer = cli(*place.evaluate, "--out", tmp_path / "r", "--policy", folder, "--quiet")
-    good(answer)
-    assert answer.err.startswith("warning: logistic was trained for another temperature (0.3)")
-    assert answer.err.count("\n") == 1
-
-
-def test_an_interruption_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("specstop.policies.registry.Registry.listed", interrupt)
-    answer = cli("policies")
-    assert (answer.code, answer.err.strip()) == (130, "specstop: interrupted")
-
-
-def test_the_version_is_printed() -> None:
-    answer = cli("--version")
-    assert answer.code == 0
-    assert answer.out.startswith("specstop 0.")
-
-
-def test_no_command_shows_the_help() -> None:
-    answer = cli()
-    assert "collect" in answer.out + answer.err
-    assert "evaluate" in answer.out + answer.err
+    answer = cli(
+        "evaluate", "--traces", place / "held", "--profile", place / "profile.json", "--policy", folder, "--quiet"
+    )
+    assert answer.code == 0, answer.err
+    assert answer.err.startswith("warning: ") and "temperature (0.3)" in answer.err and answer.err.count("\n") == 1
 
 
 def test_messages_name_options_of_the_command_line() -> None:

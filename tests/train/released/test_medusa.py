@@ -77,7 +77,7 @@ def test_imported_heads_draft_and_the_text_is_the_targets(
     answer = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--json", "--dtype", "float64")
     assert answer.code == 0, answer.err
     facts = json.loads(answer.out)
-    assert (facts["kind"], facts["depth"], facts["for the target"]) == ("medusa", HEADS, str(target))
+    assert (facts["network"], facts["depth"], facts["provenance: for the target"]) == ("medusa", HEADS, str(target))
     assert "medusa" in cli("info", tmp_path / "d").out
     drafted = with_drafter(pair, f"medusa:{tmp_path / 'd'}")
     settings = Settings(0.7, NEW, max_depth=HEADS, verification="match")

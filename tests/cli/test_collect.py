@@ -1,0 +1,342 @@
+"""`specstop collect`: prompts, several processes, interruption, `--extra`; and `specstop info` of a trace."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_records
+import numpy as np
+import pytest
+import yaml
+from commands import COMPACT, cli, files, loading_once, model_options, parsed, refused
+from conftest import NEW, make_prompts
+from contract_policies import DEPTH
+from specstop.cli.options import Models, PromptSource
+from specstop.collect import collect as collect_trace, shards
+from specstop.collect.engines.vllm_records import import_vllm
+from specstop.collect.prompts import Prompt
+from specstop.collect.store import Trace, load_trace, shard_path
+from specstop.decode.models.pair import Pair
+from specstop.policies.fixed import FixedLength
+from transformers import AutoTokenizer
+
+COUNT = 24
+SHARDS = ("--extra", "shards=4")
+CHAT = "{% for m in messages %}w3 {{ m['content'] }}{% endfor %}{% if add_generation_prompt %} w4{% endif %}"
+CLOCK = "{% for c in strftime_now('%f') %}w{{ c }} {% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    with loading_once():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
+    """A folder with prompt files and two pairs: with a chat template, and with one that writes the time."""
+    folder = tmp_path_factory.mktemp("options")
+    prompts = make_prompts(COUNT, "c", 50)
+    lines = [{"id": p.id, "question": [p.text, "more"], "category": f"g{i % 2}"} for i, p in enumerate(prompts)]
+    (folder / "bench.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    (folder / "plain.txt").write_text("\n".join(p.text for p in prompts))
+    for name, template in (("chat", CHAT), ("clock", CLOCK)):
+        shutil.copytree(pair_folder, folder / name)
+        for side in ("target", "draft"):
+            tokenizer = AutoTokenizer.from_pretrained(pair_folder / side)
+            tokenizer.chat_template = template
+            tokenizer.save_pretrained(folder / name / side)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def collect(home: Path, pair_folder: Path) -> list[object]:
+    return ["collect", *model_options(pair_folder, *COMPACT), "--prompts", home / "bench.jsonl", "--column", "question",
+            "--depth", 2, "--max-new-tokens", 5, "--quiet"]  # fmt: skip
+
+
+def extra(**parameters: object) -> list[str]:
+    return [word for name, value in parameters.items() for word in ("--extra", f"{name}={value}")]
+
+
+def collected(*command: object) -> Trace:
+    answer = cli(*command)
+    assert answer.code == 0, answer.err
+    return load_trace(Path(str(command[-1])))
+
+
+@pytest.fixture(scope="module")
+def done(collect: list[object], home: Path) -> Trace:
+    return collected(*collect, *SHARDS, "--out", home / "done")
+
+
+def same_rows(first: Trace, second: Trace) -> bool:
+    return bool(first.table().equals(second.table()))
+
+
+def lose_shards(out: Path) -> None:
+    """Remove shards, as a kill leaves a trace."""
+    for file in out.glob("data/*0000[12]*"):
+        file.unlink()
+
+
+def test_info_describes_a_trace(done: Trace) -> None:
+    facts = parsed("info", done.folder)
+    assert facts["positions"] == done.row_count
+    assert facts["groups"] in ("2: g0, g1", "2: g1, g0")
+    assert facts["bytes"] == sum(len(raw) for name, raw in files(done.folder).items() if name.endswith(".parquet"))
+    assert facts["prompts from"] == "bench.jsonl, column question"
+    assert [row["depth"] for row in facts["acceptance"]] == [1, 2]
+    assert "P(A >= depth)" in cli("info", done.folder).out
+    assert "bench.jsonl, column question |" in (done.folder / "README.md").read_text()
+
+
+def test_a_run_is_repeated_from_its_configuration(
+    collect: list[object], home: Path, done: Trace, tmp_path: Path
+) -> None:
+    first = collected(*collect, "--limit", 6, "--out", tmp_path / "a")
+    assert first.header.prompts == 6
+    assert same_rows(collected("collect", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b"), first)
+    plain = collected(*collect, "--prompts", home / "plain.txt", "--out", tmp_path / "c")
+    assert plain.row_count == done.row_count
+
+
+def test_the_next_command_times_the_rounds_of_the_trace(collect: list[object], home: Path, tmp_path: Path) -> None:
+    """Sampled rounds of trees and drafters are those of match, where `profile` by itself takes block."""
+    sampled = ("--temperature", 0.7, "--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--limit", 3)
+    for number, (options, words) in enumerate({
+        ("--depth", 2): "--verification block --depth 2",
+        ("--tree", "2,1"): "--tree 2,1 --verification match --depth 2",
+        ("--collector", "live"): "--verification match --depth 2",
+    }.items()):  # fmt: skip
+        answer = cli(*collect, *sampled, *options, "--out", tmp_path / f"t{number}")
+        assert answer.code == 0, answer.err
+        line = next(line for line in answer.out.splitlines() if line.startswith("Next: specstop profile"))
+        tree, _, rest = words.rpartition("--verification")
+        expected = f"--sampling top_p=0.8 --sampling repetition_penalty=1.2 {tree}--verification{rest} --prompts"
+        assert "--temperature 0.7" in line and f"{expected} {home / 'bench.jsonl'} --out profile.json" in line
+        header = load_trace(tmp_path / f"t{number}").header
+        assert header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+
+
+def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:
+    texts = [
+        {"prompt_id": "q", "id": name, "prompt": "w7 w8", "answer": f"w{9 + at} w10"} for at, name in enumerate("ab")
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    command = [*collect, "--column", "prompt", "--prompts", tmp_path / "p.jsonl", "--temperature", 0.7]
+    recorded = ["--depth", 1, "--verification", "match", *extra(completions="answer")]
+    rows = collected(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
+    assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
+    live = ["--collector", "live", *extra(batch=2)]
+    collected(*command, *live, "--out", tmp_path / "b")
+    facts = parsed("info", tmp_path / "a")
+    assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
+    assert parsed("info", tmp_path / "b")["batch"] == 2
+    assert "another batch" in refused(*command, *live[:2], "--out", tmp_path / "b", "--resume")
+    decode = ["decode", *collect[1:7], "--prompts", tmp_path / "p.jsonl", "--temperature", 0.9, "--max-new-tokens", 12]
+    answer = cli(*decode, "--policy", "fixed:1")
+    assert "[1 of 2: q, sample a]" in answer.out and "[2 of 2: q, sample b]" in answer.out, answer.err
+    first, second = parsed(*decode, "--policy", "fixed:1")["texts"]
+    assert first != second
+
+
+def test_the_chat_template_is_written_around_each_prompt(
+    collect: list[object], home: Path, done: Trace, tmp_path: Path
+) -> None:
+    chat = collected(*collect, "--chat", *model_options(home / "chat"), "--out", tmp_path / "out")
+    lengths = [
+        dict(zip(*t.table(["prompt_id", "prompt_tokens"]).to_pydict().values(), strict=True)) for t in (chat, done)
+    ]
+    assert {name: length - 2 for name, length in lengths[0].items()} == {n: lengths[1][n] for n in lengths[0]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_template_that_writes_the_time_is_rendered_once(
+    collect: list[object], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    out = tmp_path / "trace"
+    command = [*collect, *model_options(home / "clock"), *extra(shards=3), "--out", out]
+    for rank in range(ranks):
+        if ranks > 1:
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        assert cli(*command, "--chat").code == 0
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    whole = load_trace(out).table()
+    assert load_trace(out).complete
+    lose_shards(out)
+    assert cli(*command, "--chat", "--resume").code == 0
+    assert load_trace(out).table() == whole
+    lose_shards(out)
+    assert "prompts" in refused(*command, "--resume")
+
+
+def give(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def test_prompts_of_a_pipe_are_kept_for_resume(
+    collect: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "trace"
+    command = [word for word in collect if word not in ("--column", "question")]
+    give(monkeypatch, "".join(f"w{n} w{n + 1}\n" for n in range(5, 20)))
+    first = cli(*command, "--prompts", "-", *extra(shards=3), "--out", out)
+    assert first.code == 0 and "--prompts PROMPTS" in first.out, "the pipe is empty for the next command"
+    whole = load_trace(out).table()
+    lose_shards(out)
+    give(monkeypatch, "")
+    assert cli("collect", "--config", out / "run.yaml", "--resume").code == 0
+    assert load_trace(out).table() == whole
+    lose_shards(out)
+    give(monkeypatch, "w1\nw2\nw3\n")
+    assert "prompts" in refused("collect", "--config", out / "run.yaml", "--resume", "--limit", 3), "another selection"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "several processes" in refused(*command, "--prompts", "-", "--out", tmp_path / "other")
+
+
+def test_damaged_prompts_of_a_run_are_refused(collect: list[object], tmp_path: Path) -> None:
+    out = tmp_path / "trace"
+    command = [*collect, *extra(shards=3), "--out", out]
+    assert cli(*command).code == 0
+    original = (out / "prompts.jsonl").read_text()
+    for text in (original.replace("w9", "w8"), original[:-20], "[]\n" + original, original.replace('"id"', '"number"')):
+        lose_shards(out)
+        (out / "prompts.jsonl").write_text(text)
+        refused(*command, "--resume")
+        (out / "prompts.jsonl").write_text(original)
+        assert cli(*command, "--resume").code == 0
+
+
+def test_the_prompts_of_the_shipped_pair_are_used_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for side in ("train", "test"):
+        (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
+    monkeypatch.setattr("specstop.train.demo.pair.shipped_pair", lambda: tmp_path)
+    for side in ("train", "test"):
+        prompts = PromptSource(limit=2).read(Models(), side)
+        assert [prompt.text for prompt in prompts] == [f"{side} 0", f"{side} 1"]
+
+
+def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
+    collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    answer = cli(*collect, *SHARDS, "--out", out)
+    assert "process 1 of 2 has ended; 2 of 4 shards exist" in answer.out
+    line = refused("info", out, "--check")
+    assert "is not complete, 2 of its" in line and "(0, 2)" in line and "--resume" in line
+    assert "--overwrite: expected one process" in refused(*collect, "--out", out, "--overwrite")
+    monkeypatch.setenv("RANK", "0")
+    assert same_rows(collected(*collect, *SHARDS, "--out", out), done)
+    assert cli("info", out, "--check").code == 0
+    monkeypatch.setenv("RANK", "2")
+    assert "RANK: expected less than WORLD_SIZE" in refused(*collect, "--out", out)
+
+
+def test_a_damaged_shard_is_named_and_collected_again(collect: list[object], done: Trace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli(*collect, *SHARDS, "--out", out).code == 0
+    path = shard_path(out, 2, 4)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert str(path) in refused("info", out, "--check") and str(path) in refused("info", out)
+    answer = cli(*collect, *SHARDS, "--out", out, "--resume")
+    assert answer.code == 0 and str(path) in answer.err, "a warning names it"
+    assert same_rows(load_trace(out), done)
+
+
+def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
+    collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, write = tmp_path / "out", shards.write_shard
+
+    def press(folder: Path, header: Any, index: int, rows: Any, texts: Any) -> None:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        write(folder, header, index, rows, texts)
+
+    monkeypatch.setattr(shards, "write_shard", press)
+    answer = cli(*collect, *SHARDS, "--out", out)
+    assert (answer.code, answer.out, answer.err.count("\n")) == (130, "", 1) and "--resume" in answer.err
+    monkeypatch.undo()
+    assert yaml.safe_load((out / "run.yaml").read_text())["command"] == "collect"
+    assert cli("collect", "--config", out / "run.yaml", "--resume").code == 0
+    assert same_rows(load_trace(out), done)
+
+
+def test_trees_live_rounds_mixed_text_and_hidden_states_are_collected(
+    collect: list[object], done: Trace, home: Path
+) -> None:
+    live = ("--collector", "live", "--policy", "confidence:0.3", "--verification", "block", *extra(explore=0.5))
+    tree, rounds, mixed, hidden = (
+        collected(*collect, *options, "--out", home / f"kind{at}")
+        for at, options in enumerate(
+            (("--tree", "2,1", "--temperature", 0.7), (*live, "--temperature", 0.7), ("--depth", 1, *extra(mix=0.2)),
+             (*SHARDS, *extra(hidden="target,draft")))
+        )
+    )  # fmt: skip
+    assert tree.header.tree.name == "2,1" and mixed.header.mix == 0.2
+    assert (rounds.header.verification, rounds.header.label) == ("block", "block")
+    assert done.header.hidden == {} and hidden.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
+    facts = parsed("info", hidden.folder)
+    assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
+    saved = yaml.safe_load((hidden.folder / "run.yaml").read_text())
+    assert saved["extra"] == ["shards=4", "hidden=target,draft"]
+
+
+def test_long_prompts_are_left_out_and_counted(collect: list[object], pair: Pair, tmp_path: Path) -> None:
+    lines = [{"question": ["w7 w8"]}, {"question": [" ".join(["w9"] * 200)]}, {"question": ["w10"]}]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    answer = cli(*collect, "--prompts", tmp_path / "mixed.jsonl", "--out", tmp_path / "t")
+    assert answer.code == 0, answer.err
+    assert answer.err.startswith(f"warning: 1 of 3 prompts have more than {pair.readable - 5 - 2} tokens (")
+    assert parsed("info", tmp_path / "t")["prompts left out"].startswith("1 of 3")
+
+
+# Traces in which not every depth was observed
+
+SETTINGS = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
+
+
+def test_depths_that_a_run_never_drafted_have_no_value(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    collect_trace(pair, prompts, tmp_path / "live", collector="live", policy=FixedLength(2), **SETTINGS)
+    facts = parsed("info", tmp_path / "live")
+    assert [row["accepted"] is not None for row in facts["acceptance"]] == [k <= 2 for k in range(1, DEPTH + 1)]
+    assert [row["rounds"] for row in facts["acceptance"][2:]] == [0] * (DEPTH - 2)
+    assert facts["accepted length, mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("choose", "lengths", "known"),
+    [(engine_records.fixed, "fixed", 6), (engine_records.at_random, "independent", 6),
+     (engine_records.by_confidence, "dependent", 1)],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:path. draft lengths")
+def test_records_of_an_engine(tmp_path: Path, choose: Callable[..., Any], lengths: str, known: int) -> None:
+    records, length = engine_records.simulated(choose, requests=100, rounds=60)
+    import_vllm(engine_records.write(tmp_path / "r.jsonl", records), tmp_path / "trace")
+    facts = parsed("info", tmp_path / "trace")
+    assert (facts["temperature"], facts["draft lengths"]) == ("unknown", lengths)
+    truth = [float((np.concatenate(length) >= k).mean()) for k in range(1, engine_records.DEPTH + 1)]
+    for row, share in zip(facts["acceptance"], truth, strict=True):
+        assert row["accepted"] == (pytest.approx(share, rel=0.08) if row["depth"] <= known else None)
+    assert ("assumes" in facts.get("note on acceptance", "")) == (lengths == "independent")
+    assert (facts["accepted length, mean"] is None) == (lengths == "dependent")

@@ -1,0 +1,272 @@
+"""Malformed configurations and artefacts: whatever they hold, a command ends with one line or does its work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from commands import cli, refused
+from hypothesis import HealthCheck, given, settings, strategies as st
+from specstop.collect import load_trace
+from specstop.collect.engines.vllm_records import import_vllm
+from specstop.collect.schema import HEADER_KEY, Header
+from specstop.collect.store import SHARD_KEY, Trace
+from specstop.decode.drafters.folder import load_drafter
+from specstop.decode.engines.vllm_plugin import read_coefficients
+from specstop.decode.models.pair import load_pair
+from specstop.policies.errors import SpecstopError, TraceError
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
+from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.report_comparison import read_report
+from specstop.train.fit.run import train
+
+pytestmark = pytest.mark.usefixtures("few_draws")
+several = settings(
+    max_examples=60, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.sampled_from([10**9, 10**30, -(2**70)]), st.floats(),
+    st.text(max_size=20), st.sampled_from(["", "../x", "\x1b[31mred\x1b[0m", "<script>", "x" * 10_000]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=5
+)  # fmt: skip
+
+
+def one_line_or_success(*words: object) -> None:
+    """Run a command, which must succeed or fail with one line; nothing may control the terminal."""
+    answer = cli(*words)
+    assert answer.code in (0, 2) and "\x1b" not in answer.out + answer.err and "Traceback" not in answer.err
+    if answer.code == 2:
+        assert answer.err.count("\n") == 1 and answer.out == ""
+
+
+@several
+@given(
+    raw=st.one_of(
+        VALUES, st.dictionaries(st.sampled_from(["depth", "seed", "policy", "quiet", "limit", "out"]), VALUES)
+    )
+)
+def test_any_configuration_is_refused_in_one_line(raw: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
+    one_line_or_success("train", "--config", tmp_path / "run.yaml")
+    one_line_or_success("evaluate", "--config", tmp_path / "run.yaml")
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.yaml"]
+
+
+@several
+@given(data=st.data())
+def test_a_profile_with_any_value_in_any_field(full_profile: Profile, tmp_path: Path, data: st.DataObject) -> None:
+    raw = full_profile.to_dict()
+    raw[data.draw(st.sampled_from(sorted(raw)))] = data.draw(VALUES)
+    (tmp_path / "profile.json").write_text(json.dumps(raw))
+    one_line_or_success("info", tmp_path / "profile.json")
+
+
+@several
+@given(data=st.data())
+def test_a_policy_with_any_value_in_any_field(learned: LearnedPolicy, tmp_path: Path, data: st.DataObject) -> None:
+    folder = tmp_path / "policy"
+    shutil.rmtree(folder, ignore_errors=True)
+    save_policy(learned, folder)
+    raw = json.loads((folder / "policy.json").read_text())
+    name, value = data.draw(st.sampled_from(sorted(raw))), data.draw(VALUES)
+    (folder / "policy.json").write_text(json.dumps({**raw, name: value}))
+    if raw[name] != value:
+        refused("info", folder)  # the checksum covers every field
+
+
+def forged(
+    trace: Trace,
+    out: Path,
+    header: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw,
+    table: Callable[[pa.Table], pa.Table] = lambda rows: rows,
+) -> Path:
+    """Return a copy of a trace with another header or other rows, with metadata of shards that agrees with them."""
+    shutil.rmtree(out, ignore_errors=True)
+    folder = shutil.copytree(trace.folder, out)
+    text = json.dumps(header(json.loads((folder / "header.json").read_text())))
+    (folder / "header.json").write_text(text)
+    for shard in (folder / "data").glob("*.parquet"):
+        rows = table(pq.read_table(shard))
+        texts = json.dumps({"rows": len(rows), "texts": []})
+        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, SHARD_KEY: texts}), shard)
+    return folder
+
+
+def outcome(folder: Path, profile: Profile, out: Path) -> str:
+    """Return "refused" or "read"; anything but a `SpecstopError` is raised."""
+    one_line_or_success("info", folder)
+    errors = 0
+    for run in (
+        lambda: evaluate(load_trace(folder), profile, [], sweep=False),
+        lambda: train([load_trace(folder)], profile, head="logistic", out=out, overwrite=True),
+    ):
+        try:
+            run()
+        except SpecstopError as error:
+            assert "\n" not in str(error)
+            errors += 1
+    return "refused" if errors == 2 else "read"
+
+
+@settings(several, max_examples=150)
+@given(data=st.data())
+def test_a_header_with_any_value_in_any_field(sides: tuple[Trace, Trace], tmp_path: Path, data: st.DataObject) -> None:
+    fields = sorted(json.loads(sides[1].header.to_json()))
+    name, value = data.draw(st.sampled_from(fields)), data.draw(VALUES)
+    one_line_or_success("info", forged(sides[1], tmp_path / "trace", lambda raw: {**raw, name: value}))
+
+
+CHANGES: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+    "zero": np.zeros_like,
+    "negative": lambda values: -1 - np.abs(values),
+    "shifted": lambda values: values + 1,
+    "far": lambda values: np.full_like(values, 2**31 - 1),
+    "reversed": lambda values: values[::-1].copy(),
+}
+
+
+def changed(rows: pa.Table, name: str, change: Callable[..., Any]) -> pa.Table:
+    """Return rows with other numbers in a column of the same type."""
+    field = rows.schema.field(name)
+    column = rows[name].combine_chunks()
+    is_list = pa.types.is_fixed_size_list(field.type)
+    flat = column.flatten() if is_list else column
+    values = pa.array(change(flat.to_numpy(zero_copy_only=False)), flat.type)
+    values = pa.FixedSizeListArray.from_arrays(values, type=field.type) if is_list else values
+    return rows.set_column(rows.schema.get_field_index(name), field, values)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["sequence", "prompt_tokens", "text_tokens", "anchor", "accepted_length"])
+def test_numbers_that_make_no_texts_are_refused_or_read(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, name: str, change: str
+) -> None:
+    folder = forged(sides[1], tmp_path / "trace", table=lambda rows: changed(rows, name, CHANGES[change]))
+    result = outcome(folder, full_profile, tmp_path / "policy")
+    if change == "negative" or (change == "far" and name != "prompt_tokens") or (
+        name in ("anchor", "text_tokens") and change != "reversed"
+    ):  # fmt: skip
+        assert result == "refused"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_features_and_probabilities_that_are_not_finite_are_refused(
+    sides: tuple[Trace, Trace], tmp_path: Path, value: float
+) -> None:
+    header = sides[1].header
+    features = () if value == 3e38 else (*header.anchor_features[:2], *header.features[:2])
+    for name in (*features, "draft_prob", "target_prob", "overlap"):
+
+        def spoil(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            return np.where(np.arange(len(values)) == len(values) // 2, np.float32(value), values)
+
+        trace = load_trace(
+            forged(sides[1], tmp_path / "trace", table=lambda rows, name=name: changed(rows, name, spoil))
+        )
+        with pytest.raises(TraceError, match=rf"expected .* in {name}"):
+            trace.table([name])
+
+
+def damage(rows: pa.Table, kind: str) -> pa.Table:
+    at = rows.schema.get_field_index
+    if kind == "drop":
+        return rows.drop_columns(["draft_prob"])
+    if kind == "retype":
+        return rows.set_column(at("anchor"), "anchor", rows["anchor"].cast(pa.int64()))
+    if kind == "nulls":
+        return rows.set_column(at("anchor"), rows.schema.field("anchor"), pa.nulls(len(rows), pa.int32()))
+    if kind == "accepted":
+        return changed(rows, "accepted", lambda values: ~values)
+    return changed(rows, "tokens", lambda values: values + 10**6)
+
+
+@pytest.mark.parametrize("kind", ["drop", "retype", "nulls", "accepted", "tokens"])
+def test_columns_of_another_form_are_refused(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, kind: str
+) -> None:
+    folder = forged(sides[1], tmp_path / "trace", table=lambda rows: damage(rows, kind))
+    with pytest.raises(TraceError):
+        evaluate(load_trace(folder), full_profile, [])
+
+
+def test_ids_and_names_reach_no_terminal_as_they_are(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    name = "\x1b[31m<script>alert(1)</script>|`x`\x9b"
+
+    def renamed(rows: pa.Table) -> pa.Table:
+        for column in ("prompt_id", "group"):
+            texts = pa.array([name + text for text in rows[column].to_pylist()])
+            rows = rows.set_column(rows.schema.get_field_index(column), rows.schema.field(column), texts)
+        return rows
+
+    hostile = {"target": name, "draft": name, "facts": {"prompts from": name, "device": name}}
+    folder = forged(sides[1], tmp_path / "trace", lambda raw: {**raw, **hostile}, renamed)
+    full_profile.save(tmp_path / "profile.json")
+    report = tmp_path / "report"
+    for command in (
+        ("info", folder), ("info", folder, "--json"), ("info", folder, "--check"),
+        ("evaluate", "--traces", folder, "--profile", tmp_path / "profile.json", "--out", report),
+    ):  # fmt: skip
+        answer = cli(*command)
+        assert answer.code == 0, answer.err
+        assert not {"\x1b", "\x9b"} & set(answer.out + answer.err)
+    for file in ("report.md", "report.html"):
+        text = (report / file).read_text()
+        assert not {"\x1b", "\x9b"} & set(text)
+        assert "<script>alert" not in text.replace("\\<script>", "")
+
+
+TWICE = '{"kind": "any", "slope": 1, "slope": 2}'
+
+
+def _folder(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).write_text(TWICE)
+    return tmp_path
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "profile": lambda path: Profile.load(_folder(path, "profile.json") / "profile.json"),
+    "header of a trace": lambda path: Header.from_json(TWICE, "header.json"),
+    "policy": lambda path: load_policy_folder(_folder(path, "policy.json")),
+    "drafter": lambda path: load_drafter(_folder(path, "drafter.json")),
+    "report": lambda path: read_report(_folder(path, "report.json")),
+    "coefficients": lambda path: read_coefficients(_folder(path, "acceptance.json") / "acceptance.json"),
+    "records": lambda path: import_vllm(_folder(path, "records.jsonl") / "records.jsonl", path / "out"),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    """Parsers disagree about which of the two counts."""
+    with pytest.raises(SpecstopError, match="'slope' occurs twice"):
+        read(tmp_path)
+
+
+def test_a_key_that_occurs_twice_in_the_config_of_a_model_is_refused(pair_folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        shutil.copytree(pair_folder, tmp_path / name)
+        file = tmp_path / name / "target" / name
+        file.write_text('{"vocab_size": 1, "vocab_size": 2, ' + file.read_text().lstrip()[1:])
+        with pytest.raises(SpecstopError, match=f"{name}: the key 'vocab_size' occurs twice"):
+            load_pair(tmp_path / name / "target", tmp_path / name / "draft")
+
+
+@pytest.mark.parametrize("text", ["seed: 4\nseed: 8\n", "max-new-tokens: 4\nmax_new_tokens: 8\n"])
+def test_an_option_that_occurs_twice_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert "twice" in refused("decode", "--config", tmp_path / "run.yaml")

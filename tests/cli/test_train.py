@@ -1,0 +1,190 @@
+"""`specstop train`, `import`, `deploy` and `train-drafter`: policies and drafters, and the commands that read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import cli, files, model_options, parsed, refused, write_prompts
+from conftest import make_prompts
+from specstop.collect.store import Trace
+from specstop.policies.files import MANIFEST
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
+from specstop.policies.storage import load_policy_folder, save_policy
+from torch import nn
+
+PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
+
+pytestmark = pytest.mark.usefixtures("few_draws")
+
+
+@pytest.fixture
+def home(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:  # fmt: skip
+    """A folder with `traces`, `others`, `policy` and `profile.json`."""
+    full_profile.save(tmp_path / "profile.json")
+    (tmp_path / "traces").symlink_to(sides[0].folder)
+    (tmp_path / "others").symlink_to(sides[1].folder)
+    save_policy(learned, tmp_path / "policy")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TRAIN = ("train", "--traces", "traces", "--profile", "profile.json", "--out")
+
+
+def test_the_table_and_the_folder_of_a_policy(home: Path) -> None:
+    answer = cli(*TRAIN, "p", "--rule", "survival", "--threshold", 0.45, "--param", "C=0.5", "--quiet")
+    assert answer.code == 0, answer.err
+    assert "held_out_ratio_to_best_fixed" in answer.out and "accept_auc" not in answer.out
+    assert load_policy_folder(home / "p").rule.kind == "survival"
+    readme = (home / "p" / "README.md").read_text()
+    assert "## Reliability" in readme and "accept_auc" in readme
+    assert set(files(home / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml", MANIFEST}
+
+
+def test_a_policy_that_is_slower_than_the_best_fixed_length_is_named(home: Path) -> None:
+    answer = cli(*TRAIN, "p", "--rule", "step", "--threshold", 0.99, "--quiet")
+    assert answer.code == 0 and "slower than the best fixed length" in answer.err
+    assert load_policy_folder(home / "p").metadata.metrics["held_out_ratio_to_best_fixed"] < 1.0
+
+
+def test_a_search_ends_with_its_trials(home: Path) -> None:
+    answer = cli(*TRAIN, "p", "--tune", 2, "--head", "logistic", "--rule", "step", "--policy",
+                 "confidence?threshold=0.2|0.6", "--quiet")  # fmt: skip
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    trials = lines[next(at for at, line in enumerate(lines) if line.startswith("Trials")) :]
+    assert [sum(name in line for line in trials) for name in ("confidence", "logistic")] == [1, 1]
+    assert load_policy_folder(home / "p").rule.kind == "step"
+
+
+# Released weights
+
+
+class DecisionModel(nn.Module):
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1), nn.Sigmoid())
+
+
+def test_a_released_head_is_imported_evaluated_and_decodes(home: Path, pair_folder: Path) -> None:
+    torch.manual_seed(0)
+    torch.save(DecisionModel(11, 44).state_dict(), home / "hard.pt")
+    facts = parsed("import", "hard.pt", "--out", "p", "--threshold", "0.55")
+    assert (facts["name"], facts["head"], facts["rule"], facts["max depth"]) == ("dynasd-hard", "dynasd-hard", "any", 5)
+    assert facts["weights"] == 11 * 44 + 44 + 44 + 1 + 1 and facts["features"].startswith("entropy, top1, top2")
+    again = cli("import", "--config", "p/run.yaml", "--out", "q", "hard.pt")
+    assert again.code == 0, again.err
+    assert json.loads((home / "q" / "policy.json").read_text())["rule"] == {"kind": "any", "threshold": 0.55}
+    report = cli("evaluate", "--traces", "others", "--profile", "profile.json", "--policy", "p", "--json")
+    assert "dynasd-hard" in report.out
+    decode = ["decode", "w6 w7 w8", *model_options(pair_folder), "--max-new-tokens", 9, "--json", "--policy"]
+    texts = [json.loads(cli(*decode, policy).out)["texts"] for policy in ("p", "fixed:0")]
+    assert texts[0] == texts[1]
+
+
+def test_a_head_of_another_width_is_refused(home: Path, pair_folder: Path) -> None:
+    torch.save(DecisionModel(768, 4).state_dict(), home / "soft.pt")
+    assert "draft_hidden (768 numbers)" in parsed("import", "soft.pt", "--out", "p")["hidden states"]
+    assert "768" in refused("decode", "w7 w8", *model_options(pair_folder), "--policy", "p", "--max-new-tokens", 9)
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_crafted_pickle_does_nothing(home: Path) -> None:
+    torch.save({"layers.0.weight": Evil(home / "mark")}, home / "w.pt")
+    assert "tensors" in refused("import", "w.pt", "--out", "p")
+    assert not (home / "mark").exists() and not (home / "p").exists()
+
+
+# Other runtimes
+
+
+def commands_of_the_page() -> list[list[str]]:
+    blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    lines = [shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("specstop ")]
+    return [words[1:] for words in lines]
+
+
+@pytest.mark.parametrize("words", commands_of_the_page(), ids=" ".join)
+def test_the_commands_of_the_page_of_deploy_run(words: list[str], home: Path) -> None:
+    if "onnx" in words:
+        pytest.importorskip("onnx")
+    answer = cli(*words, "--quiet")
+    assert answer.code == 0, answer.err
+    out = home / words[words.index("--out") + 1]
+    assert out.is_file() or "## What is lost" in (out / "README.md").read_text()
+    assert (out / "run.yaml").exists() == (words[words.index("--to") + 1] not in ("hf", "onnx"))
+
+
+def test_an_export_answers_its_figures_and_is_repeated_from_its_options(home: Path) -> None:
+    export = ("deploy", "--to", "vllm", "--traces", "traces", "--profile", "profile.json", "--held-out", "others")
+    answer = cli(*export, "--out", "v", "--json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out) == json.loads((home / "v" / "figures.json").read_text())
+    assert cli("deploy", "--config", "v/run.yaml", "--out", "w", "--quiet").code == 0
+    before, after = files(home / "v"), files(home / "w")
+    del before["run.yaml"], after["run.yaml"]
+    assert before == after
+
+
+# Drafters
+
+
+def test_a_drafter_is_trained_and_used_by_every_command(home: Path, pair_folder: Path) -> None:
+    for side, count, seed in (("train", 16, 21), ("test", 6, 22)):
+        write_prompts(home / f"{side}.jsonl", make_prompts(count, side, seed))
+    target = ("--target", pair_folder / "target")
+    few = ("--max-new-tokens", 12)
+    fit = ("--depth", 3, "--epochs", 2, "--out", "medusa", "--checkpoints", "work", "--quiet")
+    answer = cli("train-drafter", "--kind", "medusa", *target, *few, "--prompts", "train.jsonl", *fit)
+    assert answer.code == 0, answer.err
+    assert f"Next: specstop decode PROMPT --target {pair_folder / 'target'} --drafter medusa:medusa" in answer.out
+    assert (home / "medusa" / "run.yaml").exists()
+    facts = parsed("info", "medusa")
+    assert (facts["kind"], facts["network"], facts["depth"], len(facts["target"])) == ("drafter", "medusa", 3, 16)
+    assert all(0.0 <= facts[f"acceptance, depth {depth}"] <= 1.0 for depth in (1, 2, 3)) and facts["hash"]
+    spec = ("--drafter", "medusa:medusa")
+    texts = parsed("decode", "w7 w8 w9", *target, *few, *spec)
+    assert texts["texts"] == parsed("decode", "w7 w8 w9", *target, *few, "--drafter", "suffix")["texts"]
+    assert texts["drafted"] > 0
+    bench = ("bench", *target, *few, *spec, "--prompts", "test.jsonl", "--policy", "fixed:2", "--json")
+    answer = cli(*bench, "--tree", "2,2", "--temperature", 0.7)
+    assert answer.code == 0, answer.err
+    lines = json.loads(answer.out)["lines"]
+    assert [line["same_text"] for line in lines][:2] == [6, 6], "match"
+    assert not any("assist" in line["name"] for line in lines)
+    for side in ("train", "test"):
+        prompts = ("--prompts", f"{side}.jsonl", "--out", f"traces-{side}", "--depth", 3, "--quiet")
+        answer = cli("collect", *target, *few, *spec, *prompts)
+        assert answer.code == 0, answer.err
+    measured = ("--prompts", "train.jsonl", "--depth", 3, "--repeats", 1, "--out", "costs.json", "--quiet")
+    assert cli("profile", *target, *spec, *measured, "--policy", "confidence:0.4").code == 0
+    answer = cli("train", "--traces", "traces-train", "--profile", "costs.json", "--out", "learned", "--quiet")
+    assert answer.code == 0, answer.err
+    answer = cli("evaluate", "--traces", "traces-test", "--policy", "learned", "--profile", "costs.json", "--quiet")
+    assert answer.code == 0, answer.err
+    assert parsed("decode", "w7 w8 w9", *target, *few, *spec, "--policy", "learned")["texts"] == texts["texts"]
+    # Rounds that stay shorter than requested are named.
+    short, cut = "proposes 3 tokens at most", "nodes deeper than 1 are left out"
+    for number, (options, expected) in enumerate({"3": [], "4": [short], "1 --tree 2,1": [cut]}.items()):
+        more = ("--depth", *options.split(), "--prompts", "test.jsonl", "--limit", 2, *few, "--out", f"t{number}")
+        answer = cli("collect", *target, *spec, *more, "--quiet")
+        assert answer.code == 0, answer.err
+        assert [text for text in (short, cut) if text in answer.err] == expected
