@@ -128,7 +128,7 @@ class Basis:
         this, plain, best, bound = Priced(self._boot, self._costs, replays, held.prompt_tokens, known).seconds().T
         report, choice = (len(set(part.clusters)) for part in (self.held, self.fit))
         figures: dict[str, Any] = {
-            "prompts": f"{report} held-out prompts; the choice was made on {choice} others",
+            "prompts": f"{report} held-out prompts; the choice was made on the other {choice}",
             "to_plain": self.ratio(plain / this),
             "best_fixed": self.best,
             "to_best_fixed": self.ratio(best / this),

@@ -144,7 +144,7 @@ def test_a_trained_policy_decodes_the_targets_text_as_replayed(
         ({"rule": "batch", "threshold": 0.3}, InputError, "threshold"),
         ({"rule": "derived", "nodes": [4]}, InputError, "nodes"),
         ({"folds": 1}, InputError, "folds"),
-        ({"report_share": 1.0}, InputError, "report"),
+        ({"report_share": 1.5}, InputError, "report"),
     ],
 )
 def test_a_wrong_option_is_refused_with_a_hint_before_anything_is_written(
