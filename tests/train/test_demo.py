@@ -80,9 +80,7 @@ def test_every_head_is_in_the_report_and_all_policies_decode_the_same_text(resul
         assert line.measured > 0 < line.predicted and line.miss == line.measured / line.predicted - 1
 
 
-def test_an_interrupted_or_refused_demo_leaves_nothing(
-    pair_with_prompts: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_or_refused_demo_leaves_nothing(pair_with_prompts: Path, tmp_path: Path) -> None:
     def interrupt(task: str, done: int, total: int) -> None:
         if task == "profile":
             raise KeyboardInterrupt
