@@ -35,9 +35,8 @@ from specstop.decode.loop import Request
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.prompts import encode_prompts
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
-from specstop.train.replay.arrivals import at_once
-from specstop.train.replay.batch import COLUMNS, replay_batch
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.batch import at_once, replay_batch
 
 import specstop as ss
 
@@ -119,8 +118,8 @@ def rounds(run: Run) -> None:
         for size in {4, 8} & set(setup.sizes) or {setup.sizes[-1]}:
             texts = ss.Speculator(run.pair, policy, setup.settings(), setup.profile, batch=size).run(requests)
             replayed = replay_batch(arrays, policy, setup.profile, size, at_once(len(requests)))
-            names = ("request", "anchor", "drafted", "verified", "accepted")
-            predicted = set(map(tuple, replayed.log[:, [COLUMNS.index(name) for name in names]].tolist()))
+            names = ("sequence", "anchor", "drafted", "verified", "accepted")
+            predicted = set(zip(*(getattr(replayed, name).tolist() for name in names), strict=True))
             live = {
                 (at, r.anchor, r.drafted, r.verified, r.accepted) for at, text in enumerate(texts) for r in text.rounds
             }

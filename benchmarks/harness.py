@@ -253,7 +253,8 @@ def compare_rounds(
         Number of rounds compared, and of those with other counts of drafted, verified or accepted tokens.
     """
     rounds = ss.replay(trace, policy, profile)
-    replayed = {(text, anchor): counts for text, anchor, *counts in rounds.log.tolist()}
+    columns = (rounds.sequence, rounds.anchor, rounds.drafted, rounds.verified, rounds.accepted)
+    replayed = {(text, anchor): counts for text, anchor, *counts in zip(*(c.tolist() for c in columns), strict=True)}
     pairs = [
         ([r.drafted, r.verified, r.accepted], replayed[number, r.anchor])
         for number, text in enumerate(texts)

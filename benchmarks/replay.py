@@ -23,8 +23,8 @@ from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.decode.prompts import encode_prompts
 from specstop.policies.features import TOKEN_FEATURES
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay_many
-from specstop.train.replay.traces.arrays import trace_arrays
 
 import specstop as ss
 
@@ -113,7 +113,7 @@ def rate(run: Run) -> None:
     for head in run.choose(("logistic", "xgboost"), ("logistic",)):
         policies[head] = ss.train(trace, world.profile, head=head, features=["drawn_prob"]).policy
     for name, policy in policies.items():
-        count = len(ss.replay(trace, policy, world.profile).log)
+        count = len(ss.replay(trace, policy, world.profile))
         seconds = alternate({"replay": lambda policy=policy: ss.replay(trace, policy, world.profile)}, run.choose(7, 2))
         speed = spread([count / s for s in seconds["replay"]])
         run.bar(f"replay, {name}: rounds per second", speed, at_least=ROUNDS_PER_S)

@@ -2,7 +2,7 @@
 
     python benchmarks/tools/make_pair.py --size large --out pairs/large
     python benchmarks/tools/make_pair.py --size large --draft plain --target pairs/large/target --out pairs/large-plain
-    python benchmarks/tools/make_pair.py --size large --out pairs/large --ship train/demo/data
+    python benchmarks/tools/make_pair.py --size large --out pairs/large --ship train/shipped
 
 The target learns the next token of the text. The draft is trained on the target's distribution (`--draft distilled`)
 or, like the target, on the text alone (`--draft plain`). All weights are rounded to int8 with one scale per row
@@ -33,7 +33,7 @@ import transformers
 from safetensors.torch import save_file
 from specstop.policies.errors import InputError, SpecstopError
 from specstop.policies.files import prepare_output_dir, read_json, staged_folder, write_manifest
-from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights
+from specstop.train.shipped_pair import WEIGHTS, expand_weights, quantize_weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional
@@ -535,7 +535,7 @@ speculative decoding. They continue Python source text and have no other use.
 
 - Target: {target}.
 - Draft: {draft}.
-- Weights: int8 with one bfloat16 scale per row. `specstop.train.demo.pair.shipped_pair()` expands them to float32 in two
+- Weights: int8 with one bfloat16 scale per row. `specstop.shipped_pair()` expands them to float32 in two
   folders that `from_pretrained` loads.
 
 ## Training data
