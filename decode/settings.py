@@ -70,7 +70,7 @@ class Settings:
         return chain(self.max_depth) if self.tree is None else parse_tree(self.tree).limited(self.max_depth)
 
     def for_pair(self, pair: Pair) -> Settings:
-        """Return the settings with the sampling defaults of the pair's target where the sampling leaves it to them.
+        """Return the settings with the sampling defaults of the pair's target where they are not set.
 
         Raises:
             InputError: a default or a processor cannot be applied.
@@ -84,7 +84,7 @@ class Settings:
 
 
 def sampling_of(pair: Pair, sampling: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
-    """Return a sampling with the defaults of the pair's target (`SamplingParams.with_defaults`) and checked processors."""
+    """Return sampling parameters with the defaults of the pair's target (`SamplingParams.with_defaults`) and checked processors."""
     config = getattr(pair.target, "generation_config", None)
     return sampling.with_defaults(config, max_new_tokens).checked(pair.vocabulary, pair.device)
 
