@@ -228,7 +228,7 @@ def test_damaged_prompts_of_a_run_are_refused(collect: list[object], tmp_path: P
 def test_the_prompts_of_the_shipped_pair_are_used_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for side in ("train", "test"):
         (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
-    monkeypatch.setattr("specstop.train.demo.pair.shipped_pair", lambda: tmp_path)
+    monkeypatch.setattr("specstop.train.shipped_pair.shipped_pair", lambda: tmp_path)
     for side in ("train", "test"):
         prompts = PromptSource(limit=2).read(Models(), side)
         assert [prompt.text for prompt in prompts] == [f"{side} 0", f"{side} 1"]
@@ -268,10 +268,10 @@ def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
 ) -> None:
     out, write = tmp_path / "out", shards.write_shard
 
-    def press(folder: Path, header: Any, index: int, rows: Any, texts: Any) -> None:
+    def press(folder: Path, header: Any, index: int, rows: Any) -> None:
         if index == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        write(folder, header, index, rows, texts)
+        write(folder, header, index, rows)
 
     monkeypatch.setattr(shards, "write_shard", press)
     answer = cli(*collect, *SHARDS, "--out", out)

@@ -28,7 +28,7 @@ from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.log import scaled
+from specstop.train.replay.rounds import scaled
 from timed import timed_profile
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -74,15 +74,15 @@ def test_every_trace_with_every_profile_is_a_place(tmp_path: Path) -> None:
     assert "--allow-overlap" in refused(*run, "--out", tmp_path / "t", "--quiet") and not (tmp_path / "t").exists()
     answer = cli(*run, "--out", tmp_path / "t", "--json", "--allow-overlap")
     assert answer.code == 0 and "not held-out" in answer.err
-    raw = json.loads(answer.out)
-    assert raw == json.loads((tmp_path / "t" / "places.json").read_text())
-    assert [one["name"] for one in raw["places"]] == [
-        f"{trace}, {profile}" for trace in ("held", "fit") for profile in ("profile.json", "slow.json")
-    ]
-    assert {p.name for p in (tmp_path / "t").iterdir()} == {"places.json", "places.md", "run.yaml", MANIFEST}
+    report = json.loads(answer.out)
+    written = json.loads((tmp_path / "t" / "report.json").read_text())
+    assert report == {name: value for name, value in written.items() if name not in ("run", "prompt_texts")}
+    assert [*report["places"]] == [f"{trace}, {profile}" for trace in ("held", "fit") for profile in ("profile.json", "slow.json")]
+    reports = {f"report.{kind}" for kind in ("csv", "html", "json", "md")}
+    assert {p.name for p in (tmp_path / "t").iterdir()} == {*reports, "run.yaml", MANIFEST}
     answer = cli(*run, "--quiet", "--allow-overlap")
     words = " ".join(answer.out.split())
-    assert all(" ".join(text.split()) in words for text in ("vs best fixed", *raw["summary"]))
+    assert all(" ".join(text.split()) in words for text in ("vs best fixed", *report["summary"]))
     saved = yaml.safe_load((tmp_path / "t" / "run.yaml").read_text())
     assert (saved["command"], len(saved["traces"]), len(saved["policy"])) == ("evaluate", 2, 2)
 
@@ -146,7 +146,7 @@ def test_policies_are_compared_by_batch_size(full_profile: Profile, tmp_path: Pa
     assert late["latency_s"][0]["value"] < policies[0]["latency_s"][1]["value"], "requests that arrive later wait less"
     (tmp_path / "few.json").write_text(json.dumps(list(range(9))))
     for options, noun in (
-        (["--batch", "8"], "not 8"), (["--batch", "2", "--arrivals", "-1"], "a rate above 0"),
+        (["--batch", "8"], "got 8"), (["--batch", "2", "--arrivals", "-1"], "a rate above 0"),
         (["--batch", "2,4", "--arrivals", tmp_path / "few.json"], f"expected {2 * texts} times"),
         (["--batch", "2", "--arrivals", tmp_path / "none.json"], "none.json"),
     ):  # fmt: skip

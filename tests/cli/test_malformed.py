@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from specstop.collect import load_trace
 from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.schema import HEADER_KEY, Header
-from specstop.collect.store import SHARD_KEY, Trace
+from specstop.collect.store import ROWS_KEY, Trace
 from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.engines.vllm_plugin import read_coefficients
 from specstop.decode.models.pair import load_pair
@@ -101,8 +101,8 @@ def forged(
     (folder / "header.json").write_text(text)
     for shard in (folder / "data").glob("*.parquet"):
         rows = table(pq.read_table(shard))
-        texts = json.dumps({"rows": len(rows), "texts": []})
-        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, SHARD_KEY: texts}), shard)
+        count = str(len(rows))
+        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, ROWS_KEY: count}), shard)
     return folder
 
 

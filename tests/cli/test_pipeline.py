@@ -6,12 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import specstop.train.demo.demo as demo_module
+import specstop.train.demo as demo_module
 import yaml
 from commands import COMPACT, ascii_locale, cli, files, model_options, parsed, refused, write_prompts
 from conftest import NEW, make_prompts
@@ -20,11 +19,10 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.files import MANIFEST, staging_path
+from specstop.policies.files import MANIFEST
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
-from specstop.train.demo import resume
-from specstop.train.demo.resume import Sizes
+from specstop.train.demo import Sizes
 
 DEPTH = 4
 POLICIES = ("fixed:0", "fixed:3", "policy")
@@ -220,7 +218,7 @@ def small(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fe
         train=10, test=4, live=2, tokens=12, depth=3, heads=("logistic",), effort=EFFORT, decision_effort=EFFORT
     )
     monkeypatch.setattr(demo_module, "QUICK", sizes)
-    monkeypatch.setattr(resume, "REFERENCE_TOKEN_S", 1.0)  # any machine is fast enough
+    monkeypatch.setattr(demo_module, "REFERENCE_TOKEN_S", 1.0)  # any machine is fast enough
     monkeypatch.chdir(tmp_path)
     return tmp_path / "pair"
 
@@ -237,34 +235,3 @@ def test_the_demo_prints_stages_a_table_a_verdict_and_the_next_commands(small: P
     answer = cli("demo", "--quick", "--pair", small, "--json")
     assert answer.out.count("\n") == 1 and "logistic" in {line["policy"] for line in json.loads(answer.out)["live"]}
     assert Path("specstop-demo-2/run.yaml").is_file()
-
-
-SMALL_DEMO = """
-import specstop.train.demo.demo as demo
-import specstop.train.demo.resume as resume
-from specstop.cli.main import run
-from specstop.decode.profile.measuring import Effort
-
-effort = Effort(repetitions=1)
-demo.QUICK = demo.Sizes(10, 4, 2, 12, 3, ("logistic",), effort, effort)
-resume.REFERENCE_TOKEN_S = 1.0
-run()
-"""
-
-
-@pytest.mark.slow
-def test_a_demo_that_was_killed_continues(small: Path) -> None:
-    command = [sys.executable, "-c", SMALL_DEMO, "demo", "--quick", "--pair", "pair", "--out", "out"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 120
-        while not (staging_path("out") / "profile.json").exists() and time.monotonic() < until:
-            time.sleep(0.02)
-        process.kill()
-    assert not Path("out").exists()
-    written = (staging_path("out") / "profile.json").stat().st_mtime_ns
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
-    assert "Continuing" in again.stdout
-    assert {path.name for path in Path().iterdir()} == {"pair", "out"}
-    assert not list(Path("out").rglob(".specstop-*"))
-    assert all(path.stat().st_mtime_ns < written for path in Path("out").rglob("*.parquet")), "traces were not repeated"

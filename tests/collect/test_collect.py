@@ -32,7 +32,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 
 SHARDS = 7
 OPTIONS: dict[str, Any] = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6, "seed": 1, "shards": SHARDS}

@@ -218,7 +218,7 @@ def test_a_policy_without_costs_goes_by_the_profile_that_it_is_recorded_with(
     )
     rows = [trace_arrays(trace) for trace in (bare, known)]
     assert torch.equal(rows[0].tokens, rows[1].tokens) and torch.equal(rows[0].accepted, rows[1].accepted)
-    assert bare.header.facts["profile"] == known.header.facts["profile"]
+    assert bare.header.facts["profile digest"] == known.header.facts["profile digest"]
     for costs, is_replayable in ((profile, True), (scaled(profile, draft=100.0), False)):
         estimate = importance_estimate(bare, FixedLength(1), costs, recorded=SmartSpec(max_depth=3))
         assert any("stops elsewhere" in caveat for caveat in estimate.caveats) is not is_replayable

@@ -22,9 +22,9 @@ from specstop.policies.profile import Profile
 from specstop.train.evaluate.analysis import trace_outcomes
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
-from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.replay.traces.checking import check_fit, check_training_traces
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.checks import check_fit, check_training_traces
 
 
 def response(accepted: list[int], drafted: list[int] | None = None, name: str = "a") -> dict[str, Any]:
