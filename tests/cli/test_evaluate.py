@@ -12,15 +12,12 @@ import yaml
 from commands import COMPACT, cli, files, model_options, parsed, refused
 from conftest import NEW
 from contract_policies import DEPTH
-from specstop.collect.engines import vllm_profile
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode import profile as decode_profile
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import BUDGET_S, Effort
 from specstop.policies.costs import BatchCosts, BatchTable
-from specstop.policies.errors import InputError
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
 from specstop.policies.learned import LearnedPolicy
@@ -77,7 +74,9 @@ def test_every_trace_with_every_profile_is_a_place(tmp_path: Path) -> None:
     report = json.loads(answer.out)
     written = json.loads((tmp_path / "t" / "report.json").read_text())
     assert report == {name: value for name, value in written.items() if name not in ("run", "prompt_texts")}
-    assert [*report["places"]] == [f"{trace}, {profile}" for trace in ("held", "fit") for profile in ("profile.json", "slow.json")]
+    assert [*report["places"]] == [
+        f"{trace}, {profile}" for trace in ("held", "fit") for profile in ("profile.json", "slow.json")
+    ]
     reports = {f"report.{kind}" for kind in ("csv", "html", "json", "md")}
     assert {p.name for p in (tmp_path / "t").iterdir()} == {*reports, "run.yaml", MANIFEST}
     answer = cli(*run, "--quiet", "--allow-overlap")
@@ -107,12 +106,6 @@ def test_a_trace_with_exploration_has_estimates() -> None:
     text = shown(*run)
     for word in ("Estimate relative to the recorded policy", "confidence:0.6", "30%", "other anchors"):
         assert word in text
-
-
-def test_wide_tables_have_all_columns() -> None:
-    assert "P(A >= k)" not in shown(*HELD, "--policy", "fixed:2")
-    wide = cli(*HELD, "--policy", "fixed:2", "--wide", "--quiet").out
-    assert all(word in wide for word in ("oracle", "drafted", "P(A >= k)"))
 
 
 def test_policies_are_named_by_what_they_are() -> None:
@@ -203,36 +196,6 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     assert not any("does not price" in text for text in evaluate(sides[1], priced).findings)
 
 
-def test_decisions_are_timed_in_the_rounds_of_the_profile(
-    bare: Profile, profile_command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side = BatchTable(10.0, ((1, 1e-3), (2, 1.5e-3)), {2: ((2, 5e-3), (12, 6e-3))})
-    wide = dataclasses.replace(bare, batch=BatchCosts(side, side), facts={"device": "cpu", "drafter": "lookup"})
-    command = [*profile_command, "--profile", tmp_path / "p.json", "--policy", "confidence:0.4"]
-    wide.with_decisions({"confidence": 1e-5}).save(tmp_path / "p.json")
-    answer = cli(*command, "--policy", "load?table=1:1,2:2")
-    assert answer.code == 0 and "load:1:1,2:2 decided nothing" in answer.err, "the batch size decides its length"
-    assert "the drafter lookup" in answer.err
-    seen = []
-
-    def stop(*args: Any, **options: Any) -> None:
-        seen.append((args, options))
-        raise InputError("enough")
-
-    monkeypatch.setattr(decode_profile, "loop_decisions", stop)
-    monkeypatch.setattr(vllm_profile, "measure_vllm_decisions", stop)
-    for mode, policy, expected in (
-        ("rejection", "confidence:0.4", "rejection"), ("", "confidence:0.4", "auto"),
-        ("rejection", "tetris:2", "auto"),  # it reads drawn tokens and leaves some out
-    ):  # fmt: skip
-        dataclasses.replace(wide, temperature=0.7, verification=mode).save(tmp_path / "p.json")
-        assert "enough" in cli(*command[:-1], policy).err
-        assert seen[-1][0][3].verification == expected and seen[-1][0][4] == Profile.load(tmp_path / "p.json")
-    dataclasses.replace(bare, facts={"engine": "vllm 0.32.0"}).save(tmp_path / "p.json")
-    assert "enough" in cli(*command).err
-    assert Path(seen[-1][0][0]).name == "target" and seen[-1][1]["depth"] == bare.max_depth
-
-
 @pytest.fixture
 def requested(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The arguments of `measure_profile`, which returns the profile under `result`."""
@@ -260,12 +223,6 @@ def test_a_noisy_profile_is_written_with_a_warning(
     assert line.removeprefix("warning: ") == parsed("info", tmp_path / "p.json")["verdict"]
     assert requested["effort"] == Effort(30.0, repetitions=7)
     assert Profile.load(tmp_path / "p.json") == requested["result"]
-    table = BatchTable(10.0, ((1, 1e-3), (4, 2e-3)), {4: ((4, 3e-3), (8, 5e-3))})
-    requested["result"] = dataclasses.replace(profile, batch=BatchCosts(table, table))
-    assert cli(*command, "--overwrite", "--batch", "4,1, 2").code == 0 and requested["batch"] == (1, 2, 4)
-    facts = parsed("info", tmp_path / "p.json")
-    assert facts["batch of 4, ms"] == "plain 3.00, draft step 2.00, verification of 8 tokens 5.00"
-    assert "unknown noise" in facts["verdict"], "a profile without timings"
 
 
 def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: list[object], tmp_path: Path) -> None:
@@ -276,6 +233,3 @@ def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: lis
     assert Profile.load(tmp_path / "p.json").shaping == shaping
     assert cli(*profile_command, "--policy", "confidence:0.4", "--profile", tmp_path / "p.json").code == 0
     assert Profile.load(tmp_path / "p.json").shaping == shaping
-    raw = json.loads((tmp_path / "p.json").read_text())
-    (tmp_path / "odd.json").write_text(json.dumps(raw | {"shaping": {"colour": 1}}))
-    assert "colour" in refused(*profile_command, "--policy", "confidence:0.4", "--profile", tmp_path / "odd.json")

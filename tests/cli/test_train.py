@@ -123,12 +123,6 @@ def test_a_policy_is_exported_with_what_is_lost(target: str, home: Path) -> None
     assert (out / "run.yaml").exists() != portable
 
 
-def test_trials_are_kept_in_a_journal_of_optuna_alone(home: Path) -> None:
-    (home / "notes.txt").write_text("mine")
-    assert "notes.txt" in refused(*TRAIN, "p", "--tune", 2, "--storage", "notes.txt", "--quiet")
-    assert (home / "notes.txt").read_text() == "mine" and not (home / "p").exists()
-
-
 def test_an_export_answers_its_figures_and_is_repeated_from_its_options(home: Path) -> None:
     export = ("deploy", "--to", "vllm", "--traces", "traces", "--profile", "profile.json", "--held-out", "others")
     answer = cli(*export, "--out", "v", "--json")
