@@ -161,9 +161,9 @@ def _advice() -> str:
     """Return how to continue the interrupted command."""
     context = running.get()
     values = context.params if context else {}
-    if "resume" not in values or values.get("checkpoints", "") is None:
-        return ""
-    return "; completed work is kept; continue with the same command and --resume"
+    if values.get("checkpoints") is not None:
+        return "; completed work is kept; the same command continues"
+    return "; completed work is kept; continue with the same command and --resume" if "resume" in values else ""
 
 
 def _run() -> tuple[int, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,13 +39,6 @@ def test_a_bar_decides_on_value_or_interval_and_in_a_smoke_run_only_on_correctne
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bars"]["ratio"]["met"] is met
 
 
-def test_methods_alternate_after_a_warm_up() -> None:
-    calls: list[str] = []
-    seconds = script("harness").alternate({name: lambda name=name: calls.append(name) for name in "ab"}, 3)
-    assert "".join(calls) == "abbaabba"
-    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(positive, min_size=3, max_size=20), positive)
 def test_a_constant_ratio_of_sums_has_an_interval_without_width(values: list[float], factor: float) -> None:
@@ -74,32 +65,6 @@ def test_a_geometric_ratio_has_students_interval() -> None:
     )
     assert ab.geometric_ratio([0.0, 1.0], [1.0, 1.0]) is None
     assert dict(ab.numbers({"a": [1, True, math.nan], "b": {"c": "3", "d": 2.5}})) == {"a.0": 1.0, "b.d": 2.5}
-
-
-@pytest.mark.parametrize(("drift", "noise", "met"), [(1.02, [1.0], True), (1.0, [1.0, 1.5, 0.8], False)])
-def test_before_and_after_are_compared_on_a_machine_that_drifts_but_not_on_a_noisy_one(
-    drift: float, noise: list[float], met: bool
-) -> None:
-    ab, calls = script("tools/ab"), [0]
-
-    def run(state: int) -> dict[str, float]:
-        calls[0] += 1
-        return {"us": (10.0, 5.0, 10.0)[state] * drift ** calls[0] * noise[calls[0] * calls[0] % 7 % len(noise)]}
-
-    rows = ab.compare("fake", ab.alternate(run, 6), None)
-    assert list(ab.judge(rows, ["fake.us<=0.6"], 0.05).values()) == [met]
-
-
-def test_mutants_are_valid_python_and_differ_from_the_source(tmp_path: Path) -> None:
-    mutants = script("tools/mutants")
-    source = (
-        "def f(x, y):\n    if not x < 1 and y > 2:\n        raise ValueError\n    x += 1\n    return max(x, y) - 2\n"
-    )
-    (tmp_path / "f.py").write_text(source)
-    texts = [source[: m.start] + m.after + source[m.end :] for m in mutants.draw(tmp_path, ["f.py"], 1000, 0)]
-    trees = [ast.dump(ast.parse(text)) for text in texts]
-    assert len(trees) > 12 and ast.dump(ast.parse(source)) not in trees
-    assert mutants.draw(tmp_path, ["f.py"], 5, 1) == mutants.draw(tmp_path, ["f.py"], 5, 1)
 
 
 def test_prompts_of_a_pair_come_from_files_that_are_not_trained_on() -> None:

@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from specstop.collect.schema import Header, arrow_schema, chain
-from specstop.collect.store import (
-    open_for_writing,
-    write_shard,
-)
+from specstop.collect.store import open_for_writing, write_shard
 
 HEADER = Header(
     target="t",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_records import DEPTH, at_random, simulated
-from specstop.collect.acceptance import FIXED, LENGTHS, VARIED, depth_outcomes, survival
+from specstop.collect.acceptance import FIXED, LENGTHS, VARIED, depth_outcomes
 from specstop.collect.schema import NO_TOKEN, Header, chain
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -51,10 +51,9 @@ def test_rounds_that_explored_are_the_only_ones_where_there_are_some() -> None:
     assert found.row.tolist() == np.flatnonzero(explored).tolist() and "explored" in found.basis
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 40])
-@pytest.mark.parametrize("seed", range(3))
-def test_where_all_depths_were_observed_it_is_the_share(count: int, seed: int) -> None:
-    chance = np.random.default_rng([count, seed])
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_where_all_depths_were_observed_it_is_the_share(count: int) -> None:
+    chance = np.random.default_rng(count)
     length, cut = chance.integers(0, 5, count), chance.random(count) < 0.3
     live = {**rounds(length, np.full(len(length), 4), 4), "cut": cut}
     for collector, columns in (("live", live), ("dense", {"accepted_length": length, "cut": cut})):
@@ -68,11 +67,6 @@ def test_where_all_depths_were_observed_it_is_the_share(count: int, seed: int) -
 def test_a_depth_that_nobody_drafted_has_no_value() -> None:
     found = depth_outcomes(header(chain(4)), rounds(np.array([0, 2, 3, 4]), np.full(4, 2), 4))
     assert found.survival[:2].tolist() == [0.75, 0.75] and np.isnan(found.survival[2:]).all()
-
-
-def test_after_a_certain_rejection_nothing_is_left_to_observe() -> None:
-    found = depth_outcomes(header(chain(3)), rounds(np.array([1, 1, 0]), np.full(3, 2), 3))
-    assert found.survival == pytest.approx([2 / 3, 0.0, 0.0])
 
 
 def test_a_drafter_without_a_token_ends_its_draft() -> None:
@@ -100,9 +94,3 @@ def test_of_a_tree_all_candidates_of_a_depth_count() -> None:
     found = depth_outcomes(header(tree), columns)
     assert found.observed.sum(0).tolist() == [4, 2]
     assert found.survival == pytest.approx([0.75, 0.75 / 2])
-
-
-def test_resamples_are_treated_alike() -> None:
-    observed, accepted = np.array([[4, 2, 1], [4, 2, 0]]), np.array([[3, 1, 1], [3, 1, 0]])
-    assert survival(observed, accepted)[0] == pytest.approx([0.75, 0.375, 0.375])
-    assert np.isnan(survival(observed, accepted)[1]).tolist() == [False, False, True]

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import VOCABULARY, make_prompts
+from conftest import make_prompts
 from learned_policies import FACTS, learned
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
@@ -32,7 +32,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 
 SHARDS = 7
 OPTIONS: dict[str, Any] = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6, "seed": 1, "shards": SHARDS}
@@ -130,7 +130,7 @@ def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     assert not [p for p in out.rglob("*") if p.name.startswith(STAGE_PREFIX)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 9])
+@pytest.mark.parametrize("world", [3, 9])
 def test_any_number_of_processes_gives_the_same_rows(plan: Plan, alone: Trace, tmp_path: Path, world: int) -> None:
     takers = [sum(DistributedRank(rank, world).takes(index) for rank in range(world)) for index in range(SHARDS)]
     assert takers == [1] * SHARDS
@@ -138,39 +138,6 @@ def test_any_number_of_processes_gives_the_same_rows(plan: Plan, alone: Trace, t
         trace = record(plan, tmp_path, rank=DistributedRank(rank, world))
         assert trace.complete == (rank == 0)
     assert same_rows(check_trace(tmp_path), alone)
-
-
-def test_processes_that_run_at_the_same_time_do_not_disturb_each_other(
-    plan: Plan, alone: Trace, tmp_path: Path
-) -> None:
-    """The second starts and ends while the first is within its first shard, the third while it is within its second."""
-    others = [DistributedRank(1, 3), DistributedRank(2, 3)]
-    collected: list[str] = []
-
-    def rows(batch: Any) -> Any:
-        if others:
-            record(Plan(plan.header, plan.tasks, rows), tmp_path, rank=others.pop(0))
-        collected.extend(task.prompt_id for task in batch)
-        return plan.rows(batch)
-
-    trace = record(Plan(plan.header, plan.tasks, rows), tmp_path, rank=DistributedRank(0, 3))
-    assert trace.complete and same_rows(trace, alone)
-    assert len(collected) == len(set(collected)) == 30, "no shard is collected twice"
-    assert [p.name for p in tmp_path.rglob(".*")] == [MANIFEST]
-
-
-def test_a_lost_process_is_replaced_by_the_same_command_or_by_one_process(
-    plan: Plan, alone: Trace, tmp_path: Path
-) -> None:
-    for rank in (0, 2):
-        record(plan, tmp_path / "a", rank=DistributedRank(rank, 3))
-    with pytest.raises(TraceError, match=r"2 of its 7 shards are missing \(1, 4\)"):
-        check_trace(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    calls: list[tuple[int, int]] = []
-    trace = record(plan, tmp_path / "a", rank=DistributedRank(1, 3), progress=lambda task, *done: calls.append(done))
-    assert same_rows(trace, alone) and calls[0] == (0, len(plan.tasks[1]) + len(plan.tasks[4]))
-    assert same_rows(record(plan, tmp_path / "b", resume=True), alone)
 
 
 def test_a_shard_and_its_rows_depend_on_the_prompt_alone(
@@ -188,17 +155,6 @@ def test_a_shard_and_its_rows_depend_on_the_prompt_alone(
     assert by_prompt(backwards) == by_prompt(alone) and len(by_prompt(alone)) > 20
     other = collect(pair, many, tmp_path / "seed", **{**OPTIONS, "seed": 6})
     assert not same_rows(other, alone)
-
-
-def test_header_and_rows_describe_the_run(pair: Pair, many: list[Prompt], alone: Trace) -> None:
-    header = alone.header
-    assert {name: getattr(header, name) for name in OPTIONS} == OPTIONS
-    assert (header.eos, header.vocabulary, header.prompts) == (pair.eos, VOCABULARY, 30)
-    assert (header.pair, header.facts["dtype"]) == (pair.fingerprint, "float64")
-    for row in alone.table(["prompt_id", "group", "sequence", "prompt_tokens"]).to_pylist():
-        prompt = many[row["sequence"]]
-        assert (row["prompt_id"], row["group"]) == (prompt.id, prompt.group)
-        assert row["prompt_tokens"] == len(prompt.text.split())
 
 
 def stopped_after(plan: Plan, shards: int, folder: Path) -> Plan:
@@ -316,30 +272,6 @@ def test_inputs_of_the_same_name_are_told_apart_by_their_contents(
     assert one.differences(other) == ["completions digest"] and "completions digest" in one.differences(plain)
 
 
-def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair) -> None:
-    options = {"depth": 1, "max_new_tokens": 2}
-    shards = {count: plan_run(pair, make_prompts(count, "d", 3), **options).header.shards for count in (1, 32, 33, 65)}
-    assert shards == {1: 1, 32: 1, 33: 2, 65: 3}
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"depth": 0}, "depth"), ({"max_new_tokens": 1}, "max_new_tokens"), ({"max_new_tokens": 123}, "'long' has 5"),
-        ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"shards": -1}, "shards"),
-        ({"shards": 2}, "shards"),
-    ],
-)  # fmt: skip
-def test_options_out_of_range_are_refused_before_anything_is_written(
-    pair: Pair, tmp_path: Path, changes: dict[str, Any], name: str
-) -> None:
-    with pytest.raises(InputError, match=name):
-        collect(pair, [Prompt("long", "w7 w8 w9 w10 w11")], tmp_path / "out", **{**OPTIONS, "shards": 1, **changes})
-    with pytest.raises(InputError, match="no tokenizer"):
-        collect(dataclasses.replace(pair, tokenizer=None), "w7", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def samples_of(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [dataclasses.replace(prompt, sample=f"s{number}") for prompt in prompts for number in range(count)]
 
@@ -386,12 +318,8 @@ def test_each_sample_is_labelled_by_its_completion(pair: Pair, temperature: floa
         ({}, DistributedRank()),
         ({"LOCAL_RANK": "3"}, DistributedRank()),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, DistributedRank(5, 8, 1)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, DistributedRank(0, 1, 0)),
         ({"RANK": "1"}, None),
-        ({"WORLD_SIZE": "2"}, None),
         ({"RANK": "two", "WORLD_SIZE": "3"}, None),
-        ({"RANK": "-1", "WORLD_SIZE": "3"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, None),
         ({"RANK": "2", "WORLD_SIZE": "2"}, None),
     ],
 )
@@ -403,9 +331,4 @@ def test_a_process_reads_its_rank_from_the_environment(
             DistributedRank.from_environment(environment)
     else:
         assert DistributedRank.from_environment(environment) == rank
-
-
-def test_the_local_rank_selects_the_device() -> None:
-    rank = DistributedRank(5, 8, 1)
-    assert [rank.device(name) for name in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
-    assert DistributedRank().device("cuda") == "cuda"
+        assert rank.device("cuda") == ("cuda:1" if rank.world > 1 else "cuda") and rank.device("cuda:0") == "cuda:0"

@@ -1,23 +1,23 @@
-"""The dense collector: its rows are what a slow search without cache finds, whatever the chunks."""
+"""The dense collector: its rows are those of a slow search without cache, hidden states included, whatever the chunks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
-import psutil
+import pyarrow as pa
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import DEPTH
 from reference_features import Rows, compute
-from specstop.collect.dense import DenseCollector, memory_budget
+from specstop.collect.dense import DenseCollector
 from specstop.collect.prompts import Prompt
-from specstop.collect.proposals import closure
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import PromptTask
+from specstop.collect.store import Trace, hidden_text, load_trace
 from specstop.decode.loop import Settings
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
@@ -27,7 +27,6 @@ from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES, HIDDEN_S
 from trace_rows import assert_close, by_anchor, tasks
 from transformers import PreTrainedTokenizerFast
 
-EAGER = 1e-4  # the models' eager attention takes its softmax in float32 whatever their dtype
 FLOAT32 = 2e-6  # a few units in the last place: rows are float64 results, rounded once
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.7])
 ODD = "parents:-1,-1,0,1,1,1,2,5,7"
@@ -127,13 +126,6 @@ def test_rows_do_not_depend_on_chunks_nor_on_the_batch(
     assert_close(chunks, [chunk for rows in reversed(alone) for chunk in rows])
 
 
-def test_rows_are_the_same_under_eager_attention(
-    pair: Pair, eager_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]
-) -> None:
-    work, settings = tasks(prompts, prompt_ids)[:4], Settings(0.7, NEW, DEPTH, verification="match")
-    assert_close(*(DenseCollector(one, settings).rows(work) for one in (pair, eager_pair)), near=EAGER)
-
-
 def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]]) -> None:
     first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
     ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
@@ -158,33 +150,63 @@ def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(
     assert max(map(max, table["tokens"].to_pylist())) < VOCABULARY
 
 
-@pytest.mark.parametrize(("free", "budget"), [(8 << 30, 512), (1 << 20, 64), (1 << 50, 1024)])
-def test_the_default_memory_is_a_share_of_what_is_free(
-    pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, free: int, budget: int
-) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
-    assert memory_budget(torch.device("cuda:1")) == 768
-    assert plan_run(pair, prompts[:2], depth=2, max_new_tokens=4).header.facts["memory MiB"] == budget
-    assert plan_run(pair, prompts[:2], depth=2, max_new_tokens=4, memory=70).header.facts["memory MiB"] == 70
+TREE = "3,2,1,1,1"
+BOTH = tuple(HIDDEN_STATES)
+HALF = 2.0**-11
 
 
-@pytest.mark.parametrize(
-    ("tree", "closed"),
-    [
-        ("4,2,2,1", "4,2,2,1"),
-        ("chain:5", "chain:5"),
-        ("parents:-1,0,0", "parents:-1,-1,0,0"),
-        ("1,3", None),
-        (ODD, None),
-    ],
-)
-def test_the_closure_holds_every_sub_tree_at_its_root(tree: str, closed: str | None) -> None:
-    topology = parse_tree(tree)
+def with_states(pair: Pair, prompts: list[Prompt], out: Path, **more: Any) -> Trace:
+    return collect(pair, prompts, out, **{"depth": DEPTH, "max_new_tokens": NEW, "hidden": BOTH, **more})
 
-    def paths(t: Topology, row: int) -> set[tuple[int, ...]]:
-        below = enumerate(t.children[row])
-        return {path for rank, child in below for path in ((rank,), *((rank, *rest) for rest in paths(t, child)))}
 
-    assert paths(closure(topology), 0) == set().union(*(paths(topology, row) for row in range(len(topology))))
-    assert closed is None or closure(topology).parent == parse_tree(closed).parent
+def last_states(model: Any, text: list[int]) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+    return np.asarray(states.numpy())
+
+
+@pytest.mark.parametrize(("tree", "temperature"), [(None, 0.0), (None, 0.7), (TREE, 0.7), ("10", 1.0)])
+def test_dense_rows_hold_the_states_of_whole_forwards(
+    plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path, tree: str | None,
+    temperature: float,
+) -> None:  # fmt: skip
+    """Every ninth row; a node's state is that after its parent, from which it was drawn."""
+    trace = with_states(plain_pair, prompts[3:6], tmp_path, tree=tree, temperature=temperature)
+    ids, keys = prompt_ids[3:6], [stream_key(0, p.id) for p in prompts[3:6]]
+    texts = plain_texts(plain_pair, ids, keys, NEW, temperature).tokens
+    assert trace.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
+    for (s, anchor), row in list(by_anchor(trace).items())[::9]:
+        prefix = ids[s] + texts[s][:anchor]
+        expected = last_states(plain_pair.target, prefix)[-2]
+        np.testing.assert_allclose(row["target_hidden"].astype(float), expected, rtol=HALF, atol=1e-7)
+        for node in range(len(row["tokens"])):
+            path, parent = [], trace.header.topology[node]
+            while parent >= 0:
+                path.append(int(row["tokens"][parent]))
+                parent = trace.header.topology[parent]
+            expected = last_states(plain_pair.draft, prefix + path[::-1])[-1]
+            np.testing.assert_allclose(row["draft_hidden"][node].astype(float), expected, rtol=HALF, atol=1e-7)
+
+
+def test_a_trace_is_read_by_datasets_and_says_what_it_holds(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    trace = with_states(pair, prompts[:3], tmp_path / "trace")
+    again = load_trace(tmp_path / "trace")
+    assert again.header.hidden == trace.header.hidden
+    assert again.table().schema.field("draft_hidden").type == pa.list_(pa.float16(), 16 * DEPTH)
+    assert f"draft_hidden ({DEPTH} x 16, float16), target_hidden (16, float16)" == hidden_text(trace.header)
+    loaded = datasets.load_dataset(str(tmp_path / "trace"), split="train", cache_dir=str(tmp_path / "cache"))
+    first, same = loaded.with_format("numpy")[0]["draft_hidden"], again.rows.with_format("numpy")[0]["draft_hidden"]
+    assert first.shape == (16 * DEPTH,) and first.tolist() == same.tolist()
+
+
+def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    import specstop.collect.run as module
+
+    monkeypatch.setattr(module, "SHARD_BYTES", 3 * 2 * 16 * (DEPTH + 1) * NEW)
+    options: dict[str, Any] = {"depth": DEPTH, "max_new_tokens": NEW}
+    assert plan_run(pair, prompts, **options, hidden=BOTH).header.shards == 3
+    assert plan_run(pair, prompts, **options, hidden=BOTH, shards=2).header.shards == 2
+    assert plan_run(pair, prompts, **options).header.shards == 1
+    monkeypatch.setattr(module, "PROMPTS_PER_SHARD", len(prompts))
+    twice: dict[str, Any] = {**options, "temperature": 0.7, "draws": 2}
+    assert [plan_run(pair, prompts, **twice, hidden=hidden).header.shards for hidden in (BOTH, ())] == [6, 1]

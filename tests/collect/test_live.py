@@ -1,39 +1,47 @@
-"""The live collector: its rows are the loop's rounds, agree with dense ones, and show what policies do not draft."""
+"""The live collector and filtered sampling: rows are the loop's rounds and agree with dense ones; replay is the live loop."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, NEW
+from byte_pair import PERSON, byte_pair
+from conftest import EOS, NEW, make_prompts
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates
-from specstop.collect.exploring import exploring
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
-from specstop.collect.schema import NO_TOKEN, TIMES
+from specstop.collect.schema import NO_TOKEN, TIMES, Header
 from specstop.collect.shards import record
 from specstop.collect.store import Trace, finished
+from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
+from specstop.decode.run import decode
+from specstop.decode.verify.conditions import warn_if_untrained
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.errors import InputError, PolicyError, PolicyFailure, TraceError
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from specstop.policies.features import ANCHOR_FEATURES, HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.registry import load_policy
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
-from specstop.train.replay.arrays import trace_arrays
+from specstop.train.fit.run import train
+from specstop.train.replay.arrays import joined_arrays, trace_arrays
 from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
 from trace_rows import by_anchor, numpy_rows
+from transformers.generation.logits_process import LogitsProcessor
 
 FLOAT32, HALF = 2e-6, 2.0**-10
 TREE = "3,2,1,1,1"
@@ -166,42 +174,6 @@ def test_exploring_leaves_the_other_rounds_and_the_text_as_they_are(
     assert {k[0]: r["text_tokens"] for k, r in plain.items()} == {k[0]: r["text_tokens"] for k, r in mixed.items()}
 
 
-class AlwaysOn(StopPolicy):
-    """Drafts on whenever it is called, which it is not in batches of two or three streams; selects only if it was called."""
-
-    name, first, max_depth = "always-on", 3, DEPTH
-    unasked: Mapping[int, int] = {2: 1, 3: 2}
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive.copy(), np.ones(len(step.alive))
-
-    def select(self, tree: DraftTree, state: State) -> Array | None:
-        return tree.drawn & (np.zeros(len(tree.drawn)) if state is None else state > 0)[:, None].astype(bool)
-
-
-@pytest.mark.parametrize(
-    ("share", "batch", "lengths"),
-    [(0.0, [0], [5]), (0.0, [0, 0], [1, 1]), (0.0, [0, 0, 0], [2, 2, 2]), (0.0, [0, -1, 0], [1, 0, 1]),
-     (0.0, [0] * 4, [5] * 4), (1.0, [0, 0, 0], [DEPTH] * 3)],
-)  # fmt: skip
-def test_in_batches_in_which_a_policy_is_not_called_it_drafts_its_fixed_length_and_selects_all(
-    share: float, batch: list[int], lengths: list[int]
-) -> None:
-    policy, streams = exploring(AlwaysOn(), share, DEPTH), len(batch)
-    state = policy.start(streams, np.arange(streams))
-    alive, length = np.array(batch)[:, None] >= 0, np.zeros(streams, dtype=np.int64)
-    for depth in range(DEPTH):
-        if depth >= policy.first:
-            features = np.zeros((streams, 1, 0), dtype=np.float32)
-            step = DraftStep(depth, alive, np.zeros((streams, 1), dtype=np.int64), features, {}, np.array(batch))
-            alive, state = policy.keep(step, state)
-        length += alive[:, 0]
-    assert length.tolist() == lengths
-    nodes = np.zeros((streams, 2), dtype=np.int64)
-    mask = policy.select(DraftTree(nodes, nodes - 1, nodes + 1, np.ones((streams, 2), dtype=bool)), state)
-    assert mask is None if streams in (2, 3) else mask is not None and mask.all()
-
-
 def test_a_policy_without_costs_goes_by_the_profile_that_it_is_recorded_with(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
@@ -218,7 +190,7 @@ def test_a_policy_without_costs_goes_by_the_profile_that_it_is_recorded_with(
     )
     rows = [trace_arrays(trace) for trace in (bare, known)]
     assert torch.equal(rows[0].tokens, rows[1].tokens) and torch.equal(rows[0].accepted, rows[1].accepted)
-    assert bare.header.facts["profile"] == known.header.facts["profile"]
+    assert bare.header.facts["profile digest"] == known.header.facts["profile digest"]
     for costs, is_replayable in ((profile, True), (scaled(profile, draft=100.0), False)):
         estimate = importance_estimate(bare, FixedLength(1), costs, recorded=SmartSpec(max_depth=3))
         assert any("stops elsewhere" in caveat for caveat in estimate.caveats) is not is_replayable
@@ -254,32 +226,14 @@ def test_labels_of_rejection_end_at_the_accepted_sibling(pair: Pair, prompts: li
     assert len(counts) > 2
 
 
-class OfAnotherModel(FixedLength):
-    """Reads hidden states of a size that this pair's draft does not have."""
-
-    hidden = ("draft_hidden",)
-    sizes: ClassVar[dict[str, int]] = {"draft_hidden": 7}
-
-
 class Fails(Confidence):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         raise RuntimeError("now")
 
 
-@pytest.mark.parametrize("explore", [0.0, 0.3])
-def test_policies_of_another_model_and_policies_that_fail_end_the_collection(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, explore: float
-) -> None:
-    with pytest.raises(PolicyError, match="draft_hidden of 7 numbers"):
-        run(pair, prompts, tmp_path / "a", None, 0.0, collector="live", policy=OfAnotherModel(2), explore=explore)
+def test_a_policy_that_fails_ends_the_collection(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     with pytest.warns(match="failed"), pytest.raises(PolicyFailure, match="now"):
-        run(pair, prompts, tmp_path / "b", None, 0.0, collector="live", policy=Fails(0.4, DEPTH), explore=explore)
-
-
-def test_a_place_below_a_file_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match="out"):
-        run(pair, prompts, tmp_path / "file" / "out", None, 0.0)
+        run(pair, prompts, tmp_path, None, 0.0, collector="live", policy=Fails(0.4, DEPTH), explore=0.3)
 
 
 class Carrying(StopPolicy):
@@ -321,3 +275,156 @@ def test_a_carrying_policy_resumed_is_one_undisturbed(
     many = [dataclasses.replace(p, id=f"{p.id}-{i}") for i in range(9) for p in prompts]
     by_policy = [plan_run(pair, many, policy=policy, **options) for policy in (FixedLength(2), Carrying())]
     assert [one.header.shards for one in by_policy] == [shards or 3, shards or 1]
+
+
+TOP_P = SamplingParams(top_p=0.8)
+FILTERS = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}
+ALL = {"top_k": 3, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "min_new_tokens": 9}
+
+
+class Banning(LogitsProcessor):
+    """Bans the token after the last one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, (input_ids[:, -1:] + 1) % scores.shape[1], -torch.inf)
+
+
+class ByNoise(StopPolicy):
+    """Reads what the filters change: margins, the chance of the drawn token, its path; and trims by it."""
+
+    name, trims, max_depth = "by-noise", True, DEPTH
+    features = ("noisy_margin", "noisy_lead", "drawn_prob", "path_logprob", "mean_accepted")
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        margin, lead, chance, path, mean = np.moveaxis(step.features, -1, 0)
+        return step.alive & (margin > 0.2) & (lead > -1.5) & (chance > 0.05) & (path > -5.0 - mean), state
+
+
+def compared_rounds(
+    pair: Pair, prompts: Sequence[Prompt], tokens: int, sampling: SamplingParams, temperature: float, tree: str | None,
+    profile: Profile, folder: Path,
+) -> int:  # fmt: skip
+    """Assert that replay of a dense trace gives the rounds of the live loop under several policies; return their number."""
+    assert pair.tokenizer is not None
+    options: dict[str, Any] = {"tree": tree, "sampling": sampling, "verification": "match"}
+    trace = collect(pair, prompts, folder, depth=DEPTH, temperature=temperature, max_new_tokens=tokens, **options)
+    arrays, rounds = trace_arrays(trace), 0
+    assert all(torch.isfinite(values).all() for values in arrays.columns.values())
+    policies = [
+        FixedLength(0),
+        FixedLength(2),
+        FixedLength(DEPTH),
+        ByNoise(),
+        *map(load_policy, ("confidence:0.2", "online:0.4")),
+    ]
+    for policy in policies:
+        policy = policy.limited(DEPTH)
+        speculator = Speculator(pair, policy, Settings(temperature, tokens, DEPTH, **options), profile)
+        log = replay(arrays, policy, profile).log.tolist()
+        at = {name: number for number, name in enumerate(arrays.prompt_ids)}
+        for prompt in prompts:
+            live = speculator.generate(list(pair.tokenizer(prompt.text)["input_ids"]), stream_key(0, prompt.id)).rounds
+            replayed = [line[1:] for line in log if line[0] == at.get(prompt.id)]
+            assert [[r.anchor, r.drafted, r.verified, r.accepted] for r in live] == replayed, policy.name
+            rounds += len(live)
+    return rounds
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "tree"),
+    [*((name, (0.5, 0.7, 1.0)[at % 3], (None, TREE)[at % 2]) for at, name in enumerate(FILTERS)), ("top_p", 1.0, TREE),
+     ("repetition_penalty", 0.7, None)],
+)  # fmt: skip
+def test_replay_of_filtered_traces_is_the_live_loop(
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, name: str, temperature: float, tree: str | None
+) -> None:
+    sampling = SamplingParams(**{name: FILTERS[name]})
+    assert compared_rounds(pair, prompts[::2], NEW, sampling, temperature, tree, profile, tmp_path / "t") > 100
+
+
+def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
+) -> None:
+    """And where one of the user's own reads the tokens before."""
+    sampling, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
+    compared_rounds(pair, prompts[::2], NEW, sampling, 0.7, tree, profile, tmp_path / "a")
+    again = collect(
+        pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, sampling=sampling
+    )
+    arrays = trace_arrays(again)
+    missing = (arrays.tokens == NO_TOKEN).numpy()
+    third = [2, 5, 8, 9, 10, 11]  # the third of each three siblings, and all below that of the first level
+    assert missing[:, third].all()
+    assert not missing[:, [0, 1, 3, 4, 6, 7]].any()
+    assert missing[:, 12:].sum(1).tolist() == [15] * len(missing), "and what would be drawn after those of depth 2"
+    assert not any(values.numpy()[missing].any() for values in arrays.columns.values() if values.dim() == 2)
+
+
+@pytest.fixture(scope="module")
+def structured() -> tuple[Pair, Any, list[Prompt]]:
+    """A pair of bytes, a grammar and prompts."""
+    grammars = pytest.importorskip("specstop.decode.verify.grammar")
+    pytest.importorskip("llguidance")
+    pair = byte_pair()
+    prompts = [Prompt(str(at), text) for at, text in enumerate(("the name", '{"age": 4', "a tag", "ok?"))]
+    return pair, grammars.Grammar.from_json_schema(PERSON, pair.tokenizer), prompts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("tree", [None, "2,2,1,1,1"])
+def test_replay_under_a_grammar_is_the_live_loop(
+    structured: tuple[Pair, Any, list[Prompt]], profile: Profile, tmp_path: Path, temperature: float, tree: str | None
+) -> None:
+    pair, grammar, prompts = structured
+    sampling = SamplingParams(processors=(grammar,))
+    assert compared_rounds(pair, prompts, 90, sampling, temperature, tree, profile, tmp_path / "trace") > 50
+
+
+def test_the_header_says_what_was_sampled_from_and_traces_of_different_filters_are_not_one(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    sampling = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
+    options = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6}
+    traces = [
+        collect(pair, prompts[:2], tmp_path / str(at), sampling=s, **options) for at, s in enumerate((sampling, TOP_P))
+    ]
+    header = traces[0].header
+    assert header.sampling == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
+    assert Header.from_json(header.to_json(), "x") == header
+    with pytest.raises(TraceError, match="sampling"):
+        joined_arrays(traces)
+    with pytest.raises(TraceError, match="sampling"):
+        collect(pair, prompts[:2], tmp_path / "0", sampling=TOP_P, resume=True, **options)
+
+
+def test_a_policy_is_warned_about_where_it_was_not_trained(
+    pair: Pair, plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], full_profile: Profile, tmp_path: Path
+) -> None:  # fmt: skip
+    """A policy trained under top-p 0.8 at temperature 0.7."""
+    options: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
+    fit = collect(pair, make_prompts(24, "fit", 21), tmp_path / "fit", sampling=TOP_P, **options)
+    policy = train(fit, full_profile, head="logistic", out=tmp_path / "policy", cross_fit=False).policy
+    assert policy.metadata.sampling == {"top_p": 0.8}
+    plain, same = (Settings(0.7, 4, sampling=s, verification="match") for s in (SamplingParams(), TOP_P))
+    other = collect(pair, prompts, tmp_path / "plain", **options)
+
+    def generate(**sampling: object) -> None:
+        plain_pair.target.generate(
+            torch.tensor([prompt_ids[3]]), custom_generate=specstop_generate, draft_model=plain_pair.draft, max_new_tokens=4,
+            do_sample=True, policy=str(tmp_path / "policy"), pad_token_id=0, temperature=0.7, **sampling,
+        )  # fmt: skip
+
+    for run, words in (
+        (lambda: decode(pair, [prompts[0].text], policy, settings=plain), "another filter"),
+        (lambda: evaluate(other, full_profile, [policy]), "another filter"),
+        (lambda: generate(top_k=7), "another filter"),
+        (lambda: warn_if_untrained(policy, Settings(1.0, 4, sampling=TOP_P, verification="match")), "temperature"),
+        (lambda: warn_if_untrained(policy, Settings(0.7, 4, sampling=TOP_P, verification="rejection")), "verification"),
+        (lambda: decode(pair, [prompts[0].text], policy, settings=same, drafter="lookup"), "another pair"),
+    ):
+        with pytest.warns(SpecstopWarning, match=words):
+            run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpecstopWarning)
+        decode(pair, [prompts[0].text], policy, settings=same)
+        generate(top_k=0, top_p=0.8)

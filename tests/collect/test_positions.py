@@ -21,7 +21,6 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.fixed import Confidence, FixedLength
@@ -91,32 +90,9 @@ def test_texts_side_by_side_give_the_rows_of_each_alone(
     assert_close(several.rows(work), single.rows(work), 1e-5)
 
 
-def test_as_many_texts_are_side_by_side_as_the_memory_holds(pair: Pair, prompts: list[Prompt]) -> None:
-    suffix = with_drafter(pair, "suffix")
-
-    def batch(temperature: float, tree: str | None, memory: int, **sampling: float) -> int:
-        settings = Settings(
-            temperature, NEW, DEPTH, tree=tree, sampling=SamplingParams(**sampling), verification="match"
-        )
-        return PositionsCollector(suffix, settings, (), memory).batch
-
-    row = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
-    # Of each of the K + 1 rounds that wait: rows of the nodes that have children, and two of the target's.
-    chain, tree = (DEPTH + 1) * row * (3 + 2), (DEPTH + 1) * row * (1 + 2 + 4 + 2)
-    assert batch(0.0, None, 5 * chain) == 5 and batch(0.0, None, 5 * chain - 1) == 4
-    assert batch(0.0, "2,2,1", 5 * tree) == 5
-    assert batch(0.7, None, 5 * chain) < 5 and batch(0.7, None, 5 * chain, top_p=0.9) < batch(0.7, None, 5 * chain)
-    assert plan_run(suffix, prompts[:2], depth=2, max_new_tokens=NEW, memory=70).header.facts["memory MiB"] == 70
-
-
-@pytest.mark.parametrize("spec", ["suffix?keep=1", "lookup+suffix?keep=1"])
-def test_a_drafter_that_keeps_texts_reads_them_in_their_order(pair: Pair, spec: str) -> None:
-    assert PositionsCollector(with_drafter(pair, spec), Settings(0.0, NEW, DEPTH)).batch == 1
-    assert PositionsCollector(with_drafter(pair, spec.partition("?")[0]), Settings(0.0, NEW, DEPTH)).batch == 16
-
-
 @pytest.mark.parametrize(
-    ("kind", "tree"), [*((kind, "2,2,1") for kind in SPECS), *((kind, None) for kind in SPECS[::2])]
+    ("kind", "tree"),
+    [(kind, (None, "2,2,1")[at % 2]) for at, kind in enumerate(SPECS)] + [("medusa", None), ("ctc", "2,2,1")],
 )
 def test_replay_is_what_the_loop_does(
     pair: Pair, folders: Path, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path,

@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies
 from specstop.collect.prompts import (
     Prompt,
     apply_chat_template,
-    as_prompts,
     encode,
     fit,
     prompts_json,
@@ -83,29 +80,6 @@ def test_every_source_gives_the_same_prompts(
         warnings.simplefilter("ignore", SpecstopWarning)  # of equal texts
         for name in ("prompts.jsonl", "prompts.json", "prompts.CSV", "prompts.parquet", "saved"):
             assert read_prompts(folder / name) == expected, name
-
-
-def test_prompts_of_several_lines_and_numbers_are_read_from_tables(tmp_path: Path) -> None:
-    path = write(tmp_path, 'id,prompt\na,"one, two\nthree"\n7,12\n', "prompts.csv")
-    assert read_prompts(path) == [Prompt("a", "one, two\nthree"), Prompt("7", "12")]
-
-
-def test_lines_of_text_and_separators_inside_a_string(tmp_path: Path) -> None:
-    path = write(tmp_path, "  one two \r\n\n{not json\n", "prompts.txt")
-    assert [p.text for p in read_prompts(path)] == ["one two", "{not json"]
-    assert read_prompts(write(tmp_path, '\ufeff{"prompt": "a\u2028b"}'))[0].text == "a\u2028b"
-
-
-def test_a_record_without_an_id_is_identified_by_its_text(tmp_path: Path) -> None:
-    first, second = read_prompts(write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}'))
-    (again,) = read_prompts(write(tmp_path, '{"group": "g", "prompt": "a"}'))
-    assert first.id == again.id != second.id and again.group == "g"
-
-
-def test_limit_reads_no_further(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b"}\nbroken')
-    assert [p.text for p in read_prompts(path, 2)] == ["a", "b"]
-    refused(path, "limit: expected", limit=0)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +148,14 @@ def test_missing_columns_and_files_are_refused(tmp_path: Path) -> None:
     path = write_records(tmp_path, [{"prompt": "a"}])
     refused(path, '"text", but it has prompt', column="text")
     refused(path, 'completions: .*line 1: .*"answer"', completion="answer")
+    refused(write_records(tmp_path, [{"prompt": "a", "out": [8, "w9"]}]), "completions: .*line 1", completion="out")
     refused(tmp_path / "nowhere.jsonl", "does not exist")
-
-
-@pytest.mark.parametrize("name", ["id", "text", "group", "completion", "system", "sample"])
-def test_a_prompt_has_no_lone_surrogates(name: str) -> None:
-    valid = {"id": "a", "text": "b", "group": "c", "completion": "d", "system": "e"}
-    assert Prompt(**{**valid, name: "\U0001f600"})
-    with pytest.raises(InputError, match=f"the {name} of prompt"):
-        Prompt(**{**valid, name: "\ud83d"})
-
-
-@pytest.mark.parametrize(("name", "text"), [("p.csv", b""), ("p.csv", b"prompt\na,b\n"), ("p.parquet", b"PAR1 not")])
-def test_a_damaged_table_is_refused(tmp_path: Path, name: str, text: bytes) -> None:
-    refused(write(tmp_path, text, name), "cannot be read as")
-
-
-def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     refused(write(tmp_path, "prompt,id,id\na,b,c\n", "p.csv"), "'id'")
-    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), tmp_path / "p.parquet")
-    refused(tmp_path / "p.parquet", "'prompt'")
+    for name, text in (("p.csv", b"prompt\na,b\n"), ("p.parquet", b"PAR1 not")):
+        refused(write(tmp_path, text, name), "cannot be read as")
+    path = write(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b\u2028c"}\nbroken')
+    assert [p.text for p in read_prompts(path, 2)] == ["a", "b\u2028c"], "no further than the limit"
+    refused(path, "limit: expected", limit=0)
 
 
 STREAMS = {
@@ -271,18 +233,6 @@ def test_records_name_prompt_and_sample(
     assert [(prompt.id, prompt.sample) for prompt in read_prompts(write_records(tmp_path, records))] == expected
 
 
-def test_a_column_of_samples_may_hold_their_texts(tmp_path: Path) -> None:
-    path = write_records(tmp_path, [record("a", sample="w7 w8"), record("b", "b", sample="w9")])
-    assert [(p.sample, p.completion) for p in read_prompts(path, completion="sample")] == [("", "w7 w8"), ("", "w9")]
-    assert [(p.sample, p.text) for p in read_prompts(path, column="sample")] == [("", "w7 w8"), ("", "w9")]
-
-
-def test_samples_without_ids_belong_to_the_prompt_of_their_text(tmp_path: Path) -> None:
-    rows = [record(None, sample="x"), record(None, sample="y"), record(None, "b", sample="x")]
-    first, second, other = read_prompts(write_records(tmp_path, rows))
-    assert first.id == second.id != other.id
-
-
 @pytest.mark.parametrize(
     "records",
     [
@@ -297,13 +247,6 @@ def test_samples_without_ids_belong_to_the_prompt_of_their_text(tmp_path: Path) 
 )
 def test_prompts_that_contradict_each_other_are_refused(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     refused(write_records(tmp_path, records), "prompt.* 2.*(another text|`sample`)")
-
-
-def test_prompts_from_python_are_texts_or_unique_prompts() -> None:
-    assert as_prompts("a") == [Prompt("0", "a")] and as_prompts(["a", Prompt("x", "b")])[1].id == "x"
-    for wrong in ([], [3], [Prompt("q", "a"), Prompt("q", "a")], [Prompt("q", "a"), Prompt("q", "b", sample="x")]):
-        with pytest.raises(InputError, match="prompt"):
-            as_prompts(wrong)  # type: ignore[arg-type]
 
 
 def test_equal_texts_under_several_ids_are_counted(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,8 @@ def search(
     count, storage = options.tune or 1, options.storage
     objective = _Objective(plans, arrays, profile, folds)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if storage is not None:
+        check_journal(Path(storage))
     try:
         journal = None if storage is None else optuna.storages.JournalStorage(JournalFileBackend(str(storage)))
         study = optuna.create_study(
@@ -64,7 +67,9 @@ def search(
         )  # fmt: skip
     except (ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--storage: {storage} is not a journal of optuna ({reason}); choose another file") from None
+        raise InputError(
+            f"--storage: optuna cannot use {storage} as its journal ({reason}); choose another file"
+        ) from None
     before = len(_ended(study))
     study.sampler = optuna.samplers.TPESampler(seed=options.seed + before)  # a continued search draws other trials
     for candidate in objective.candidates:
@@ -87,6 +92,19 @@ def search(
     if not trials or "error" in rows[0]:
         raise InputError(f"--tune: no trial could be run: {next((row['error'] for row in rows), 'all were pruned')}")
     return objective.plan(trials[0].params["candidate"], trials[0].user_attrs["params"]), rows
+
+
+def check_journal(path: Path) -> None:
+    """Raise `InputError` if a file exists that is not a journal of optuna, which would append to it before reading it."""
+    if not path.exists():
+        return
+    try:
+        with path.open(encoding="utf-8") as file:
+            is_journal = all(isinstance(json.loads(line)["op_code"], int) for line in file)
+    except (OSError, ValueError, TypeError, LookupError):
+        is_journal = False
+    if not is_journal:
+        raise InputError(f"--storage: expected a journal of optuna or a new file, got {path}; choose another file")
 
 
 def _ended(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:

@@ -1,0 +1,265 @@
+"""Help and imports, standard streams that are full or closed, progress, tables, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from commands import COMMANDS, ascii_locale, cli
+from specstop.cli import output
+from specstop.cli.main import app
+from specstop.cli.output import progress_bars, table
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.models.pair import Pair
+from specstop.policies.profile import Profile
+from specstop.policies.storage import load_policy_folder
+
+MAX_OPTIONS, MAX_TOTAL = 25, 200
+
+
+def commands() -> dict[str, Any]:
+    return typer.main.get_command(app).commands  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_number_of_options() -> None:
+    counts = {name: sum(one.param_type_name == "option" for one in commands()[name].params) for name in COMMANDS}
+    assert set(counts) == set(commands()) and len(COMMANDS) == 12
+    assert max(counts.values()) <= MAX_OPTIONS
+    assert sum(counts.values()) <= MAX_TOTAL
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_fits_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    answer = cli(command, "--help")
+    assert answer.code == 0, answer.err
+    assert f"Example: specstop {command}" in " ".join(answer.out.split())
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_without_a_command_the_commands_are_listed() -> None:
+    answer = cli()
+    assert all(name in answer.out + answer.err for name in COMMANDS)
+    assert cli("--version").out.startswith("specstop 0.")
+
+
+RUN_EACH = """
+import json, sys
+from specstop.cli.main import run
+large = {"torch", "transformers", "numba", "datasets", "sklearn", "lightning", "matplotlib", "pandas"}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["specstop", *words]
+    try:
+        run()
+    except SystemExit as end:
+        print(json.dumps([words, end.code, sorted(large & set(sys.modules))]))
+"""
+
+
+def results(commands: list[list[str]], folder: Path) -> tuple[list[Any], str]:
+    """Run commands in one process; return the words, exit code and imported large libraries of each, and the errors."""
+    call = [sys.executable, "-c", RUN_EACH, json.dumps(commands)]
+    run = subprocess.run(call, capture_output=True, text=True, check=True, cwd=folder)
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[[")], run.stderr
+
+
+def test_invalid_input_is_refused_before_large_libraries_are_imported(tmp_path: Path) -> None:
+    """Importing torch and transformers takes 4 s."""
+    texts = {"column": '{"text": "a"}', "empty": "\n", "invalid": '{"prompt": ', "good": '{"prompt": "a"}'}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    commands = []
+    for words in (["collect", "--out", "new"], ["decode"], ["bench"], ["profile", "--out", "new"]):
+        commands += [[*words, "--prompts", f"{name}.jsonl"] for name in ("missing", "column", "empty", "invalid")]
+        valid = [*words, "--prompts", "good.jsonl"]
+        for option in ("--depht=3", "--limit=many", "--temperature=-1", "--sampling=top_p=2", "--sampling=topp=1",
+                       "--verification=mach", "--policy=fixd:2", "--config=none.yaml", "--target=folder"):  # fmt: skip
+            commands.append([*valid, option])
+    commands.append(["collect", "--out", "new", "--prompts", "good.jsonl", "--extra", "shards=0"])
+    commands.append(["info", "none"])
+    answers, errors = results(commands, tmp_path)
+    assert len(answers) == len(commands) == errors.count("\n")
+    for words, code, imported in answers:
+        assert (code, imported) == (2, []), words
+
+
+def test_help_and_lists_need_no_large_libraries(tmp_path: Path) -> None:
+    answers, errors = results([["policies", "--json"], ["--help"], *([name, "--help"] for name in COMMANDS)], tmp_path)
+    assert errors == "" and all(answer[1:] == [0, []] for answer in answers)
+    assert len(answers) == 2 + len(COMMANDS)
+
+
+FULL = "specstop: No space left on device; check the path, its permissions and the free disk space\n"
+SCRIPT = [sys.executable, "-c", "from specstop.cli.main import main; main()"]
+linux = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+
+
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate is of what this run did: a resumed one begins at 3."""
+    now = [100.0]
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with progress_bars() as progress:
+        for done, seconds in ((3, 2.0), (4, 2.0), (5, 4.0), (6, 1.0), (7, 1.0)):
+            now[0] += seconds
+            progress("collect", done, 7)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("collect: 5 of 7, 00:06") and "3.00s/it" in first and "00:06 left" in first
+    assert last.startswith("collect: 7 of 7, 00:08") and "2.00s/it" in last
+
+
+def test_a_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table("t", ("name", "value", "description"), [("a\x1b", "1.5", "word " * 60), ("b" * 200, "-", "x" * 200)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(lines).count("x") == 201, "nothing is cut off"
+    assert "\x1b" not in "".join(lines), "nothing controls the terminal"
+
+
+@linux
+def test_results_that_cannot_be_shown_are_still_written(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    full_profile.save(tmp_path / "profile.json")
+    options = ["--traces", sides[0].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "policy"]
+    with open("/dev/full", "w") as full:
+        answer = cli("train", *options, "--quiet", stdout=full)
+    with open("/dev/full", "w") as full:
+        assert cli("policies", "--json", stdout=full)[::2] == (2, FULL)
+    assert (answer.code, answer.err) == (2, FULL)
+    assert load_policy_folder(tmp_path / "policy").head.kind == "logistic"
+    assert (tmp_path / "policy" / "run.yaml").is_file()
+
+
+@linux
+@pytest.mark.parametrize(
+    ("streams", "code", "err"),
+    [(">/dev/full", 2, FULL), ("2>&-", 0, ""), ("2>/dev/full", 0, ""), ("<&-", 0, ""), ("| true", 0, "")],
+)
+def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None:
+    run = subprocess.run(["sh", "-c", f'"$@" --version {streams}', "sh", *SCRIPT], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (code, err)
+
+
+def test_a_console_without_a_character_shows_another_one(pair: Pair, tmp_path: Path) -> None:
+    prompts = [Prompt("naïve-日本-😀", "w7 w8", "größe"), Prompt("b", "w9", "größe")]
+    collect(pair, prompts, tmp_path / "trace-é", depth=2, max_new_tokens=5)
+    for more, text in (((), "1: gr??e"), (("--json",), "1: gr\\u00f6\\u00dfe")):
+        console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        answer = cli("info", tmp_path / "trace-é", *more, stdout=console)
+        console.seek(0)
+        assert (answer.code, answer.err) == (0, "") and text in console.read()
+
+
+def test_an_argument_that_is_not_text_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["collect", "--out", "a\udcff"],
+        ["decode", "w7", "\udcff", "--target", "a", "--draft", "b"],
+        ["evaluate", "--traces", "a", "--profile", "b", "--policy", "fixed:2", "--policy", "\udcff"],
+    ):
+        answer = cli(*arguments)
+        assert (answer.code, answer.err.count("\n"), answer.out) == (2, 1, "")
+        assert "encoding" in answer.err and "\\udcff" in answer.err
+    command = [*SCRIPT, "collect", "--out", "trace-é"]
+    run = subprocess.run(command, capture_output=True, env=ascii_locale())
+    assert run.returncode == 2 and b"encoding" in run.stderr and run.stderr.count(b"\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+INTERRUPTED = (130, "specstop: interrupted\n")
+
+RUN_WITH_SIGNAL = """
+import signal, sys
+_, module, ignored = sys.argv
+if ignored == "True":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from specstop.cli.main import main
+sys.argv = ["specstop", "policies", "--json"]
+main()
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_in_an_import_unless_it_is_ignored(ignored: bool) -> None:
+    """A shell has processes in the background ignore it."""
+    command = [sys.executable, "-c", RUN_WITH_SIGNAL, "numpy", str(ignored)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == ((0, "") if ignored else INTERRUPTED)
+
+
+def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
+    """Send SIGINT when this function is called, except for the first `after` times."""
+    calls = 0
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def places() -> dict[str, tuple[list[str], Callable[[], tuple[Any, str]], int]]:
+    """Return the arguments of `train` or `evaluate`, where the signal comes, and after how many calls."""
+    import sklearn.linear_model
+    import xgboost
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    mlp, logistic, boosted = (["train", "--head", head] for head in ("mlp", "logistic", "xgboost"))
+    return {
+        "within Lightning": (mlp, lambda: (EarlyStopping, "on_train_epoch_end"), 1),
+        "within XGBoost": (boosted, lambda: (xgboost.Booster, "update"), 3),
+        "within scikit-learn": (logistic, lambda: (sklearn.linear_model.LogisticRegression, "fit"), 0),
+        "while a policy is written": (logistic, lambda: (os, "fsync"), 1),
+        "while a report is written": (["evaluate"], lambda: (os, "fsync"), 0),
+    }
+
+
+@pytest.mark.parametrize("where", places())
+def test_ctrl_c_in_the_middle_of_a_command(
+    where: str, full_profile: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_profile.save(tmp_path / "profile.json")
+    (command, *options), spot, after = places()[where]
+    during(monkeypatch, *spot(), after)
+    traces = sides[command == "evaluate"].folder
+    answer = cli(command, *options, "--traces", traces, "--profile", tmp_path / "profile.json", "--out", tmp_path / "out",
+                 "--quiet")  # fmt: skip
+    assert (answer.code, answer.err) == INTERRUPTED
+    assert answer.out == ""
+    assert {path.name for path in tmp_path.rglob("*")} <= {"out", "profile.json"}
+
+
+def test_an_interrupted_drafter_continues_from_its_checkpoints_with_the_same_command(
+    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specstop.train.drafters import fit
+
+    (tmp_path / "p.txt").write_text("w7 w8\nw9 w10\n")
+    during(monkeypatch, fit, "record_texts")
+    command = ["train-drafter", "--kind", "medusa", "--target", pair_folder / "target", "--prompts", tmp_path / "p.txt"]
+    answer = cli(*command, "--out", tmp_path / "out", "--checkpoints", tmp_path / "kept", "--quiet")
+    assert answer.code == 130 and "same command" in answer.err and "--resume" not in answer.err

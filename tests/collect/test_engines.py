@@ -1,0 +1,400 @@
+"""Rounds of engines: rows of simulated engines, vLLM without vLLM, and the acceptance records of vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import engine_records
+import numpy as np
+import pytest
+from engine_records import write
+from hypothesis import given, settings, strategies as st
+from simulated_engine import Engine, Request
+from specstop.collect.engines.through_vllm import RoundRecorder, engine_features
+from specstop.collect.engines.vllm_profile import StepTimer, measure_vllm
+from specstop.collect.engines.vllm_records import import_vllm
+from specstop.collect.exploring import exploring
+from specstop.collect.live import LiveCollector
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.schema import PromptTask
+from specstop.collect.store import Trace
+from specstop.decode.drafters import find_drafter
+from specstop.decode.engines.drafting import Drafting, EngineDraft, Options
+from specstop.decode.engines.vllm import Proposer
+from specstop.decode.models.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.settings import Settings
+from specstop.policies.errors import InputError, PolicyError, SpecstopWarning, TraceError
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.measurements import Key
+from specstop.policies.profile import Profile
+from specstop.policies.registry import load_policy
+from specstop.train.evaluate.analysis import trace_outcomes
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.importance import importance_estimate
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.checks import check_fit, check_training_traces
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
+
+K, NEW = 4, 20
+
+
+@pytest.fixture(scope="module")
+def requests(endless_pair: Pair) -> list[Request]:
+    chance = np.random.default_rng(4)
+    prompts = [[int(t) for t in chance.integers(17, 48, n)] for n in chance.integers(2, 9, 8)]
+    texts = plain_texts(endless_pair, prompts, [0] * len(prompts), NEW, 0.0).tokens
+    return [Request(f"r{i}", p, list(t)) for i, (p, t) in enumerate(zip(prompts, texts, strict=True))]
+
+
+def serve(
+    pair: Pair, requests: list[Request], policy: str, explore: float = 0.0, gentle: bool = False, seed: int = 0
+) -> tuple[RoundRecorder, Engine]:  # fmt: skip
+    """Run requests in a simulated engine; return the recorder of its drafts and the engine."""
+    chosen = load_policy(policy)
+    chosen = exploring(chosen, explore, K) if explore else chosen
+    proposer = cast(Proposer, SimpleNamespace(drafting=None))
+    options = Options(3, K, 128, pair.vocabulary)
+    recorder = RoundRecorder(proposer, options)
+    proposer.drafting = drafting = Drafting(find_drafter("model", pair), chosen, options, observer=recorder)
+    engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
+
+    def propose(sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        at = [i for i, new in enumerate(sampled) if new]
+        drafts = drafting.propose([tokens[i, : lengths[i]] for i in at], [engine.names[i] for i in at])
+        out: list[list[int]] = [[] for _ in sampled]
+        for i, draft in zip(at, drafts, strict=True):
+            out[i] = draft
+        return out
+
+    engine.run(propose)
+    return recorder, engine
+
+
+def finished_rows(recorder: RoundRecorder, engine: Engine) -> dict[str, Mapping[str, Any]]:
+    """Return the rows of each finished request."""
+    texts, rows = recorder.take(), {}
+    for at, request in enumerate(engine.finished):
+        parts = [text for text in texts if text.name == request.name]
+        columns = recorder.rows(parts, PromptTask(at, request.name, "", request.prompt), request.answer)
+        assert columns is not None
+        rows[request.name] = columns
+    return rows
+
+
+def test_rounds_are_those_that_the_live_collector_records(endless_pair: Pair, requests: list[Request]) -> None:
+    """Greedy, undisturbed: the same rounds of the same texts, features within float32 rounding, labels equal."""
+    rows = finished_rows(*serve(endless_pair, requests, "confidence:0.3", gentle=True))
+    live = LiveCollector(endless_pair, load_policy("confidence:0.3"), Settings(0.0, NEW, K, ignore_eos=True))
+    compared = 0
+    for theirs in live.rows([PromptTask(i, r.name, "", r.prompt) for i, r in enumerate(requests)]):
+        mine = rows[theirs["prompt_id"][0]]
+        # The loop stops where the limit is; an engine drafts on and commits no more than the limit.
+        inside = theirs["anchor"] + K + 1 <= NEW
+        count = int(inside.sum())
+        for name in (
+            *("anchor", "drawn", "sent", "tokens", "accepted_length", "decisions", "backlog", "committed"),
+            *("accepted", "observed"),
+        ):
+            assert np.array_equal(np.asarray(mine[name])[:count], np.asarray(theirs[name])[inside]), name
+        for name in (*engine_features(0.0), "draft_prob", "anchor_token", "before_token"):
+            assert np.allclose(mine[name][:count], theirs[name][inside], rtol=1e-4, atol=1e-5), name
+        compared += count
+    assert compared > 40
+    assert not any(name.startswith("noisy_") for name in engine_features(0.7))
+
+
+def test_labels_are_what_followed_and_no_round_is_lost_or_twice(endless_pair: Pair, requests: list[Request]) -> None:
+    """Preempted, moved, aborted, trimmed: every draft that the engine was given has its row, once, with what came of it."""
+    rounds = 0
+    for seed in range(3):
+        recorder, engine = serve(endless_pair, requests, "fixed:3", seed=seed)
+        rows = finished_rows(recorder, engine)
+        for request in engine.finished:
+            mine = rows[request.name]
+            given = [(context, draft, new) for context, draft, new in request.rounds if context > len(request.prompt)]
+            assert mine["anchor"].tolist() == [context - len(request.prompt) for context, *_ in given]
+            assert mine["committed"].tolist() == [len(new) for *_, new in given]
+            for at, (context, draft, _) in enumerate(given):
+                after = request.answer[context - len(request.prompt) :]
+                agreed = next((j for j, t in enumerate(draft) if j >= len(after) or after[j] != t), len(draft))
+                if draft:  # a request that came back from preemption has lost its draft
+                    assert mine["tokens"][at][mine["sent"][at]].tolist() == draft
+                    assert mine["accepted_length"][at] == agreed
+            assert mine["cut"].tolist()[-1] and mine["text_tokens"][0] == NEW
+            assert (mine["verify_s"] >= 0).all() and (mine["seconds"] >= mine["draft_s"])[mine["seconds"] > 0].all()
+            rounds += len(given)
+    assert rounds > 60
+
+
+def test_rounds_that_explore_are_marked(endless_pair: Pair, requests: list[Request]) -> None:
+    rows = finished_rows(*serve(endless_pair, requests, "fixed:1", explore=0.5, gentle=True))
+    drawn = np.concatenate([one["drawn"].sum(1) for one in rows.values()])
+    explored = np.concatenate([one["explored"] for one in rows.values()])
+    assert set(drawn[explored]) == {K} and set(drawn[~explored]) == {1}
+    assert 0.25 < explored.mean() < 0.75
+
+
+NOTHING: Any = np.zeros((0, 0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"through": "vlm"}, {"tree": "2,2"}, {"mix": 0.5}, {"hidden": ["draft_hidden"]}, {"verification": "rejection"},
+     {"draws": 2, "temperature": 0.7}, {"completions": {"p0": "w7"}}, {"memory": 9}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_for_engines_is_refused(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match="through"):
+        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, **{"through": "vllm", **options})
+    assert not (tmp_path / "t").exists()
+
+
+def test_policies_and_drafters_that_read_what_vllm_does_not_pass_on_are_refused(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    policy, options = load_policy("fixed:2"), {"depth": 3, "max_new_tokens": 8, "through": "vllm"}
+    policy.features = ("anchor_entropy",)
+    with pytest.raises(PolicyError, match="anchor_entropy"):
+        collect(pair, prompts, tmp_path / "t", policy=policy, **options)
+    with pytest.raises(InputError, match="drafter medusa:heads"):
+        collect(replace(pair, drafter="medusa:heads"), prompts, tmp_path / "t", **options)
+
+
+def test_a_machine_without_vllm_is_an_error_of_one_line(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.delenv("VLLM_LOGGING_STREAM", raising=False)
+    with pytest.raises(InputError, match="vLLM cannot be imported"):
+        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
+    assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr", "stdout may be JSON"
+    with pytest.raises(InputError, match="vLLM cannot be imported"):
+        measure_vllm("t", "d", [[1, 2, 3]], depth=2, new_tokens=4)
+
+
+class Steps:
+    """Plays steps of an engine for a timer: the clock of the draft model and of decisions, and the drafts."""
+
+    def __init__(self, policy: str | None = None, streams: int = 1) -> None:
+        self.model_s = self.policy_s = 0.0
+        self.timer = StepTimer(lambda: (self.model_s, self.policy_s))
+        self.timer.policy, self.timer.streams = policy, streams
+
+    def play(
+        self, drafts: list[EngineDraft], seconds: float = 0.0, first: float = 1.0, later: float = 1.0, outside: float = 0.5,
+        decisions: float = 0.0, heard: int | None = None,
+    ) -> None:  # fmt: skip
+        """Draft and, after `seconds`, report the outcome of the first `heard` drafts; default: of all."""
+        if any(draft.drafted for draft in drafts):
+            self.model_s += first
+            self.timer.on_draft_step(1, NOTHING, NOTHING, NOTHING)
+        self.model_s += later
+        self.policy_s += decisions
+        self.timer.on_drafts(drafts, first + later + outside + decisions)
+        if seconds:
+            self.timer.on_outcomes(drafts[:heard], [seconds] * len(drafts[:heard]))
+
+
+def sent(row: int, drafted: int, *, backlog: int = 1, hit_limit: bool = False) -> EngineDraft:
+    return EngineDraft(row, 10, [7] * drafted, drafted, drafted, backlog, hit_limit=hit_limit)
+
+
+def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
+    steps = Steps()
+    steps.timer.on_begin(0, NOTHING, None)
+    steps.play([sent(0, 3, backlog=2)], 20.125, 1.0, 4.0, 0.5, 0.125)
+    steps.play([sent(0, 0)], 9.0, 0.0, 0.0, 0.25)
+    steps.play([sent(0, 1)], 0.0, 1.0, 0.0, 0.25)
+    expected = {
+        ("batch verify", (1, 4)): 15.0, ("verify", (3,)): 14.5, ("outside", (3,)): 0.5, ("first draft", (2,)): 1.0,
+        ("later drafts", (3,)): 4.0, ("batch verify", (1, 1)): 9.0, ("verify", (0,)): 8.75, ("outside", (0,)): 0.25,
+    }  # fmt: skip
+    assert dict(steps.timer.timed) == {Key(name, "short", counts): [s] for (name, counts), s in expected.items()}
+    assert steps.timer.contexts["short"] == [10, 10]
+
+
+def test_under_a_policy_only_its_decisions_are_timed() -> None:
+    steps = Steps("mine")
+    for drafted, decisions in ((3, 0.5), (0, 0.0), (1, 0.25), (0, 0.0)):
+        steps.play([sent(0, drafted)], 20.0, decisions=decisions)
+    assert dict(steps.timer.timed) == {Key("decisions", "mine", (3,)): [0.5], Key("decisions", "mine", (1,)): [0.25]}
+    steps = Steps("mine", 3)
+    for _ in range(2):
+        steps.play([sent(row, drafted) for row, drafted in enumerate((3, 1, 0))], 20.0, decisions=0.75)
+    assert dict(steps.timer.timed) == {Key("decisions", "mine", (3,)): [0.75]}
+
+
+@pytest.mark.parametrize("why", ["another began", "one ended", "cut by an end of text", "nothing"])
+def test_steps_of_which_not_all_is_known_are_left_out(why: str) -> None:
+    steps = Steps(streams=2)
+    drafts = [sent(0, 2), sent(1, 2, hit_limit=why == "cut by an end of text")]
+    steps.play(drafts, 20.0, heard=1 if why == "one ended" else None)
+    if why == "another began":
+        steps.timer.on_begin(1, NOTHING, None)
+    steps.play(drafts)
+    assert bool(steps.timer.timed) == (why == "nothing")
+
+
+def response(accepted: list[int], drafted: list[int] | None = None, name: str = "a") -> dict[str, Any]:
+    metrics: dict[str, Any] = {"num_spec_tokens": 3, "num_spec_steps": len(accepted), "per_step_accepted": accepted}
+    if drafted:
+        metrics["per_step_drafted"] = drafted
+    usage = {"prompt_tokens": 7, "completion_tokens": 1 + sum(accepted) + len(accepted)}
+    return {"id": name, "usage": usage, "metrics": {"speculative_decoding": metrics}}
+
+
+def test_steps_become_rounds_that_fixed_lengths_are_evaluated_on(tmp_path: Path, profile: Profile) -> None:
+    file = write(tmp_path / "r.jsonl", [response([0, 3, 1, 2]), response([2, 2], name="b")])
+    trace = import_vllm(file, tmp_path / "out")
+    rows = trace.rows.with_format("numpy")
+    assert list(rows["anchor"][:]) == [1, 2, 6, 8, 1, 4]
+    assert list(rows["prompt_id"][:]) == ["a"] * 4 + ["b"] * 2
+    arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
+    for k, tokens in ((0, 4), (1, 4 + 0 + 1 + 1 + 1), (2, 4 + 0 + 2 + 1 + 2), (3, 4 + 0 + 3 + 1 + 2)):
+        values = evaluate_rounds(arrays, FixedLength(k), profile)
+        assert (len(values.committed), float(values.committed.sum())) == (4, tokens), (
+            "without the last round of each request"
+        )
+    with pytest.raises(TraceError, match="drawn_prob"):
+        evaluate_rounds(arrays, Confidence(0.4, 3), profile)
+
+
+def test_drafts_that_could_reach_the_end_of_a_text_are_left_out_whatever_they_accept(tmp_path: Path) -> None:
+    """The last step accepts more than others, since long steps are more likely to be last."""
+    record = response([3, 0, 0, 3])  # anchors 1, 5, 6, 7: drafts reach to 4, 8, 9, 10
+    for tokens, cut in ((9, [False, False, False, True]), (8, [False, False, True, True])):
+        record["usage"]["completion_tokens"] = tokens
+        trace = import_vllm(write(tmp_path / "r.jsonl", [record]), tmp_path / f"{tokens}")
+        assert list(trace.rows.with_format("numpy")["cut"][:]) == cut
+    del record["usage"]
+    trace = import_vllm(write(tmp_path / "s.jsonl", [record]), tmp_path / "other")
+    assert list(trace.rows.with_format("numpy")["cut"][:]) == [False, False, False, True]
+
+
+def test_an_import_says_what_any_length_would_have_accepted(tmp_path: Path, profile: Profile) -> None:
+    records, lengths = engine_records.simulated(engine_records.fixed, requests=400, rounds=60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpecstopWarning)
+        trace = import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "out")
+    arrays, length = trace_arrays(trace, extra=ROUND_COLUMNS), np.concatenate(lengths)
+    truth = [float((length >= k).mean()) for k in range(1, engine_records.DEPTH + 1)]
+    assert trace_outcomes(arrays).survival == pytest.approx(truth, rel=0.04)
+    for k in range(1, engine_records.DEPTH + 1):
+        values = evaluate_rounds(arrays, FixedLength(k), profile)
+        assert float(values.committed.mean()) == pytest.approx(1.0 + np.minimum(length, k).mean(), rel=0.02)
+
+
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize(
+    ("choose", "limit"),
+    [(engine_records.by_confidence, 1), (engine_records.at_random, 1), (engine_records.all_or_none, 0)],
+)
+def test_lengths_that_vary_identify_no_longer_ones(
+    tmp_path: Path, profile: Profile, choose: Callable[..., Any], limit: int
+) -> None:
+    """An engine's long drafts may be those of easy rounds: taken for all rounds, they promise what nobody reaches."""
+    records, lengths = engine_records.simulated(choose, requests=60, rounds=60)
+    with pytest.warns(SpecstopWarning, match=f"draft lengths vary .* beyond depth {limit}"):
+        trace = import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "out")
+    arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
+    with pytest.raises(TraceError, match=f"at most {limit} tokens"):
+        evaluate_rounds(arrays, FixedLength(2), profile)
+    with pytest.raises(TraceError, match=f"at most {limit} tokens"):
+        evaluate(trace, profile, [FixedLength(2)])
+    with pytest.raises(TraceError, match="explore"):
+        importance_estimate(trace, FixedLength(2), profile)
+    if limit:
+        tokens = float(evaluate_rounds(arrays, FixedLength(1), profile).committed.mean())
+        assert tokens == pytest.approx(1.0 + (np.concatenate(lengths) >= 1).mean(), rel=0.03)
+        report = evaluate(trace, profile, [FixedLength(1)])
+        assert (len(report.fixed), len(report.acceptance)) == (2, 1)
+        assert any("draft lengths vary" in text for text in report.caveats)
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_the_temperature_of_records_is_unknown(
+    tmp_path: Path, profile: Profile, learned: LearnedPolicy, sides: tuple[Trace, Trace]
+) -> None:
+    records = [response([0, 3, 1, 2]), response([2, 2, 1], name="b")]
+    trace = import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "t")
+    report = evaluate(trace, profile, [FixedLength(2)], out=tmp_path / "report")
+    assert report.facts["temperature"] == "unknown"
+    for file in ("t/README.md", "report/report.md", "report/report.html"):
+        assert "unknown" in (tmp_path / file).read_text(encoding="utf-8")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_fit(learned, trace)  # trained at 0.7
+        check_training_traces(sides[0], trace)
+    assert not [text for one in caught if "temperature" in (text := str(one.message))]
+
+
+def test_records_may_name_prompt_and_sample(tmp_path: Path) -> None:
+    records = [
+        {**response([1], name="r1"), "prompt_id": "q"}, {**response([2], name="r2"), "prompt_id": "q"},
+        {**response([1], name="p"), "sample": 3}, response([2], name="o"),
+    ]  # fmt: skip
+    arrays = trace_arrays(import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "out"))
+    named = [("q", "r1"), ("q", "r2"), ("p", "3"), ("o", "")]
+    assert list(zip(arrays.prompt_ids, arrays.samples, strict=True)) == named
+    assert arrays.clusters == ["q", "q", "p", "o"]
+    records[1]["sample"] = "\ud800"
+    with pytest.raises(InputError, match="line 2: the id"):
+        import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "other")
+
+
+INVALID = [
+    {"usage": {}}, response([4], [3]), response([1, 2], [3]), {"num_spec_tokens": 3, "per_step_accepted": [float("inf")]},
+    {"num_spec_tokens": 3, "acceptance_histogram": [2, 0, 1, 1]}, response([1], [10**9]), response([-1]),
+    {**response([1]), "usage": {"completion_tokens": 10**12}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", INVALID, ids=lambda record: json.dumps(record)[:40])
+def test_a_line_without_a_valid_record_is_named(tmp_path: Path, record: Any) -> None:
+    with pytest.raises(InputError, match=r"path: .*line 2: "):
+        import_vllm(write(tmp_path / "r.jsonl", [response([1]), record]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["metrics", "usage", "per_step_accepted", "per_step_drafted", "num_spec_tokens"]), inner
+        )
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(record=JSON)
+def test_malformed_records_are_refused_with_one_error(tmp_path_factory: pytest.TempPathFactory, record: Any) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    try:
+        import_vllm(write(folder / "r.jsonl", [response([1, 3]), record]), folder / "out")
+    except InputError as error:
+        assert "line 2" in str(error) and not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"", None, b'{"num_spec_tokens": 3, "per_step_accepted": []}'])
+def test_files_without_a_draft_are_refused_before_anything_is_written(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "r.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=r"^path: "):
+        import_vllm(tmp_path / "r.jsonl", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
