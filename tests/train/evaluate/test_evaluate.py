@@ -193,8 +193,8 @@ def test_conflicting_arguments_are_refused(sides: tuple[Trace, Trace], full_prof
 
 
 def test_other_conditions_of_training_traces_are_warned_of(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    hotter = copy.copy(sides[0])
-    hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
+    header = dataclasses.replace(sides[0].header, temperature=0.9)
+    hotter = Trace(sides[0].folder, header, sides[0].rows)
     with pytest.warns(SpecstopWarning, match="train_traces: .* differs from `traces` in temperature"):
         evaluate(sides[1], full_profile, train_traces=hotter)
 

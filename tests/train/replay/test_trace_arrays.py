@@ -158,10 +158,11 @@ def test_hidden_states_are_read_on_first_use_and_shared(
     states: dict[str | None, Trace], monkeypatch: pytest.MonkeyPatch, tree: str | None
 ) -> None:
     trace, read = states[tree], []
+    whole = Trace(trace.folder, trace.header, trace.rows)
     batches = Trace.batches
-    monkeypatch.setattr(Trace, "batches", lambda self, names, rows: read.extend(names) or batches(self, names, rows))
+    monkeypatch.setattr(Trace, "batches", lambda self, names, *more: read.extend(names) or batches(self, names, *more))
     monkeypatch.setattr(columns_module, "_BLOCK_BYTES", 2 * 16 * 11 * 7)
-    arrays, in_memory = trace_arrays(trace), trace_arrays(Trace(trace.folder, trace.header, trace.rows))
+    arrays, in_memory = trace_arrays(load_trace(trace.folder)), trace_arrays(whole)
     assert read and not set(read) & set(HIDDEN_STATES)
     read.clear()
     rows = trace.rows.with_format("numpy")
