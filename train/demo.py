@@ -289,7 +289,7 @@ class _Stages:
         profile = dataclasses.replace(self.costs, source=self.folder / "profile.json")
         self.report = report = evaluate(
             self.traces["test"], profile, self.learned, train_traces=self.traces["train"], out=self.stage / "report",
-            sweep=False, seed=self.seed, progress=self.progress,
+            seed=self.seed, progress=self.progress,
         )  # fmt: skip
         best, oracle = report["best fixed"], next(line for line in report.lines if line.kind == "bound")
         top = max((line for line in report.lines if line.kind == "learned"), key=lambda line: line.tokens_per_s)
