@@ -17,7 +17,6 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.records import REFUSE, TOO_FEW
 from specstop.train.evaluate.report import FILES
 from specstop.train.evaluate.report_comparison import read_report
 from specstop.train.evaluate.statistics import Resamples
@@ -78,12 +77,6 @@ def test_intervals_hold_for_all_places_at_once(sides: tuple[Trace, Trace], full_
     copies = [full_profile, dataclasses.replace(full_profile, facts={"device": "another"})]
     for place in evaluate(sides[1], copies, policies[1:]).places.values():
         assert dataclasses.astuple(place["fixed:1"].speedup) == pytest.approx(dataclasses.astuple(alone.speedup))
-
-
-def test_the_summary_says_where_to_deploy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(list(sides), scaled(full_profile, draft=40.0), [FixedLength(DEPTH)])
-    assert [place["fixed:5"].verdict for place in report.places.values()] == [REFUSE, TOO_FEW]
-    assert report.summary == (f"fixed:5: do not deploy on {sides[0].folder}; too few prompts on {sides[1].folder}.",)
 
 
 def test_places_that_cannot_be_evaluated_are_refused(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
@@ -32,7 +30,6 @@ from specstop.train.evaluate.pricing import (
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import oracle_plan, planned_rounds
 from specstop.train.replay.rounds import Rounds
 from specstop.train.replay.run import replay
 from timed import timed_profile
@@ -112,13 +109,6 @@ def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_
     assert priced.seconds(ResampleSource.PROFILE).shape == (1, 1)
 
 
-def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: TraceArrays, profile: Profile) -> None:
-    for arrays in (chains, tree):
-        plan = oracle_plan(arrays, profile)
-        rounds = planned_rounds(arrays, plan)
-        torch.testing.assert_close(rounds.text_seconds(profile), plan.seconds, rtol=EXACT, atol=0.0)
-
-
 # The verdict
 
 
@@ -187,23 +177,6 @@ def test_what_is_timed_is_kept_and_used_again(
             with_prices(other, policies, header)
     with pytest.raises(AssertionError, match="timed again"):
         with_prices(bare, [Confidence(0.5, DEPTH)], header)
-
-
-def test_a_damaged_or_foreign_file_is_timed_again_and_a_cache_that_cannot_be_written_is_done_without(
-    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    header, policies = sides[1].header, [Confidence(0.4, DEPTH)]
-    with_prices(bare, policies, header)
-    (kept,) = cache.iterdir()
-    whole = json.loads(kept.read_text())
-    for damage in ({**whole, "measurements": 3}, {"decisions": 3}, [], {**whole, "measurements": [{"key": 1}]}):
-        kept.write_text(json.dumps(damage))
-        again, _ = with_prices(bare, policies, header)
-        assert again.decision("confidence") > 0
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "file"))
-    priced, _ = with_prices(bare, policies, header)
-    assert priced.decision("confidence") > 0
 
 
 def test_a_policy_trained_for_the_profile_brings_its_timings(

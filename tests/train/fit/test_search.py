@@ -123,12 +123,3 @@ def test_options_that_cannot_be_searched_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=noun):
         train(sides[0], full_profile, **options)
-
-
-def test_a_search_needs_a_prompt_for_each_fold_and_a_trial_that_runs(
-    arrays: TraceArrays, full_profile: Profile
-) -> None:
-    with pytest.raises(InputError, match="prompts"):
-        searched(arrays.subset([0]), full_profile, 1)
-    with pytest.raises(InputError, match=r"no trial could be run: .*prompts"):
-        searched(arrays.subset([0, 1, 2]), full_profile, 2)

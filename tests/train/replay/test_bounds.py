@@ -22,7 +22,7 @@ from specstop.decode.topology import parse_tree
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.tree_rules import Gain
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
@@ -134,16 +134,6 @@ def test_a_perfect_draft_reaches_its_closed_form(
     assert bound.tolist() == pytest.approx([seconds])
     for k in range(len(verify_s)):
         assert replay(arrays, FixedLength(k), profile).seconds >= bound - SUMS
-
-
-def test_rounds_that_stop_wrongly_are_early_or_late() -> None:
-    table = CostTable(8.0, (0.1, 0.1), 0.0, (1.0, 1.0, 1.0, 1.0))
-    costs = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    arrays = synthetic_trace([[2, 1, 0] * 3], 3)  # rounds of three tokens are ideal
-    plan = oracle_plan(arrays, costs)
-    for length, early, late in ((2, [False], [False]), (1, [True, False], [False, True]), (3, [False], [True])):
-        regret = judge(arrays, replay(arrays, FixedLength(length), costs), plan, costs)
-        assert regret.early.tolist() == early * 3 and regret.late.tolist() == late * 3
 
 
 class ByRound(StopPolicy):
@@ -263,13 +253,3 @@ def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Prof
     never = dataclasses.replace(profile, step_s=1.0, tree_outside_s=(1e-4, 1e-5, 1.0))
     policy, rounds = best_static_tree(trees, never)
     assert not policy.nodes and rounds.rate == pytest.approx(replay(trees, FixedLength(0), never).rate)
-
-
-def test_regret_of_decisions_is_their_price(chains: TraceArrays, profile: Profile) -> None:
-    policy, plan = Confidence(0.4, DEPTH), oracle_plan(chains, profile)
-    rounds = replay(chains, policy, profile)
-    price = profile.decision("confidence")
-    assert price > 0
-    assert judge(chains, rounds, plan, profile).decision_s.tolist() == pytest.approx(
-        [price * n for n in rounds.decisions.tolist()]
-    )

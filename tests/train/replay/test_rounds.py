@@ -16,7 +16,6 @@ from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.published.online import Online
 from specstop.policies.rules import Threshold
@@ -52,17 +51,6 @@ def equal(one: Rounds, other: Rounds) -> bool:
     """Whether all columns and prices are equal."""
     names = [name for name in (*BY_ROUND, "tokens", "seconds") if getattr(one, name) is not None]
     return one.name == other.name and all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
-
-
-def test_sums_are_those_of_the_rounds(chains: TraceArrays, profile: Profile) -> None:
-    rounds = replay(chains, Confidence(0.3, DEPTH), profile)
-    assert len(rounds) == len(rounds.log) and rounds.tokens.tolist() == chains.text_tokens.tolist()
-    assert torch.equal(rounds.by_sequence(rounds.committed).long() + chains.first_anchor, chains.text_tokens)
-    assert rounds.rate == pytest.approx(int(rounds.tokens.sum()) / float(rounds.seconds.sum()))
-    frame = rounds.to_pandas()
-    assert frame.loc[0, "rounds"] == len(rounds) and frame.loc[0, "texts"] == chains.sequences
-    assert frame.loc[0, "tokens_per_call"] == pytest.approx(float(rounds.committed.double().mean()))
-    assert frame.loc[0, "drafted"] == pytest.approx(float(rounds.drafted.double().mean()))
 
 
 @pytest.mark.parametrize("kind", ["chains", "trees"])
@@ -172,11 +160,3 @@ def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) 
     empty = replay(short.subset([1]), FixedLength(2), profile)
     assert len(empty) == 0 and empty.tokens.tolist() == [1] and empty.history.shape == (0, 4)
     assert empty.seconds.tolist() == pytest.approx(profile.prefill_seconds(np.array([7])).tolist())
-
-
-def test_only_learned_policies_with_one_head_are_replayed_together(chains: TraceArrays, profile: Profile) -> None:
-    """Equal rules over different heads decide differently."""
-    one, other = learned_policy(rule=Threshold("survival", 0.3)), learned_policy(rule=Threshold("survival", 0.3))
-    assert isinstance(one, LearnedPolicy) and one.head is not other.head
-    for policy, rounds in zip((one, other), replay_many(chains, [one, other], profile), strict=True):
-        assert equal(rounds, replay(chains, policy, profile))

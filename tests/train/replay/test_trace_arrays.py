@@ -80,12 +80,6 @@ def test_a_policy_that_the_trace_cannot_answer_is_refused(
         replay(arrays, policy, profile)
 
 
-def test_a_profile_that_ends_above_the_policy_is_refused(arrays: TraceArrays, profile: Profile) -> None:
-    sides = {n: dataclasses.replace(getattr(profile, n), verify_s=(1.0, 2.0, 3.0)) for n in ("low", "high")}
-    with pytest.raises(TraceError, match="profile ends at 2"):
-        replay(arrays, FixedLength(3), dataclasses.replace(profile, **sides))
-
-
 def test_a_feature_that_was_not_recorded_is_refused_by_name(traces: dict[float, Trace], profile: Profile) -> None:
     few = trace_arrays(traces[0.7], ["entropy"])
     assert set(few.columns) == {"entropy"}
@@ -131,15 +125,6 @@ def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataOb
         assert at.tolist() == list(range(len(rows)))
         assert one.find(np.array([0]), np.array([10_000])).tolist() == [-1]
         assert one.find(np.array([0]), np.array([0])).tolist() == [-1], "the first anchor is 1"
-
-
-def test_columns_of_nodes_are_looked_up_without_a_copy(arrays: TraceArrays) -> None:
-    names = ["entropy", "top1"]
-    whole = arrays.tensors(arrays.header.features)[1]
-    assert whole.untyped_storage().data_ptr() == arrays.columns["top1"].untyped_storage().data_ptr()
-    for picked in (names, names[::-1], ["top1"], ["top1", "top1"]):
-        expected = torch.stack([arrays.columns[name] for name in picked], -1)
-        assert torch.equal(arrays.tensors(picked)[1], expected)
 
 
 def test_traces_with_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
@@ -229,17 +214,6 @@ def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Pr
     owner: dict[str, int] = {}
     assert all(owner.setdefault(n, f) == f for n, f in zip(joined.prompt_ids, folds.of.tolist(), strict=True))
     assert joined.sequences > len(owner) > 20, "a prompt is in one fold at all temperatures"
-
-
-def test_joined_hidden_states_are_those_of_each_part(states: dict[str | None, Trace]) -> None:
-    trace = states[None]
-    joined, alone = joined_arrays([trace, trace]), trace_arrays(trace)
-    count = len(alone.accepted)
-    row, node = torch.tensor([3, count + 3, count + 5, 0]), torch.tensor([0, 0, 1, 2])
-    state = alone.hidden_state("draft_hidden").at(row % count, node)
-    assert torch.equal(joined.hidden_state("draft_hidden").at(row, node), state)
-    part = joined.subset([alone.sequences + 1]).hidden_state("target_hidden")
-    assert torch.equal(part.at(torch.tensor([0])), alone.hidden_state("target_hidden").at(alone.offset[1:2]))
 
 
 @pytest.mark.parametrize(
