@@ -33,7 +33,6 @@ from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.bounds import oracle_plan
 from specstop.train.replay.run import replay
-from trees import make_tree_policy
 
 EXACT = 1e-12  # the same sums, in another order
 SUMS = 1e-9  # seconds: differences of sums of some hundred rounds
@@ -155,15 +154,6 @@ def test_calibration_error_separates_calibrated_from_wrong_predictions() -> None
 
 
 # Trees
-
-
-def test_a_policy_of_trees_has_a_report_without_calibration(
-    tree_trace: Trace, profile: Profile, tmp_path: Path
-) -> None:
-    policy = make_tree_policy()
-    report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], out=tmp_path / "out")
-    assert report.details["reliability"] == []
-    assert report.details["subject"] == policy.name
 
 
 def test_a_policy_of_another_tree_says_which_to_draft(tree_trace: Trace, profile: Profile) -> None:

@@ -13,7 +13,6 @@ import pytest
 from contract_policies import DEPTH
 from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
-from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
@@ -21,9 +20,8 @@ from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.demo import compare_live
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.records import DEPLOY, Report
+from specstop.train.evaluate.records import Report
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import oracle_seconds
 from specstop.train.replay.run import replay
@@ -117,17 +115,6 @@ def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: tuple[Trace, 
         assert ratio == Ratio(1.0, 1.0, 1.0)
     line, best = report["fixed:0"], report["best fixed"]
     assert (line.tokens_per_s, line.to_plain) == (best.tokens_per_s, best.to_plain)
-
-
-def test_no_fixed_length_is_above_the_best_one(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(sides[1], full_profile, [FixedLength(k) for k in (*range(DEPTH + 1), 9)])
-    limited = report["fixed:9"].tokens_per_s
-    assert limited == pytest.approx(report.fixed[DEPTH], rel=EXACT), "policies are limited to the depth of the trace"
-    for k in range(DEPTH + 1):
-        line = report[f"fixed:{k}"]
-        assert line.tokens_per_s == pytest.approx(report.fixed[k], rel=EXACT)
-        assert line.to_best_fixed.value <= 1.0 and line.verdict != DEPLOY
-    assert max(report[f"fixed:{k}"].to_best_fixed.value for k in range(DEPTH + 1)) == 1.0
 
 
 def test_counts_and_acceptance_are_those_of_the_replay(
@@ -240,22 +227,6 @@ def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
     rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
     evaluate(Trace(trace.folder, trace.header, rows), full_profile, out=tmp_path / "out")
     json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_live_lines_are_ratios_to_the_first_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    from specstop.decode.records import Generation
-
-    arrays = trace_arrays(sides[1])
-    policies: list[StopPolicy] = [FixedLength(0), FixedLength(2)]
-    count = arrays.sequences
-    slow, fast = ([Generation((1, 2, 3), (), 2, 0.0, s * (1 + i)) for i in range(count)] for s in (2.0, 1.0))
-    fast[0] = dataclasses.replace(fast[0], tokens=(1, 2, 4))
-    lines = compare_live([slow, fast], policies, arrays, full_profile)
-    assert [line.measured for line in lines] == pytest.approx([1.0, 2.0])
-    assert [line.same_text for line in lines] == [count, count - 1]
-    rates = [replay(arrays, policy, full_profile).rate for policy in policies]
-    assert lines[1].predicted == pytest.approx(rates[1] / rates[0])
-    assert lines[1].miss == pytest.approx(2.0 / lines[1].predicted - 1)
 
 
 def test_the_primary_policy_has_an_interval_of_one_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

@@ -13,7 +13,7 @@ from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import DECISIONS, Key, Measurements, collected
+from specstop.policies.measurements import DECISIONS, Measurements
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.evaluate import pricing as prices
@@ -88,16 +88,6 @@ def test_sources_of_error_are_resampled_one_at_a_time(chains: TraceArrays, noisy
         assert prompts[:, at] == pytest.approx(boot.total(one.seconds), rel=EXACT)
         under = [float(one.text_seconds(costs).sum()) for costs in (noisy, *draws.profiles)]
         assert profile[:, at] == pytest.approx(under, rel=EXACT)
-
-
-def test_draws_of_model_calls_are_the_same_whatever_decisions_were_timed(noisy: Profile) -> None:
-    more = collected([{Key(DECISIONS, "mine", (1,)): [1e-4]}] * 40)
-    mine, theirs = (
-        ProfileBootstrap(noisy, 3, DRAWS).profiles,
-        ProfileBootstrap(noisy.with_measured_decisions(more), 3, DRAWS).profiles,
-    )
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.same_costs(other.to_dict()) and one.decision("confidence") == other.decision("confidence")
 
 
 def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:

@@ -23,10 +23,9 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import TOO_FEW, Report
-from specstop.train.evaluate.report import run_facts, sections, to_csv, to_html, to_markdown
+from specstop.train.evaluate.report import run_facts, to_html, to_markdown
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.run import replay
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -196,17 +195,6 @@ def test_one_prompt_gives_no_verdict_and_no_interval(
 # Markdown, CSV
 
 
-def test_markdown_has_every_section(report: Report, data: dict[str, Any], written: Path) -> None:
-    assert (written / "report.csv").read_text() == to_csv(data)
-    text = (written / "report.md").read_text()
-    assert text == to_markdown(data)
-    for section in sections(data):
-        assert f"## {section.title}\n" in text
-        assert f"| {' | '.join(section.columns)} |" in text
-    assert report.answer is not None
-    assert report.answer.headline in text
-
-
 # The achievable estimate
 
 
@@ -218,18 +206,6 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
     assert line.tokens_per_s <= report["oracle bound"].tokens_per_s
-    Page(to_html(values(report)))
-
-
-def test_a_policy_above_the_achievable_estimate_is_a_finding(
-    sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poor = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
-    monkeypatch.setattr("specstop.train.fit.achievable.achievable_estimate", lambda *_, **__: poor)
-    report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
-    to_plain = report["achievable estimate"].to_plain
-    assert (to_plain.value, to_plain.low, to_plain.high) == pytest.approx((1.0, 1.0, 1.0))
-    assert any(text.startswith("fixed:2 is above the achievable estimate") for text in report.findings)
     Page(to_html(values(report)))
 
 

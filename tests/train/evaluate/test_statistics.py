@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from specstop.decode.benchmark import Ratio, expanded_tail
-from specstop.train.evaluate.records import TOO_FEW
 from specstop.train.evaluate.statistics import FEWEST, LogRatios, Resamples, clusters_needed
-from specstop.train.evaluate.verdict import verdict
 
 NORMAL_TAIL = 0.025
 
@@ -56,16 +54,6 @@ def test_undefined_resamples_are_skipped_and_one_prompt_has_no_interval() -> Non
     assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
     alone = Resamples(["a", "a"], replicates=10)
     assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None)
-
-
-def test_a_ratio_without_an_interval_is_neither_above_nor_below() -> None:
-    for value in (0.5, 2.0):
-        assert not Ratio(value).is_above and not Ratio(value).is_below
-        assert Ratio(value).text(1) == f"{value:.1f}"
-        assert Ratio(value).times(2.0) == Ratio(2 * value)
-        assert verdict(Ratio(value, 1.5 * value, 2 * value), FEWEST - 1) == TOO_FEW
-    assert Ratio(1.1, 1.05, 1.2).is_above and Ratio(0.9, 0.8, 0.95).is_below
-    assert Ratio(1.1, 1.05, 1.2).times(10.0).text(2) == "11.00 [10.50, 12.00]"
 
 
 def family(rng: np.random.Generator, clusters: int, policies: int) -> tuple[Resamples, LogRatios]:

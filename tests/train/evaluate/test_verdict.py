@@ -131,7 +131,3 @@ def test_a_prompt_with_most_of_the_tokens_is_named() -> None:
         assert result is not None
         assert result.verdict == (TOO_FEW if share == 50 else DEPLOY)
         assert ("one has 50% of all tokens" in result.headline) == (share == 50)
-
-
-def test_without_a_policy_there_is_no_answer() -> None:
-    assert answer(FIXED, "fixed:3", clusters(40)) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from specstop.policies.rules import Threshold
 from specstop.train import train
 from specstop.train.heads import HEADS, head_class, make_head
 from specstop.train.heads.boosted import XGBoostEstimator, flatten
-from specstop.train.heads.linear import LogisticEstimator, TokensEstimator
+from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator, ResNet
 from specstop.train.heads.rows import FitRows
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows
@@ -112,22 +111,6 @@ def test_every_head_has_a_form_that_policies_run_and_a_search_space(name: str) -
 def test_invalid_parameters_are_refused_by_name(name: str, params: Any, trainer: Any, noun: str) -> None:
     with pytest.raises(InputError, match=noun):
         make_head(name, params, trainer)
-
-
-class Strict(LogisticEstimator):
-    """A plugin."""
-
-
-def test_a_plugin_adds_a_head(monkeypatch: pytest.MonkeyPatch, parts: Parts) -> None:
-    point = EntryPoint("strict", f"{__name__}:Strict", "specstop.heads")
-    monkeypatch.setattr("specstop.policies.registry.entry_points", lambda group: [point])
-    assert "strict" in HEADS.names()
-    head = make_head("strict", {"C": 0.01}).set_params(features=NAMES).fit(parts[0], stop_rows=parts[1]).export()
-    assert head.kind == "logistic"
-    odd = EntryPoint("odd", f"{__name__}:accept_rows", "specstop.heads")
-    monkeypatch.setattr("specstop.policies.registry.entry_points", lambda group: [odd])
-    with pytest.raises(InputError, match="odd"):
-        make_head("odd")
 
 
 # Networks

@@ -227,16 +227,6 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees: Tra
         likeliest_nodes(trees, trees.tree.nodes, 1)
 
 
-def test_a_smaller_tree_has_the_margin_to_the_best_sibling_left_out(trees: TraceArrays) -> None:
-    part = on_subtree(trees, [0, 1, 3])
-    margin, score = trees.columns["noisy_margin"], trees.columns["noisy_score"]
-    expected = torch.minimum(margin[:, [0, 1]], score[:, [0, 1]] - score[:, [2]])
-    drawn = trees.tokens[:, 2] >= 0
-    assert torch.equal(part.columns["noisy_margin"][drawn][:, :2], expected[drawn])
-    assert part.accepted.tolist() == [max(int(a), 2 * int(b)) for a, b in zip(
-        (trees.path[:, 0] | trees.path[:, 1]), trees.path[:, 3], strict=True)]  # type: ignore[index]  # fmt: skip
-
-
 def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Profile) -> None:
     """It verifies what it would as part of the recorded tree, and pays for no other candidates."""
     costly = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)

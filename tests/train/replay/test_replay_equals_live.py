@@ -19,14 +19,11 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.topology import Topology
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.features import HIDDEN_STATES, TOKEN_FEATURES
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.heads.tables import TokenHead
-from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
-from specstop.policies.rules import Derived
 from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
 from specstop.train.replay.bounds import StaticTree
 from specstop.train.replay.rounds import Rounds
@@ -64,45 +61,9 @@ class ByParent(StopPolicy):
         return step.alive & (chance > 0.05), chance
 
 
-class Pruning(StopPolicy):
-    """Drafts all, and verifies the nodes whose path has no token divisible by three."""
-
-    name, max_depth = "pruning", DEPTH
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive, state
-
-    def select(self, tree: DraftTree, state: State) -> Array:
-        kept = tree.drawn & (tree.tokens % 3 != 0)
-        for node in range(kept.shape[1]):
-            parent = tree.parent[:, node : node + 1]
-            kept[:, node] &= (parent[:, 0] < 0) | np.take_along_axis(kept, np.maximum(parent, 0), 1)[:, 0]
-        return kept
-
-
-def token_policy(vocabulary: int) -> LearnedPolicy:
-    """A policy that reads all tokens it may read through random tables."""
-    names = ("mean_accepted", "noisy_margin", "noisy_score", *TOKEN_FEATURES)
-    generator, size = np.random.default_rng(0), 97
-    strides = generator.integers(0, 3, (5, len(names) + 1))
-    strides[:, 0] = 0  # the running mean is not crossed
-    tensors = {
-        "mean": np.zeros(3, dtype=np.float32),
-        "scale": np.ones(3, dtype=np.float32),
-        "weight": 0.1 * generator.standard_normal((3, 3), dtype=np.float32),
-        "bias": np.ones((2, DEPTH + 1), dtype=np.float32),
-        "table": generator.standard_normal((2, len(TOKEN_FEATURES), vocabulary), dtype=np.float32),
-        "strides": strides,
-        "edges": np.array([[0.5, 1.0, 2.0], [-1.0, 0.0, 1.0]], dtype=np.float32),
-        "hashed": generator.standard_normal((2, len(strides), size), dtype=np.float32),
-    }
-    head, flat = TokenHead(names, tensors), Calibrator()
-    return LearnedPolicy("by-tokens", names, head, flat, flat, Derived([0.3] * DEPTH), DEPTH)
-
-
 POLICIES: dict[str, StopPolicy] = {
     **TEST_POLICIES,
-    **{p.name: p for p in (SelectingByToken(), Siblings(), ByParent(), Pruning())},
+    **{p.name: p for p in (SelectingByToken(), Siblings(), ByParent())},
     **{p.name: p for p in (ReadsStates(), ReadsDraftStates())},
     "confidence:0.1": Confidence(0.1).limited(DEPTH),
 }
@@ -127,11 +88,7 @@ SPECS = (
 
 FOR_TREES = ("ddd", "eagle", "opt", "c2t", "gain")
 CASES = [
-    *(
-        (name, None, t)
-        for name in (*TEST_POLICIES, "selecting-by-token", "by-tokens", "confidence:0.1")
-        for t in (0.0, 0.7)
-    ),
+    *((name, None, t) for name in (*TEST_POLICIES, "selecting-by-token", "confidence:0.1") for t in (0.0, 0.7)),
     *((name, tree, t) for name in ("reads-states", "reads-draft-states") for tree in (None, "odd") for t in (0.0, 0.7)),
     # Each at one temperature, in turn.
     *((name, "odd", (0.7, 0.0)[at % 2]) for at, name in enumerate(POLICIES)),
@@ -197,16 +154,14 @@ def test_rounds_and_seconds_are_those_of_the_live_loop(
     recorded: Trees, live: Live, profile: Profile, name: str, tree: str | None, temperature: float
 ) -> None:
     arrays = recorded(tree, temperature)
-    policy = POLICIES.get(name) or (
-        token_policy(arrays.header.vocabulary) if name == "by-tokens" else load_policy(name).limited(DEPTH)
-    )
+    policy = POLICIES.get(name) or load_policy(name).limited(DEPTH)
     played, generations = replay(arrays, policy, profile), live(policy, tree, temperature)
     assert by_text(played) == live_rounds(generations)
     assert [g.prompt_tokens for g in generations] == arrays.prompt_tokens.tolist()
     rounds = [r for g in generations for r in g.rounds]
     for column in ("context", "backlog", "decisions", "committed"):
         assert getattr(played, column).tolist() == [getattr(r, column) for r in rounds], column
-    if name in SPECS or name.startswith("reads-") or name == "by-tokens":
+    if name in SPECS or name.startswith("reads-"):
         assert len({r.verified for r in rounds}) > 1, "the policy decides something"
     if tree is None:
         columns = [np.array([getattr(r, n) for r in rounds]) for n in ("context", "drafted", "verified", "backlog")]

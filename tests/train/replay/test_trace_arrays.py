@@ -26,13 +26,10 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.rows import fit_rows, visits
-from specstop.train.replay import columns as columns_module
 from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
 from specstop.train.replay.bounds import on_subtree
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
-from specstop.train.replay.columns import seen_states
 from specstop.train.replay.run import replay
-from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from synthetic import synthetic_trace
 
 TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"
@@ -146,7 +143,6 @@ def test_hidden_states_are_read_on_first_use_and_shared(
     whole = Trace(trace.folder, trace.header, trace.rows)
     batches = Trace.batches
     monkeypatch.setattr(Trace, "batches", lambda self, names, *more: read.extend(names) or batches(self, names, *more))
-    monkeypatch.setattr(columns_module, "_BLOCK_BYTES", 2 * 16 * 11 * 7)
     arrays, in_memory = trace_arrays(load_trace(trace.folder)), trace_arrays(whole)
     assert read and not set(read) & set(HIDDEN_STATES)
     read.clear()
@@ -163,8 +159,6 @@ def test_hidden_states_are_read_on_first_use_and_shared(
                 assert state.dtype == torch.float16
                 assert torch.equal(state, expected[at] if node is None else expected[at, node])
     assert [read.count(name) for name in HIDDEN_STATES] == [2, 2], "once for each trace, whole or in part"
-    before = seen_states(arrays.hidden_state("draft_hidden"), torch.tensor([4]), None)
-    assert before.shape == (1, 1, 16) and not before.any()
 
 
 def test_fit_rows_have_the_states_that_a_policy_receives(states: dict[str | None, Trace], profile: Profile) -> None:
@@ -265,15 +259,6 @@ def test_a_smaller_tree_keeps_first_candidates_and_parents(states: dict[str | No
         with pytest.raises(TraceError, match="smaller tree"):
             on_subtree(arrays, nodes)
     assert replay(on_subtree(arrays, []), FixedLength(0), profile).block_efficiency == 1.0
-
-
-def test_single_rounds_read_hidden_states(pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Any) -> None:
-    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live"}
-    trace = collect(pair, prompts, tmp_path / "x", **options, verification="rejection", hidden=tuple(HIDDEN_STATES))
-    rounds = evaluate_rounds(trace_arrays(load_trace(trace.folder), extra=ROUND_COLUMNS), ReadsStates(), profile)
-    assert len(rounds) > 20 and 0 < float(rounds.drafted.double().mean()) < DEPTH
-    with pytest.raises(TraceError, match="does not hold"):
-        evaluate_rounds(trace_arrays(trace, extra=ROUND_COLUMNS, hidden=()), ReadsStates(), profile)
 
 
 def test_a_trace_of_mixed_texts_has_positions_only(profile: Profile) -> None:
