@@ -84,7 +84,7 @@ class Settings:
 
 
 def sampling_of(pair: Pair, sampling: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
-    """Return sampling parameters with the defaults of the pair's target (`SamplingParams.with_defaults`) and checked processors."""
+    """Return parameters with the defaults of the target (`SamplingParams.with_defaults`) and checked processors."""
     config = getattr(pair.target, "generation_config", None)
     return sampling.with_defaults(config, max_new_tokens).checked(pair.vocabulary, pair.device)
 
