@@ -32,8 +32,6 @@ from transformers import (
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
     PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -108,15 +106,6 @@ def qwen2_vl() -> PreTrainedModel:
     return Qwen2VLForConditionalGeneration(Qwen2VLConfig(vision_config=vision, text_config=text, **IMAGES))
 
 
-def qwen2_5_vl() -> PreTrainedModel:
-    vision = {
-        "depth": 2, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 4,
-        "window_size": 16, "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    text = {**TEXT, "rope_parameters": MROPE}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, text_config=text, **IMAGES))
-
-
 def llava() -> PreTrainedModel:
     parts = {"vision_config": CLIPVisionConfig(**VISION, initializer_range=0.4), "text_config": LlamaConfig(**TEXT)}
     return LlavaForConditionalGeneration(LlavaConfig(**parts, image_token_index=IMAGE, image_seq_length=4))
@@ -137,7 +126,6 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**TEXT, sliding_window=WINDOW)),
     "gemma3": gemma3,
     "qwen2-vl": qwen2_vl,
-    "qwen2.5-vl": qwen2_5_vl,
     "llava": llava,
     "paligemma": paligemma,
 }
@@ -162,10 +150,10 @@ def ids(rows: int, length: int, seed: int = 3) -> Tensor:
 
 
 def mask(rows: int, length: int, *zeros: tuple[int, slice | int]) -> Tensor:
-    made = torch.ones(rows, length, dtype=torch.long)
+    ones = torch.ones(rows, length, dtype=torch.long)
     for row, columns in zeros:
-        made[row, columns] = 0
-    return made
+        ones[row, columns] = 0
+    return ones
 
 
 def cached(target: PreTrainedModel, tokens: int) -> tuple[Tensor, DynamicCache]:
@@ -178,8 +166,8 @@ def cached(target: PreTrainedModel, tokens: int) -> tuple[Tensor, DynamicCache]:
 
 def whole(target: PreTrainedModel, tokens: int) -> dict[str, Any]:
     prefix, cache = cached(target, tokens)
-    every = torch.cat([prefix, ids(3, 11)], 1)
-    return {"input_ids": every, "attention_mask": torch.ones_like(every), "past_key_values": cache}
+    text = torch.cat([prefix, ids(3, 11)], 1)
+    return {"input_ids": text, "attention_mask": torch.ones_like(text), "past_key_values": cache}
 
 
 def rest(target: PreTrainedModel, tokens: int, *zeros: tuple[int, slice | int]) -> dict[str, Any]:
@@ -222,14 +210,14 @@ def images(name: str) -> dict[str, Any]:
         tokens[1, 4], tokens[1, 5:13], tokens[1, 13] = 5, IMAGE, 4
         pixels = torch.randn(int(grid.prod(1).sum()), 96, generator=torch.Generator().manual_seed(2))
         kinds = (tokens == IMAGE).long()
-        beside: dict[str, Any] = {"image_grid_thw": grid, "mm_token_type_ids": kinds}
-        return {"input_ids": tokens, "attention_mask": mask(2, 16, LEFT[0]), "pixel_values": pixels.double(), **beside}
+        extra: dict[str, Any] = {"image_grid_thw": grid, "mm_token_type_ids": kinds}
+        return {"input_ids": tokens, "attention_mask": mask(2, 16, LEFT[0]), "pixel_values": pixels.double(), **extra}
     tokens = ids(3, 14)
     tokens[:, 3:7] = IMAGE
     pixels = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(2)).double()
-    beside = {"token_type_ids": (tokens == IMAGE).long()} if name == "gemma3" else {}
+    extra = {"token_type_ids": (tokens == IMAGE).long()} if name == "gemma3" else {}
     zeros = [] if name == "paligemma" else [(0, slice(2))]
-    return {"input_ids": tokens, "attention_mask": mask(3, 14, *zeros), "pixel_values": pixels, **beside}
+    return {"input_ids": tokens, "attention_mask": mask(3, 14, *zeros), "pixel_values": pixels, **extra}
 
 
 def adapted(name: str, kind: str) -> Any:
