@@ -28,6 +28,9 @@ from specstop.policies.storage import save_policy
 from specstop.train.export.deploy import deploy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 
+Prompts = list[list[int]]
+Patch = pytest.MonkeyPatch
+
 pytestmark = pytest.mark.usefixtures("module_cache")
 RULE = Threshold("step", 0.5)
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -44,12 +47,12 @@ def policy_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ids(prompt_ids: list[list[int]]) -> torch.Tensor:
+def ids(prompt_ids: Prompts) -> torch.Tensor:
     return torch.tensor([prompt_ids[3]])
 
 
 @pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[tuple[int, int]]]]:
+def rounds(monkeypatch: Patch) -> list[tuple[str, list[tuple[int, int]]]]:
     """The policy and (drafted, accepted) of the rounds of each text."""
     recorded: list[tuple[str, list[tuple[int, int]]]] = []
     run = Speculator.run
@@ -74,7 +77,7 @@ def direct(pair: Pair, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def test_the_text_is_that_of_plain_decoding_and_the_rounds_are_the_policys(
-    pair: Pair, prompt_ids: list[list[int]], policy_folder: Path, tmp_path: Path, rounds: list[Any]
+    pair: Pair, prompt_ids: Prompts, policy_folder: Path, tmp_path: Path, rounds: list[Any]
 ) -> None:
     figures = deploy("hf", tmp_path / "out", policy_folder)
     assert json.loads((tmp_path / "out" / "figures.json").read_text()) == figures
@@ -95,7 +98,7 @@ def test_a_folder_is_replaced_only_on_request_and_loaded_again(
     deploy("hf", out, policy_folder)
     generate(pair, ids, out, draft_model=pair.draft)
     card = (out / "README.md").read_text()
-    assert "trust_remote_code=True" in card and "policy/" in card
+    assert "trust_remote_code=True" in card and "hf upload" in card
     assert (out / "custom_generate" / "requirements.txt").read_text().startswith("specstop>=")
     with pytest.raises(InputError, match="not empty"):
         deploy("hf", out, policy_folder)
@@ -117,8 +120,8 @@ class LastWord(StoppingCriteria):
 
 
 def test_stop_strings_streamer_and_sampling_are_passed_on(
-    pair: Pair, prompt_ids: list[list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, prompt_ids: Prompts, tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(exported, "StopStringCriteria", LastWord)
     deploy("hf", tmp_path / "out", "fixed:3")
@@ -207,7 +210,7 @@ def test_a_drafter_that_cannot_be_exported_is_refused(drafter: str, message: str
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plugin_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_is_not_exported(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(deploy_module, "as_policy", lambda _: FixedLength(2))
     with pytest.raises(PolicyError, match="plugin"):
         deploy("hf", tmp_path / "out", "somebody?key=1")
@@ -215,7 +218,7 @@ def test_a_plugin_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_repository_of_the_hub_is_downloaded(
-    pair: Pair, ids: torch.Tensor, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, ids: torch.Tensor, policy_folder: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The config of a model that was loaded from the repository names it."""
     deploy("hf", tmp_path / "out", policy_folder)
@@ -232,7 +235,7 @@ def test_a_repository_of_the_hub_is_downloaded(
     options = {"inputs": ids, "draft_model": pair.draft, "revision": "v1", "token": "t", **OPTIONS}
     assert torch.equal(generate_exported(pair.target, options), pair.target.generate(ids, **OPTIONS))
     assert calls == [("owner/name", "v1", "t")]
-    with pytest.raises(InputError, match="owner/name.*the hub cannot be reached"):
+    with pytest.raises(InputError, match=r"owner/name.*the hub cannot be reached"):
         generate_exported(pair.target, options)
 
 

@@ -1,40 +1,40 @@
-"""`generate` with our loop: each argument is honoured, has no effect, or is refused by name."""
+"""Our loop in transformers' `generate`, whose arguments are honoured or refused by name, and our policies in its own loop."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers as hub
 from conftest import EOS, NEW, VOCABULARY, build_model
-from specstop.decode import SamplingParams, Settings, Speculator, plain_texts, specstop_generate, stream_key
+from contract_policies import TEST_POLICIES, SelectingByToken
+from specstop.decode import (
+    PolicyStoppingCriteria,
+    SamplingParams,
+    Settings,
+    Speculator,
+    plain_texts,
+    specstop_generate,
+    stream_key,
+)
 from specstop.decode.benchmark import bench
 from specstop.decode.hf import arguments
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
 from specstop.decode.loop import Request
 from specstop.decode.models.pair import Pair, join
-from specstop.policies.errors import InputError, PairError
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.errors import InputError, PairError, PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
-from stock_generate import inputs, stock
 from torch import Tensor
-from transformers import (
-    CompileConfig,
-    DynamicCache,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedTokenizerFast,
-    StaticCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    T5Config,
-    T5ForConditionalGeneration,
-    TextStreamer,
-    WatermarkingConfig,
-)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+Prompts = list[list[int]]
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
@@ -42,6 +42,19 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 @pytest.fixture(scope="session")
 def pair(plain_pair: Pair) -> Pair:
     return plain_pair
+
+
+def inputs(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return a batch, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def stock(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Tensor:
+    """Return what transformers' own `generate` writes."""
+    return pair.target.generate(**inputs(prompts), **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
 def ours(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
@@ -55,7 +68,7 @@ def ours(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
      {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"}],
     ids=str,
 )  # fmt: skip
-def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: list[list[int]], options: dict[str, Any]) -> None:
+def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: Prompts, options: dict[str, Any]) -> None:
     assert torch.equal(ours(pair, prompt_ids[4:5], **options), stock(pair, prompt_ids[4:5]))
     assert torch.equal(ours(pair, prompt_ids, **options), stock(pair, prompt_ids)), "a batch, padded on the left"
 
@@ -68,32 +81,19 @@ HONOURED: list[dict[str, Any]] = [
     {"renormalize_logits": True}, {"remove_invalid_values": True}, {"forced_bos_token_id": 7}, {"forced_eos_token_id": 7},
     {"suppress_tokens": [9, 11]}, {"begin_suppress_tokens": [9, 11, 3]}, {"sequence_bias": [[[9], -5.0], [[30, 31], 2.0]]},
     {"exponential_decay_length_penalty": (3, 1.5)}, {"min_length": 20}, {"early_stopping": True, "length_penalty": 2.0},
-    {"watermarking_config": WatermarkingConfig(bias=3.0, seeding_scheme="lefthash")}, {"logits_to_keep": 3},
+    {"watermarking_config": hub.WatermarkingConfig(bias=3.0, seeding_scheme="lefthash")}, {"logits_to_keep": 3},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(HONOURED)))
-def test_honoured_options_give_the_text_of_generate(pair: Pair, prompt_ids: list[list[int]], number: int) -> None:
+def test_honoured_options_give_the_text_of_generate(pair: Pair, prompt_ids: Prompts, number: int) -> None:
     options, prompts = HONOURED[number], prompt_ids[4:7]
     # Chains and trees in turn; tests/decode/verify checks that processors see every branch.
     assert torch.equal(ours(pair, prompts, tree=(None, "3,2")[number % 2], **options), stock(pair, prompts, **options))
 
 
-def test_the_draft_saves_calls_of_the_target(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    calls: list[int] = []
-    draft = copy.deepcopy(pair.target)
-    handle = pair.target.register_forward_hook(lambda *_: calls.append(1))
-    try:
-        ours(pair, prompt_ids[3:4], draft_model=draft, policy="fixed:5")  # checks the models, once
-        calls.clear()
-        text = ours(pair, prompt_ids[3:4], draft_model=draft, policy="fixed:5")
-    finally:
-        handle.remove()
-    assert len(calls) < (text.shape[1] - len(prompt_ids[3])) / 3
-
-
 @pytest.mark.parametrize("tree", [None, "3,2"])
-def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids: list[list[int]], tree: str) -> None:
+def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids: Prompts, tree: str) -> None:
     """`generate` requests no token after the end: a trie of whole texts has none there."""
     prompt, texts = prompt_ids[4], list[list[int]]()
 
@@ -108,7 +108,7 @@ def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids:
     assert torch.equal(out, stock(pair, [prompt], prefix_allowed_tokens_fn=allowed))
 
 
-def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair, prompt_ids: Prompts) -> None:
     def sample(manual: int, **options: Any) -> list[list[int]]:
         torch.manual_seed(manual)
         return ours(pair, prompt_ids[3:6], **{**SAMPLING, **options}).tolist()
@@ -131,7 +131,7 @@ def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair
     ],
 )  # fmt: skip
 def test_sampling_options_are_those_of_the_loop(
-    pair: Pair, prompt_ids: list[list[int]], temperature: float, options: dict[str, Any], shaping: SamplingParams
+    pair: Pair, prompt_ids: Prompts, temperature: float, options: dict[str, Any], shaping: SamplingParams
 ) -> None:
     speculator = Speculator(pair, FixedLength(3), Settings(temperature, NEW, verification="auto", shaping=shaping))
     for prompt in prompt_ids[3:5]:
@@ -139,14 +139,14 @@ def test_sampling_options_are_those_of_the_loop(
         assert out[0, len(prompt) :].tolist() == list(speculator.generate(prompt, stream_key(3, "0")).tokens)
 
 
-def test_a_sampled_row_is_plain_sampling_with_its_key(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_a_sampled_row_is_plain_sampling_with_its_key(pair: Pair, prompt_ids: Prompts) -> None:
     out = ours(pair, prompt_ids, **SAMPLING, seed=4, tree="3,2")
     keys, longest = [stream_key(4, str(i)) for i in range(len(prompt_ids))], max(map(len, prompt_ids))
     for row, text in zip(out.tolist(), plain_texts(pair, prompt_ids, keys, NEW, 0.8).tokens, strict=True):
         assert row[longest:] == text + [0] * (out.shape[1] - longest - len(text))
 
 
-def test_several_texts_of_one_prompt_differ(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_several_texts_of_one_prompt_differ(pair: Pair, prompt_ids: Prompts) -> None:
     prompts = inputs(prompt_ids[4:6])["input_ids"].tolist()
     for seed in (None, 7):
         torch.manual_seed(0)
@@ -155,14 +155,14 @@ def test_several_texts_of_one_prompt_differ(pair: Pair, prompt_ids: list[list[in
         assert [row[: len(prompts[0])] for row in rows] == [prompt for prompt in prompts for _ in range(3)]
 
 
-def test_statistics_are_returned_with_the_sequences(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_statistics_are_returned_with_the_sequences(pair: Pair, prompt_ids: Prompts) -> None:
     out = ours(pair, prompt_ids[:2], return_dict_in_generate=True)
     assert torch.equal(out.sequences, stock(pair, prompt_ids[:2]))
     assert out.statistics["texts"] == 2 and out.statistics["drafted"] >= out.statistics["accepted"] > 0
     assert out.statistics["acceptance"][0][0] == 1 and 0.0 < out.statistics["acceptance"][0][1] <= 1.0
 
 
-class Until(StoppingCriteria):
+class Until(hub.StoppingCriteria):
     """Stops at a length."""
 
     def __init__(self, length: int) -> None:
@@ -172,7 +172,7 @@ class Until(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
-def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prompts) -> None:
     prompts = prompt_ids[3:6]
     longest = max(map(len, prompts))
     text = stock(pair, prompts[:1])[0].tolist()
@@ -184,13 +184,15 @@ def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: list
         *((prompts, [Until(longest + more)]) for more in (2, 8)),
         *((prompts[:1], items) for items in ([by_end], [by_length], [by_end, by_length])),
     ):
-        expected = stock(pair, batch, stopping_criteria=StoppingCriteriaList(criteria))
+        expected = stock(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria))
         for tree in (None, "2,2"):
-            assert torch.equal(ours(pair, batch, stopping_criteria=StoppingCriteriaList(criteria), tree=tree), expected)
+            assert torch.equal(
+                ours(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria), tree=tree), expected
+            )
     assert ours(pair, prompts, max_time=1e-9).shape[1] == longest + 1
 
 
-class Pieces(TextStreamer):
+class Pieces(hub.TextStreamer):
     """Keeps the printed text."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -204,7 +206,7 @@ class Pieces(TextStreamer):
 
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_a_streamer_receives_the_text_of_generate(
-    pair: Pair, tokenizer: PreTrainedTokenizerFast, prompt_ids: list[list[int]], skip_prompt: bool
+    pair: Pair, tokenizer: hub.PreTrainedTokenizerFast, prompt_ids: Prompts, skip_prompt: bool
 ) -> None:
     for prompt in prompt_ids[2:5]:
         streamer, reference = (Pieces(tokenizer, skip_prompt=skip_prompt) for _ in range(2))
@@ -213,23 +215,13 @@ def test_a_streamer_receives_the_text_of_generate(
         assert (streamer.text, streamer.ends) == (reference.text, 1)
 
 
-def static(pair: Pair) -> StaticCache:
-    return StaticCache(config=pair.target.config, max_cache_len=64)
-
-
-def offloaded(pair: Pair) -> DynamicCache:
-    cache = DynamicCache(config=pair.target.config)
-    cache.offloading = True
-    return cache
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, rf"{name}\b.*(leave it out|expected|use )") for name, value in {
         "num_beams": 2, "output_scores": True, "output_logits": True, "output_attentions": True,
         "output_hidden_states": True, "penalty_alpha": 0.6, "dola_layers": "high", "guidance_scale": 1.5,
         "prompt_lookup_num_tokens": 3, "num_assistant_tokens": 5, "assistant_confidence_threshold": 0.2,
         "use_cache": False, "cache_implementation": "offloaded", "prefill_chunk_size": 4,
-        "compile_config": CompileConfig(), "use_mtp": True, "constraints": [1], "force_words_ids": [[3]],
+        "compile_config": hub.CompileConfig(), "use_mtp": True, "constraints": [1], "force_words_ids": [[3]],
         "diversity_penalty": 0.5, "low_memory": True, "assistant_ensemble_weight": 0.5, "assistant_early_exit": 1,
         "speculation_type": "dflash", "synced_gpus": True,
     }.items()),
@@ -240,13 +232,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tree": "x"}, "tree"),
     ({"drafter": "medusa"}, "drafter"),
     ({"tree": "3,2", "verification": "block", "do_sample": True}, "block.*chain"),
-    ({"generation_config": GenerationConfig(max_new_tokens=4, my_field=1)}, "my_field"),
+    ({"generation_config": hub.GenerationConfig(max_new_tokens=4, my_field=1)}, "my_field"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
 def test_unsupported_arguments_are_refused_by_name(
-    pair: Pair, prompt_ids: list[list[int]], options: dict[str, Any], message: str
+    pair: Pair, prompt_ids: Prompts, options: dict[str, Any], message: str
 ) -> None:
     more = {"return_dict_in_generate": True} if next(iter(options)).startswith("output_") else {}
     with pytest.raises(InputError, match=message) as error:
@@ -255,39 +247,41 @@ def test_unsupported_arguments_are_refused_by_name(
 
 
 def test_unsupported_objects_are_refused_by_name(
-    pair: Pair, prompt_ids: list[list[int]], tokenizer: PreTrainedTokenizerFast
+    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
 ) -> None:
     for options, message in (
         ({"assistant_model": pair.draft}, "assistant_model|draft_model="),
         ({"assistant_model": pair.draft, "draft_model": None, "drafter": "lookup"}, "assistant_model|draft_model="),
-        ({"streamer": TextStreamer(tokenizer)}, "text_streamer="),
-        ({"past_key_values": static(pair)}, "past_key_values: expected a DynamicCache"),
-        ({"past_key_values": offloaded(pair)}, "past_key_values: expected a DynamicCache"),
+        ({"streamer": hub.TextStreamer(tokenizer)}, "text_streamer="),
     ):
-        prompts = [[3, 4, *prompt_ids[4]]] if "past_key_values" in options else prompt_ids[:1]
-        if "past_key_values" in options:
-            with torch.no_grad():
-                pair.target(torch.tensor([[3, 4]]), past_key_values=options["past_key_values"])
         with pytest.raises(InputError, match=message):
-            ours(pair, prompts, **options)
+            ours(pair, prompt_ids[:1], **options)
     with pytest.raises(InputError, match="batch of one"):
         ours(pair, prompt_ids[:2], text_streamer=Pieces(tokenizer))
-    config = T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    caches = hub.StaticCache(config=pair.target.config, max_cache_len=64), hub.DynamicCache(config=pair.target.config)
+    for cache in caches:
+        with torch.no_grad():
+            pair.target(torch.tensor([[3, 4]]), past_key_values=cache)
+        cache.offloading = True
+        with pytest.raises(InputError, match="past_key_values: expected a DynamicCache"):
+            ours(pair, prompt_ids[4:5], past_key_values=cache)
+    sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = hub.T5ForConditionalGeneration(hub.T5Config(**sizes, decoder_start_token_id=0))
     with pytest.raises(PairError, match="T5ForConditionalGeneration"):
-        T5ForConditionalGeneration(config).generate(
-            torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup"
-        )
+        t5.generate(torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup")
 
 
 def test_every_field_and_parameter_of_the_installed_generate_is_in_one_table() -> None:
-    fields = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"]
+    fields = [
+        name for name in vars(hub.GenerationConfig()) if not name.startswith("_") and name != "transformers_version"
+    ]
     tables = [arguments.SUPPORTED - {"transformers_version"}, arguments.REFUSED, arguments.REFUSED_IN_CALLS]
     assert sorted(fields) == sorted(name for table in tables for name in table)
-    names = list(inspect.signature(GenerationMixin.generate).parameters)
+    names = list(inspect.signature(hub.GenerationMixin.generate).parameters)
     assert sorted(names) == sorted([*arguments.PARAMETERS, *arguments.DROPPED])
 
 
-class LaterConfig(GenerationConfig):  # type: ignore[misc]
+class LaterConfig(hub.GenerationConfig):  # type: ignore[misc]
     """The configuration of a later version of transformers."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -296,7 +290,7 @@ class LaterConfig(GenerationConfig):  # type: ignore[misc]
 
 
 def test_arguments_of_later_versions_are_refused_if_they_are_set(
-    pair: Pair, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, prompt_ids: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "GenerationConfig", LaterConfig)
     config = LaterConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, later_field=0.5)
@@ -310,7 +304,7 @@ def test_arguments_of_later_versions_are_refused_if_they_are_set(
 
 
 def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
-    pair: Pair, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, prompt_ids: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair.target.generation_config, "chat_format", "chatml", raising=False)
     monkeypatch.setattr(pair.target.generation_config, "num_assistant_tokens", 5)
@@ -321,7 +315,7 @@ def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
 
 @pytest.mark.parametrize("setting", [PLAIN, *SETTINGS], ids=lambda setting: setting.name)
 def test_the_baseline_of_transformers_writes_the_targets_text_and_restores_the_assistant(
-    pair: Pair, prompt_ids: list[list[int]], setting: AssistedSetting
+    pair: Pair, prompt_ids: Prompts, setting: AssistedSetting
 ) -> None:
     before = pair.draft_model.generation_config.to_dict()
     text = Assisted(pair, setting, Settings(max_new_tokens=12)).run([Request(prompt_ids[3])])[0]
@@ -330,7 +324,7 @@ def test_the_baseline_of_transformers_writes_the_targets_text_and_restores_the_a
 
 
 def test_the_baseline_decodes_batches_and_refuses_an_assistant_of_another_vocabulary(
-    pair: Pair, prompt_ids: list[list[int]], tokenizer: PreTrainedTokenizerFast
+    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
 ) -> None:
     requests = [Request(tokens, at) for at, tokens in enumerate(prompt_ids[1:4])]
     texts = Assisted(pair, PLAIN, Settings(max_new_tokens=6, ignore_eos=True), batch=2).run(requests)
@@ -342,15 +336,187 @@ def test_the_baseline_decodes_batches_and_refuses_an_assistant_of_another_vocabu
         Assisted(wide, SETTINGS[0], Settings(max_new_tokens=4))
 
 
-def test_a_comparison_has_a_line_for_each_policy_and_an_interval_over_turns(
-    pair: Pair, prompt_ids: list[list[int]]
-) -> None:
-    prompts, settings = prompt_ids[1:6], Settings(max_new_tokens=6)
-    lines = bench(pair, prompts[:1], ["fixed:2", FixedLength(2), "fixed:0"], settings=settings)
+def test_a_comparison_has_an_interval_over_turns(pair: Pair, prompt_ids: Prompts) -> None:
+    settings, policies = Settings(max_new_tokens=6), ["fixed:2", FixedLength(2), "fixed:0"]
+    lines = bench(pair, prompt_ids[1:2], policies, settings=settings)
     assert [line.name for line in lines] == ["plain", "fixed:2", "fixed:2", "fixed:0"]
-    assert lines[1].ratio.value > 0.0 and lines[1].ratio.low is None and lines[1].to_dict()["high"] is None
-    assert lines[0].to_dict()["ratio"] == 1.0
-    ratio = bench(pair, prompts, [FixedLength(2)], settings=settings)[1].ratio
+    assert lines[1].ratio.value > 0.0 and lines[1].ratio.low is None, "one turn has no interval"
+    assert bench(pair, prompt_ids[1:5], policies[:1], settings=settings, batch=2)[1].ratio.low is None, "one batch"
+    ratio = bench(pair, prompt_ids[1:6], policies[:1], settings=settings)[1].ratio
     assert ratio.low is not None and ratio.low < ratio.value < ratio.high
-    one_turn = bench(pair, prompts[:4], [FixedLength(2)], settings=settings, batch=2)
-    assert one_turn[1].ratio.low is None, "four texts of a batch of two are one turn"
+
+
+class ByTokens(StopPolicy):
+    """Decides by the tokens."""
+
+    name, first, max_depth = "by-tokens", 1, 6
+    features = ("anchor_token", "before_token", "drawn_token", "above_token")
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.features @ np.array([1, 2, 3, 5], dtype=np.float32) % 4 > 0), state
+
+
+class ByPath(StopPolicy):
+    """Is not called about the first token, which is part of the path nevertheless."""
+
+    name, first, max_depth, features = "by-path", 2, 6, ("path_logprob",)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.features[:, :, 0] > -2.0), state
+
+
+class ByHistory(StopPolicy):
+    """Drafts one token more than it accepted on average."""
+
+    name, max_depth, features = "by-history", 6, ("mean_accepted",)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.depth <= step.features[:, :, 0] + 1), state
+
+
+class Uncalled(StopPolicy):
+    """Its length for one text is known: `keep`, which it does not implement, would raise."""
+
+    name, max_depth, unasked = "uncalled", 6, MappingProxyType({1: 2})
+
+
+class Watching(StopPolicy):
+    """Records the outcomes; drafts one token more from round to round."""
+
+    name, max_depth = "watching", 5
+
+    def __init__(self) -> None:
+        self.outcomes: list[tuple[int, int, int]] = []
+
+    def start(self, streams: int, keys: Array) -> State:
+        return np.ones(streams, dtype=np.int64)
+
+    def keep(self, step: Any, state: State) -> tuple[Array, State]:
+        return step.alive & (step.depth < state)[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        self.outcomes.append((int(outcome.drafted[0]), int(outcome.verified[0]), int(outcome.accepted[0])))
+        return state % self.max_depth + 1
+
+
+class AtTheRoot(Watching):
+    """Chooses at the root to draft three tokens."""
+
+    first = 0
+
+    def keep(self, step: Any, state: State) -> tuple[Array, State]:
+        state = np.full(len(step.alive), 3) if step.depth == 0 else state
+        return super().keep(step, state)
+
+
+class ReadsHidden(StopPolicy):
+    name, hidden = "reads-hidden", ("draft_hidden",)
+
+
+class ReadsNoise(StopPolicy):
+    name, features = "reads-noise", ("noisy_margin",)
+
+
+@pytest.fixture(scope="module")
+def endless(pair: Pair) -> Pair:
+    """Neither model has an end of text: in the stock loop, the draft stops at its own."""
+    models = [copy.deepcopy(model) for model in (pair.target, pair.draft_model)]
+    for model in models:
+        model.generation_config.eos_token_id = None
+    return join(*models)
+
+
+@pytest.fixture(scope="module")
+def begun(endless: Pair, prompt_ids: Prompts) -> list[list[int]]:
+    """Prompts that end with a token of the target, as each round of our loop begins."""
+    return [stock(endless, [prompt], max_new_tokens=3)[0].tolist() for prompt in prompt_ids[4:6]]
+
+
+def assisted(pair: Pair, prompt: list[int], policy: StopPolicy) -> tuple[Tensor, list[int]]:
+    """Return the text of assisted generation with a policy, and the lengths of its drafts."""
+    lengths: list[int] = []
+    generate, draft = pair.draft_model.generate, pair.draft_model
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        out = generate(*args, **kwargs)
+        ids = out.sequences if hasattr(out, "sequences") else out
+        lengths.append(ids.shape[1] - kwargs["input_ids"].shape[1])
+        return out
+
+    riding = PolicyStoppingCriteria(policy)
+    draft.generate = counting  # type: ignore[method-assign]
+    try:
+        with riding.riding(draft):
+            text = stock(pair, [prompt], assistant_model=draft)
+    finally:
+        vars(draft).pop("generate", None)
+    assert [drafted for drafted, _ in riding.rounds] == lengths[:-1], "the outcome of the last round is not known"
+    return text, lengths
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FixedLength(3), Confidence(0.3, 6), Confidence(0.6), ByTokens(), ByPath(), ByHistory()],
+    ids=lambda p: p.name,
+)
+def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
+    endless: Pair, begun: list[list[int]], policy: StopPolicy
+) -> None:
+    speculator, observed = Speculator(endless, policy, Settings(0.0, NEW + 1)), set[int]()
+    for prompt in begun:
+        text, drafts = assisted(endless, prompt, policy)
+        assert torch.equal(text, stock(endless, [prompt]))
+        assert drafts == [r.drafted for r in speculator.generate(prompt[:-1]).rounds if r.drafted]
+        observed |= set(drafts[:-3])
+    assert len(observed) > 1 or policy.name.startswith("fixed")
+
+
+@pytest.mark.parametrize(("policy", "length"), [(Uncalled(), 2), (AtTheRoot(), 3)])
+def test_a_length_that_is_known_at_the_root_is_drafted(
+    endless: Pair, begun: list[list[int]], policy: StopPolicy, length: int
+) -> None:
+    text, drafts = assisted(endless, begun[0], policy)
+    assert torch.equal(text, stock(endless, begun[:1])) and set(drafts[:-2]) == {length}
+
+
+def test_a_policy_observes_the_outcomes_of_our_loop(endless: Pair, begun: list[list[int]]) -> None:
+    policy, reference = Watching(), Watching()
+    _, drafts = assisted(endless, begun[0], policy)
+    Speculator(endless, reference, Settings(0.0, NEW + 1)).generate(begun[0][:-1])
+    assert [drafted for drafted, *_ in policy.outcomes] == drafts[:-1] and drafts[:6] == [1, 2, 3, 4, 5, 1]
+    assert policy.outcomes == reference.outcomes[: len(policy.outcomes)]
+    assert any(0 < accepted < drafted for drafted, _, accepted in policy.outcomes)
+
+
+def test_the_next_turn_of_a_conversation_is_another_text(endless: Pair, prompt_ids: Prompts) -> None:
+    both, second = PolicyStoppingCriteria(Watching()), PolicyStoppingCriteria(Watching())
+    with both.riding(endless.draft):
+        text = stock(endless, [prompt_ids[4]], assistant_model=endless.draft)[0].tolist()
+        first_rounds = list(both.rounds)
+        stock(endless, [[*text, *prompt_ids[5]]], assistant_model=endless.draft)
+    with second.riding(endless.draft):
+        stock(endless, [[*text, *prompt_ids[5]]], assistant_model=endless.draft)
+    assert len(first_rounds) > 2 and both.rounds == [*first_rounds, *second.rounds]
+
+
+def test_the_assistant_is_restored_after_an_error(pair: Pair, prompt_ids: Prompts) -> None:
+    config, method = pair.draft_model.generation_config, pair.draft_model.generate
+    before = config.to_dict()
+    with pytest.raises(RuntimeError, match="inside"), PolicyStoppingCriteria("fixed:2").riding(pair.draft):
+        stock(pair, prompt_ids[2:3], assistant_model=pair.draft)
+        assert config.num_assistant_tokens == 2
+        raise RuntimeError("inside")
+    assert config.to_dict() == before
+    assert pair.draft_model.generate == method and "generate" not in vars(pair.draft)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [*(TEST_POLICIES[n] for n in ("from-anchor", "trimming", "selecting")), SelectingByToken(), ReadsHidden(), ReadsNoise()],
+    ids=lambda p: p.name,
+)  # fmt: skip
+def test_a_policy_that_needs_more_than_the_stock_loop_has_is_refused(policy: StopPolicy) -> None:
+    with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves)"):
+        PolicyStoppingCriteria(policy, temperature=0.7)
+    if policy.name == "reads-noise":
+        PolicyStoppingCriteria(policy)

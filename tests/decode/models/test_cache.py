@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hub
 from conftest import VOCABULARY, build_model
 from small_models import table
 from specstop.decode import Settings, Speculator, load_pair, parse_tree
@@ -23,18 +24,6 @@ from specstop.policies import FixedLength
 from specstop.policies.errors import InputError
 from tape import recorder, simulate_graphs
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 in every dtype
 FLOAT32 = 2e-4
@@ -49,11 +38,11 @@ def without_gradients() -> Any:
 
 
 @pytest.fixture(params=["sdpa", "eager"])
-def model(request: pytest.FixtureRequest, plain_pair: Pair, eager_pair: Pair) -> PreTrainedModel:
+def model(request: pytest.FixtureRequest, plain_pair: Pair, eager_pair: Pair) -> hub.PreTrainedModel:
     return (plain_pair if request.param == "sdpa" else eager_pair).target
 
 
-def full(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+def full(model: hub.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, use_cache=False).logits
 
 
@@ -62,7 +51,7 @@ def random_tokens(*shape: int, seed: int = 0, first: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_pieces_and_roll_backs_equal_one_forward(model: PreTrainedModel, seed: int) -> None:
+def test_pieces_and_roll_backs_equal_one_forward(model: hub.PreTrainedModel, seed: int) -> None:
     near, draw = NEAR[model.config._attn_implementation], random.Random(seed)
     cached, text = CachedModel(model, 40, VOCABULARY), torch.zeros(1, 0, dtype=torch.int64)
     for step in range(12):
@@ -76,7 +65,7 @@ def test_pieces_and_roll_backs_equal_one_forward(model: PreTrainedModel, seed: i
         text = text[:, : cached.length]
 
 
-def test_a_mask_hides_tokens_under_each_backend(model: PreTrainedModel) -> None:
+def test_a_mask_hides_tokens_under_each_backend(model: hub.PreTrainedModel) -> None:
     """Two branches after one prefix in one call equal each branch alone. Eager attention adds its mask to the scores."""
     near, prefix, branches = NEAR[model.config._attn_implementation], random_tokens(1, 6), random_tokens(1, 2, seed=1)
     cached = CachedModel(model, 20, VOCABULARY)
@@ -179,31 +168,34 @@ SCALED = {"rope_theta": 10000.0, "factor": 2.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.3}
 OPT = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "max_position_embeddings": 96}
-ENGINES: dict[str, tuple[PreTrainedConfig, tuple[str, ...]]] = {
-    "llama": (LlamaConfig(**SMALL), ("compact",)),
-    "llama-biased-tied": (LlamaConfig(**SMALL, attention_bias=True, tie_word_embeddings=True), ("compact", "packed")),
-    "llama-all-heads": (LlamaConfig(**ALL_HEADS), ("compact",)),
-    "llama-linear": (LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", **SCALED}), ("compact",)),
-    "llama-3": (LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", **SCALED, **LLAMA3}), ("compact",)),
-    "mistral": (MistralConfig(**SMALL, sliding_window=None, head_dim=8), ("compact",)),
-    "qwen2": (Qwen2Config(**SMALL), ("compact",)),
-    "qwen3": (Qwen3Config(**SMALL, head_dim=16), ("compact", "packed")),
-    "gpt2": (GPT2Config(**GPT2), ("packed",)),
-    "gpt-neox": (GPTNeoXConfig(**ALL_HEADS), ("packed",)),
-    "opt": (OPTConfig(**OPT, num_attention_heads=4, word_embed_proj_dim=32, init_std=0.3), ("packed",)),
+ENGINES: dict[str, tuple[hub.PreTrainedConfig, tuple[str, ...]]] = {
+    "llama": (hub.LlamaConfig(**SMALL), ("compact",)),
+    "llama-biased-tied": (
+        hub.LlamaConfig(**SMALL, attention_bias=True, tie_word_embeddings=True),
+        ("compact", "packed"),
+    ),
+    "llama-all-heads": (hub.LlamaConfig(**ALL_HEADS), ("compact",)),
+    "llama-linear": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", **SCALED}), ("compact",)),
+    "llama-3": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", **SCALED, **LLAMA3}), ("compact",)),
+    "mistral": (hub.MistralConfig(**SMALL, sliding_window=None, head_dim=8), ("compact",)),
+    "qwen2": (hub.Qwen2Config(**SMALL), ("compact",)),
+    "qwen3": (hub.Qwen3Config(**SMALL, head_dim=16), ("compact", "packed")),
+    "gpt2": (hub.GPT2Config(**GPT2), ("packed",)),
+    "gpt-neox": (hub.GPTNeoXConfig(**ALL_HEADS), ("packed",)),
+    "opt": (hub.OPTConfig(**OPT, num_attention_heads=4, word_embed_proj_dim=32, init_std=0.3), ("packed",)),
 }
 
 
-def build(config: PreTrainedConfig) -> PreTrainedModel:
+def build(config: hub.PreTrainedConfig) -> hub.PreTrainedModel:
     torch.manual_seed(5)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model: hub.PreTrainedModel = hub.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for name, weight in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # their initial ones and zeros would hide a mistake
             weight.add_(0.3 * torch.randn(weight.shape))
     return model.float().eval()
 
 
-def readings(model: PreTrainedModel) -> list[torch.Tensor]:
+def readings(model: hub.PreTrainedModel) -> list[torch.Tensor]:
     """Return logits and states of a prompt, one token, several, a long run, the last rows, a tree and a part of it."""
     cache, out = CachedModel(model, 96, 64, hidden=(0, -1)), []
     for count, rows in ((7, 1), (1, 0), (4, 0), (66, 3)):
@@ -235,7 +227,7 @@ def test_every_engine_gives_the_librarys_logits_and_states(name: str) -> None:
 
 def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason() -> None:
     llama, gpt2 = build(ENGINES["llama"][0]), build(ENGINES["gpt2"][0])
-    windowed = build(MistralConfig(**SMALL, sliding_window=8))
+    windowed = build(hub.MistralConfig(**SMALL, sliding_window=8))
     assert [choose_engine(model) for model in (llama, gpt2)] == ["compact", "packed"]
     for model, engine, reason in (
         (gpt2, "compact", "not for gpt2"),

@@ -21,6 +21,8 @@ from specstop.policies.errors import PairError
 from specstop.policies.fixed import FixedLength
 from transformers import PreTrainedModel
 
+Prompts = list[list[int]]
+
 NEW, LATER = 12, 6
 MODES = {
     "match": Settings(0.0, NEW, ignore_eos=True),
@@ -63,7 +65,7 @@ def is_refused(role: str) -> Any:
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("mode", MODES)
 def test_values_of_the_target_end_the_run_and_those_of_the_draft_never_reach_the_text(
-    pair: Pair, prompt_ids: list[list[int]], mode: str, value: str
+    pair: Pair, prompt_ids: Prompts, mode: str, value: str
 ) -> None:
     prompt, settings = prompt_ids[3], MODES[mode]
     late = len(prompt) + LATER
@@ -81,14 +83,14 @@ def test_values_of_the_target_end_the_run_and_those_of_the_draft_never_reach_the
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_they_end_plain_decoding(pair: Pair, prompt_ids: list[list[int]], temperature: float, value: str) -> None:
+def test_they_end_plain_decoding(pair: Pair, prompt_ids: Prompts, temperature: float, value: str) -> None:
     with is_refused("target"):
         broken = spoiled_pair(pair, "target", 12, *BAD[value])
         plain_texts(broken, prompt_ids[:2], [1, 2], 20, temperature, ignore_eos=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_may_ban_tokens_by_minus_infinity(pair: Pair, prompt_ids: list[list[int]], mode: str) -> None:
+def test_a_model_may_ban_tokens_by_minus_infinity(pair: Pair, prompt_ids: Prompts, mode: str) -> None:
     banned, settings = spoiled_pair(pair, "target", 0, -math.inf), MODES[mode]
     text = decode(banned, prompt_ids[2], settings)
     assert len(text) == NEW and 7 not in text
@@ -98,7 +100,7 @@ def test_a_model_may_ban_tokens_by_minus_infinity(pair: Pair, prompt_ids: list[l
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_they_end_collecting_and_generate(
-    plain_pair: Pair, pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path, role: str
+    plain_pair: Pair, pair: Pair, prompts: list[Prompt], prompt_ids: Prompts, tmp_path: Path, role: str
 ) -> None:
     bad, ids = spoiled_pair(pair, role, 12, math.nan), torch.tensor([prompt_ids[3]])
     for collector in ("dense", "live"):
@@ -111,21 +113,8 @@ def test_they_end_collecting_and_generate(
             bad.target.generate(ids, custom_generate=specstop_generate, draft_model=bad.draft, max_new_tokens=NEW)
 
 
-def test_a_text_that_has_ended_is_not_read_with_the_others(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    prompts = prompt_ids[:2]
-    expected = plain_texts(pair, prompts, [0, 0], NEW).tokens
-    short = min(range(2), key=lambda i: len(expected[i]))
-    observed, sizes = copy.deepcopy(pair.target), list[int]()
-    observed.register_forward_hook(lambda _, args, kw, out: sizes.append(kw["input_ids"].numel()), with_kwargs=True)
-    endings = dataclasses.replace(pair, target=observed, eos=(expected[short][-1],))
-    texts = plain_texts(endings, prompts, [0, 0], NEW).tokens
-    assert texts[short] == expected[short]
-    together, longest = min(map(len, texts)) - 1, max(map(len, texts)) - 1  # the last token of a text is not read
-    assert sizes == [*map(len, prompts), *[2] * together, *[1] * (longest - together)]
-
-
 @pytest.mark.parametrize("kind", ["model", "layer", "ctc"])
-def test_the_next_texts_of_a_loop_are_right(plain_pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
+def test_the_next_texts_of_a_loop_are_right(plain_pair: Pair, prompt_ids: Prompts, kind: str) -> None:
     """Values of a broken text remain in the caches behind masks, where NaN would remain NaN."""
     target = copy.deepcopy(plain_pair.target)
     with torch.no_grad():

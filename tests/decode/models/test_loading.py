@@ -25,6 +25,8 @@ from specstop.policies.errors import InputError, PairError, SpecstopError
 from specstop.policies.fixed import FixedLength
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
+Patch = pytest.MonkeyPatch
+
 UP = "model.layers.1.mlp.up_proj.weight"
 Damage = Callable[[Path], Any]
 
@@ -140,12 +142,8 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     return damage
 
 
-def without(name: str) -> Damage:
-    return weights(lambda tensors: tensors.pop(name))
-
-
-def also(name: str) -> Damage:
-    return weights(lambda tensors: tensors.update({name: tensors[UP].clone()}))
+def extra(name: str) -> Damage:
+    return weights(lambda tensors: tensors.update({name: torch.zeros(3)}))
 
 
 def holding(value: float) -> Damage:
@@ -204,36 +202,29 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "no config": (lambda m: (m / "config.json").unlink(), "config.json"),
     "no weights": (lambda m: (m / "model.safetensors").unlink(), "cannot load a model"),
     "broken weights": (lambda m: (m / "model.safetensors").write_bytes(b"junk"), "cannot load a model"),
-    "a tensor is missing": (without(UP), f"lack {UP}"),
-    "the head is missing": (without("lm_head.weight"), "lack lm_head.weight"),
+    "a tensor is missing": (weights(lambda t: t.pop(UP)), f"lack {UP}"),
     "half is missing": (weights(lambda t: [t.pop(name) for name in sorted(t)[::2]]), "lm_head.weight and 10 more"),
     "a tensor is transposed": (weights(lambda t: t.update({UP: t[UP].T.contiguous()})), rf"{UP} of shape \[16, 32\]"),
-    "a layer too many": (also("model.layers.7.mlp.up_proj.weight"), r"model\.layers\.7\.mlp\.up_proj\.weight"),
-    "a bias too many": (also("model.layers.1.mlp.up_proj.bias"), "up_proj.bias"),
+    "a layer too many": (extra("model.layers.7.mlp.up_proj.weight"), r"model\.layers\.7\.mlp\.up_proj\.weight"),
+    "a bias too many": (extra("model.layers.1.mlp.up_proj.bias"), "up_proj.bias"),
     "a bias too few": (config(mlp_bias=True), "down_proj.bias and 5 more"),
     "NaN among the weights": (holding(math.nan), f"{UP} .*NaN or infinite in float64"),
-    "infinity among the weights": (holding(-math.inf), f"{UP} .*NaN or infinite in float64"),
     "a crafted pickle": (pickled(lambda t, ran: Crafted(ran), raw=True), "pickle"),
     "a crafted archive": (pickled(lambda t, ran: {**t, "x": Crafted(ran)}), "pickle"),
     "a pickle of no tensors": (pickled(lambda t, ran: [1, 2]), "cannot load a model"),
     "an index without a map": (sharded(weight_map=None), "cannot load a model"),
     "an index that leads out": (sharded(weight_map={UP: "../../no.safetensors"}), "cannot load a model"),
-    "an index of one tensor": (sharded(weight_map={UP: "part-0.safetensors"}), "lack"),
     "no heads": (config(num_attention_heads=0), "cannot load a model"),
     "no key heads": (config(num_key_value_heads=0), "num_key_value_heads.*not 0"),
     "no layers": (config(num_hidden_layers=0), LAYERS),
     "negative width": (config(hidden_size=-16), "hidden_size.*not -16"),
     "negative positions": (config(max_position_embeddings=-1), "max_position_embeddings.*not -1"),
-    "a width in words": (config(hidden_size="16"), "hidden_size"),
-    "no positions": (config(max_position_embeddings=None), "max_position_embeddings"),
     "no vocabulary": (config(vocab_size=None), "vocab_size"),
     "an end in words": (config(eos_token_id="</s>"), "eos_token_id"),
-    "layers without end": (config(num_hidden_layers=10**15), LAYERS),
     "a width beyond numbers": (config(intermediate_size=2**70), "intermediate_size"),
     "an unknown activation": (config(hidden_act="nonsense"), "nonsense"),
     "an attention that is not installed": (config(_attn_implementation="flash_attention_2"), "FlashAttention2"),
     "an unknown attention": (config(_attn_implementation="nonsense"), "nonsense"),
-    "an attention by number": (config(_attn_implementation=3), "cannot load a model"),
     "an unknown kind": (config(model_type="nonsense"), "nonsense"),
     "no language model": (config(model_type="t5"), "causal language model, not 't5'"),
     "code for an unknown kind": (config(model_type="nobody_knows", auto_map=CODE), "never run"),
@@ -273,7 +264,11 @@ def test_a_window_that_hides_every_token_is_refused(
 ) -> None:
     """A model without a window has null. A window of 0 tokens would change the text silently."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    save(tmp_path, tokenizer, target=MistralForCausalLM(MistralConfig(**sizes, num_attention_heads=2)))
+    save(
+        tmp_path,
+        tokenizer,
+        target=MistralForCausalLM(MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)),
+    )
     config(sliding_window=None)(tmp_path / "target")
     load_pair(tmp_path / "target")
     config(sliding_window=window)(tmp_path / "target")
@@ -284,10 +279,8 @@ def test_a_window_that_hides_every_token_is_refused(
 ACCEPTED: dict[str, Damage] = {
     "weights as a pickle of tensors": pickled(lambda tensors, ran: tensors),
     "weights in shards": sharded(),
-    "a head for another task": weights(lambda tensors: tensors.update({"v_head.weight": torch.zeros(3)})),
-    "rotations that older versions kept": weights(
-        lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
-    ),
+    "a head for another task": extra("v_head.weight"),
+    "rotations that older versions kept": extra("model.layers.0.self_attn.rotary_emb.inv_freq"),
     "eager attention": config(_attn_implementation="eager"),
     "both ends tied though different": config(tie_word_embeddings=True),
     "no generation config": lambda model: (model / "generation_config.json").unlink(),
@@ -318,9 +311,7 @@ def test_randomly_damaged_folders_are_refused_or_decode_as_with_the_library(tmp_
     assert {"refused", "decodes as the library does"} <= {name.split(": ")[1] for name in outcomes}
 
 
-def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(folder: Path, monkeypatch: Patch) -> None:
     need = 2 * 4 * sum(tensor.numel() for tensor in load_file(folder / "target" / "model.safetensors").values())
     monkeypatch.setattr(loading, "available_bytes", lambda device: need)
     load(folder)
@@ -329,7 +320,7 @@ def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(
         load(folder)
     load(folder, dtype="bfloat16")
     load(folder, device_map="auto")
-    weights(lambda tensors: tensors.update({"tower.weight": torch.zeros(1000)}))(folder / "target")
+    extra("tower.weight")(folder / "target")
     monkeypatch.setattr(loading, "available_bytes", lambda device: need // 2)
     load_pair(folder / "target")  # the model has no layer for that tensor
     monkeypatch.undo()
@@ -341,7 +332,7 @@ def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def hub(monkeypatch: Patch, tmp_path: Path) -> list[str]:
     """The requests to a hub that cannot be reached, from an empty working folder."""
     requests: list[str] = []
 
@@ -356,13 +347,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 def test_a_hub_name_is_requested_once_unless_it_is_below_a_local_folder(
-    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[str]
+    pair_folder: Path, tmp_path: Path, monkeypatch: Patch, hub: list[str]
 ) -> None:
     (tmp_path / "m").mkdir()
     with pytest.raises(PairError, match="m/q3 does not exist"):
         load_pair("m/q3")
     assert not hub
-    with pytest.raises(PairError, match="someone/thing .*not known"):
+    with pytest.raises(PairError, match=r"someone/thing .*not known"):
         load_pair("someone/thing")
     assert len(hub) == 1
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _, file: str(pair_folder / "target" / file))
@@ -379,7 +370,7 @@ def test_a_hub_name_is_requested_once_unless_it_is_below_a_local_folder(
     ],
 )
 def test_a_name_without_a_model_is_refused_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+    tmp_path: Path, monkeypatch: Patch, name: str, message: str
 ) -> None:
     (tmp_path / "folder").mkdir()
     for file in ("x.gguf", "model.safetensors"):

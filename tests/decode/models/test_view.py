@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,13 +13,15 @@ import torch
 from conftest import VOCABULARY, build_draft, build_model
 from small_drafters import small_drafter
 from small_models import table
-from specstop.decode import Settings, Speculator, specstop_generate
-from specstop.decode.drafters import Drafter
+from specstop.decode import Settings, Speculator, model_source, specstop_generate
+from specstop.decode.drafters import Drafter, model as drafters_module
 from specstop.decode.loop import Request
+from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.device import without_cudnn
 from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.models.view import open_view
 from specstop.policies import load_policy
+from tape import recorder, simulate_graphs
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -116,31 +118,6 @@ def test_models_without_a_view_are_called_by_one_thread_at_a_time(
     assert all(module.training for module in shared.target.modules())
 
 
-def test_the_model_serves_its_owner_meanwhile(shared: Pair) -> None:
-    """Packed calls use another attention backend; the owner's calls at the same time do not."""
-    ids, ended, failures = torch.tensor([prompts(1)[0]]), threading.Event(), list[str]()
-    model = shared.target.eval()
-
-    @torch.no_grad()
-    def call() -> None:
-        expected = model(ids).logits
-        while not ended.is_set():
-            try:
-                if model.config._attn_implementation != "sdpa" or not torch.equal(model(ids).logits, expected):
-                    failures.append("other logits")
-            except Exception as error:
-                failures.append(repr(error))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
-        decode(shared, [Request(prompt) for prompt in prompts(20)])
-    finally:
-        ended.set()
-        thread.join()
-    assert not failures
-
-
 def test_a_view_shares_weights_and_nothing_that_is_set(shared: Pair) -> None:
     model = shared.target
     attention: Any = model.model.layers[0].self_attn
@@ -160,41 +137,45 @@ def test_a_view_shares_weights_and_nothing_that_is_set(shared: Pair) -> None:
     assert not hasattr(model.model, "more") and not model._forward_hooks
 
 
-def test_layers_that_are_replaced_between_two_texts_are_called() -> None:
-    target, prompt = build_model(), prompts(1)[0]
-    loop = Speculator(join(target, build_draft(target)), load_policy("fixed:3"), Settings(0.0, NEW))
-    before = loop.generate(prompt).tokens
-    target.lm_head = copy.deepcopy(target.lm_head)
-    with torch.no_grad():
-        target.lm_head.weight.neg_()
-    after = loop.generate(prompt).tokens
-    assert after != before and list(after) == table.plain(target, prompt, NEW)
-
-
-def test_adapters_that_are_added_between_two_texts_are_called() -> None:
+@pytest.mark.parametrize("records", [False, True])
+def test_weights_and_adapters_that_change_between_two_texts_are_used(
+    records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft = pytest.importorskip("peft")
+    if records:
+        simulate_graphs(monkeypatch)
+        for module in (model_source, drafters_module):
+            monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
     target, prompt = build_model(), prompts(1)[0]
     draft, ids = build_draft(target), torch.tensor([prompt])
     options: Any = {"attention_mask": torch.ones_like(ids), **GREEDY}
     loop = Speculator(join(target, draft), load_policy("fixed:3"), Settings(0.0, NEW))
 
-    def both() -> Tensor:
-        out: Tensor = target.generate(ids, custom_generate=specstop_generate, draft_model=draft, **options)
-        assert list(loop.generate(prompt).tokens) == out[0, len(prompt) :].tolist()
-        return out
+    def texts() -> list[int]:
+        training = target.training
+        out = target.generate(ids, custom_generate=specstop_generate, draft_model=draft, **options)
+        assert list(loop.generate(prompt).tokens) == out[0, len(prompt) :].tolist() and target.training == training
+        assert torch.equal(target.eval().generate(ids, **options), out)
+        target.train(training)
+        return out.tolist()
 
-    plain = both()
+    results = [texts()]
+    target.lm_head = copy.deepcopy(target.lm_head)
+    with torch.no_grad():
+        target.lm_head.weight.neg_()
+    results.append(texts())
     target.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj", "down_proj"]))
     with torch.no_grad():
         for name, weight in target.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=0.5)
     target.train()  # with dropout
-    adapted = both()
-    assert target.training
-    assert torch.equal(adapted, target.eval().generate(ids, **options)) and not torch.equal(adapted, plain)
+    results.append(texts())
     target.disable_adapters()
-    assert torch.equal(both(), plain)
+    results.append(texts())
+    target.enable_adapters()
+    results.append(texts())
+    assert results[0] != results[1] != results[2] and results[3:] == results[1:3]
 
 
 class Collecting(BaseStreamer):
