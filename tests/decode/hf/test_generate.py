@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -125,7 +125,6 @@ def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair
     [
         (0.8, {}, SamplingParams()),
         (0.8, {"top_k": 5}, SamplingParams(top_k=5)),
-        (0.8, {"min_p": 0.2}, SamplingParams(min_p=0.2)),
         (1.0, {"top_k": 9, "top_p": 0.8, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 8},
          SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=8)),
     ],
@@ -346,38 +345,26 @@ def test_a_comparison_has_an_interval_over_turns(pair: Pair, prompt_ids: Prompts
     assert ratio.low is not None and ratio.low < ratio.value < ratio.high
 
 
-class ByTokens(StopPolicy):
-    """Decides by the tokens."""
+class Decides(StopPolicy):
+    """Keeps the branches that a function of the step selects."""
 
-    name, first, max_depth = "by-tokens", 1, 6
-    features = ("anchor_token", "before_token", "drawn_token", "above_token")
+    max_depth = 6
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.features @ np.array([1, 2, 3, 5], dtype=np.float32) % 4 > 0), state
-
-
-class ByPath(StopPolicy):
-    """Is not called about the first token, which is part of the path nevertheless."""
-
-    name, first, max_depth, features = "by-path", 2, 6, ("path_logprob",)
+    def __init__(self, name: str, rule: Callable[[DraftStep], Any], **attributes: Any) -> None:
+        self.name, self.rule = name, rule
+        vars(self).update(attributes)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.features[:, :, 0] > -2.0), state
+        return step.alive & self.rule(step), state
 
 
-class ByHistory(StopPolicy):
-    """Drafts one token more than it accepted on average."""
-
-    name, max_depth, features = "by-history", 6, ("mean_accepted",)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.depth <= step.features[:, :, 0] + 1), state
-
-
-class Uncalled(StopPolicy):
-    """Its length for one text is known: `keep`, which it does not implement, would raise."""
-
-    name, max_depth, unasked = "uncalled", 6, MappingProxyType({1: 2})
+TOKENS = ("anchor_token", "before_token", "drawn_token", "above_token")
+BY_TOKENS = Decides("tokens", lambda step: step.features @ np.array([1, 2, 3, 5], np.float32) % 4 > 0, features=TOKENS)
+BY_PATH = Decides("path", lambda step: step.features[:, :, 0] > -2.0, features=("path_logprob",), first=2)
+BY_HISTORY = Decides("history", lambda step: step.depth <= step.features[:, :, 0] + 1, features=("mean_accepted",))
+KNOWN_LENGTH = Decides("known", lambda step: 1 / 0, unasked=MappingProxyType({1: 2}))  # `keep` is never called
+READS_STATES = Decides("states", lambda step: True, hidden=("draft_hidden",))
+READS_NOISE = Decides("noise", lambda step: True, features=("noisy_margin",))
 
 
 class Watching(StopPolicy):
@@ -407,14 +394,6 @@ class AtTheRoot(Watching):
     def keep(self, step: Any, state: State) -> tuple[Array, State]:
         state = np.full(len(step.alive), 3) if step.depth == 0 else state
         return super().keep(step, state)
-
-
-class ReadsHidden(StopPolicy):
-    name, hidden = "reads-hidden", ("draft_hidden",)
-
-
-class ReadsNoise(StopPolicy):
-    name, features = "reads-noise", ("noisy_margin",)
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +435,7 @@ def assisted(pair: Pair, prompt: list[int], policy: StopPolicy) -> tuple[Tensor,
 
 @pytest.mark.parametrize(
     "policy",
-    [FixedLength(3), Confidence(0.3, 6), Confidence(0.6), ByTokens(), ByPath(), ByHistory()],
+    [FixedLength(3), Confidence(0.3, 6), Confidence(0.6), BY_TOKENS, BY_PATH, BY_HISTORY],
     ids=lambda p: p.name,
 )
 def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
@@ -471,7 +450,7 @@ def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
     assert len(observed) > 1 or policy.name.startswith("fixed")
 
 
-@pytest.mark.parametrize(("policy", "length"), [(Uncalled(), 2), (AtTheRoot(), 3)])
+@pytest.mark.parametrize(("policy", "length"), [(KNOWN_LENGTH, 2), (AtTheRoot(), 3)])
 def test_a_length_that_is_known_at_the_root_is_drafted(
     endless: Pair, begun: list[list[int]], policy: StopPolicy, length: int
 ) -> None:
@@ -488,35 +467,30 @@ def test_a_policy_observes_the_outcomes_of_our_loop(endless: Pair, begun: list[l
     assert any(0 < accepted < drafted for drafted, _, accepted in policy.outcomes)
 
 
-def test_the_next_turn_of_a_conversation_is_another_text(endless: Pair, prompt_ids: Prompts) -> None:
-    both, second = PolicyStoppingCriteria(Watching()), PolicyStoppingCriteria(Watching())
-    with both.riding(endless.draft):
-        text = stock(endless, [prompt_ids[4]], assistant_model=endless.draft)[0].tolist()
-        first_rounds = list(both.rounds)
-        stock(endless, [[*text, *prompt_ids[5]]], assistant_model=endless.draft)
-    with second.riding(endless.draft):
-        stock(endless, [[*text, *prompt_ids[5]]], assistant_model=endless.draft)
-    assert len(first_rounds) > 2 and both.rounds == [*first_rounds, *second.rounds]
-
-
-def test_the_assistant_is_restored_after_an_error(pair: Pair, prompt_ids: Prompts) -> None:
-    config, method = pair.draft_model.generation_config, pair.draft_model.generate
-    before = config.to_dict()
-    with pytest.raises(RuntimeError, match="inside"), PolicyStoppingCriteria("fixed:2").riding(pair.draft):
-        stock(pair, prompt_ids[2:3], assistant_model=pair.draft)
-        assert config.num_assistant_tokens == 2
-        raise RuntimeError("inside")
-    assert config.to_dict() == before
-    assert pair.draft_model.generate == method and "generate" not in vars(pair.draft)
+def test_riding_restores_the_assistant_and_a_second_prompt_is_another_text(endless: Pair, prompt_ids: Prompts) -> None:
+    draft, second = endless.draft_model, [3, *prompt_ids[5]]
+    config, before = draft.generation_config.to_dict(), list[Any]()
+    rounds = []
+    for prompts in ([prompt_ids[4], second], [second]):
+        criteria = PolicyStoppingCriteria(Watching())
+        with pytest.raises(RuntimeError, match="inside"), criteria.riding(draft):
+            for prompt in prompts:
+                before, _ = list(criteria.rounds), stock(endless, [prompt], assistant_model=draft)
+            assert draft.generation_config.to_dict() != config
+            raise RuntimeError("inside")
+        rounds.append((before, criteria.rounds))
+        assert draft.generation_config.to_dict() == config and "generate" not in vars(draft)
+    (first, both), (_, alone) = rounds
+    assert len(first) > 2 and both == [*first, *alone]
 
 
 @pytest.mark.parametrize(
     "policy",
-    [*(TEST_POLICIES[n] for n in ("from-anchor", "trimming", "selecting")), SelectingByToken(), ReadsHidden(), ReadsNoise()],
+    [*(TEST_POLICIES[n] for n in ("from-anchor", "trimming", "selecting")), SelectingByToken(), READS_STATES, READS_NOISE],
     ids=lambda p: p.name,
 )  # fmt: skip
 def test_a_policy_that_needs_more_than_the_stock_loop_has_is_refused(policy: StopPolicy) -> None:
     with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves)"):
         PolicyStoppingCriteria(policy, temperature=0.7)
-    if policy.name == "reads-noise":
+    if policy is READS_NOISE:
         PolicyStoppingCriteria(policy)

@@ -14,7 +14,7 @@ from conftest import VOCABULARY, build_model
 from small_models import table
 from specstop.decode import Settings, Speculator, load_pair, parse_tree
 from specstop.decode.models import attention as attention_module
-from specstop.decode.models.attention import Part, TreeRows, divided_attention, grouped_attention
+from specstop.decode.models.attention import Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.engine import CompactModel, PackedLinear, choose_engine, speed_up
@@ -134,29 +134,23 @@ def test_streams_side_by_side_are_read_as_alone(kind: str, attention: str, engin
     assert min(trees_kept) > 1
 
 
-def test_a_call_computes_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long part is read alone, and attention reads the streams up to the last in use."""
-    model, sizes, keys = table.build("llama", torch.float64), list[int](), set[tuple[int, int]]()
-    attend = functional.scaled_dot_product_attention
-    cache = CachedModel(model, 200, table.VOCABULARY, streams=6)
-    forward = cache.model.forward
+def test_a_long_part_is_read_alone_and_a_prompt_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other streams are not filled up to its length, and a device can use its flash kernel."""
+    shapes, masked, attend = list[tuple[int, ...]](), list[bool](), functional.scaled_dot_product_attention
 
     def attention(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        keys.add((len(query), len(key)))
+        shapes.append((len(query), query.shape[2], len(key)))
+        masked.append(options.get("attn_mask") is not None)
         return attend(query, key, *args, **options)
 
-    def recording(*args: Any, **options: Any) -> Any:
-        sizes.append(options["input_ids"].shape[1])
-        return forward(*args, **options)
-
+    cache = CachedModel(table.build("llama", torch.float64), 200, table.VOCABULARY, streams=6)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
     for stream in range(6):
         cache.read_parts([Part(stream, [3, 4, 5], 1)])
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
-    cache.model.forward = recording  # type: ignore[method-assign]
-    cache.read_parts([Part(2, [7]), Part(0, [8, 9])])
-    assert keys == {(3, 3)} and sizes == [3]
+    assert not any(masked)
+    shapes.clear()
     cache.read_parts([Part(0, [7]), Part(1, [5] * 90, 1), Part(2, [8, 9])])
-    assert sizes == [3, 90, 3]
+    assert set(shapes) == {(1, 90, 1), (3, 3, 3)}, "and no streams behind the last in use"
 
 
 SMALL: dict[str, Any] = {
@@ -296,7 +290,3 @@ def test_a_recorded_compact_model_attends_in_parts(monkeypatch: pytest.MonkeyPat
         expected, logits = (cache.read_parts([Part(0, tokens[first:end])]) for cache in caches)
         torch.testing.assert_close(logits, expected, atol=FLOAT32, rtol=FLOAT32)
     assert set(divided) == {512, 768} and graphs.recorded >= 2
-    divided.clear()
-    states = torch.ones(1, 2, 512, 8)
-    assert grouped_attention(compact, torch.ones(1, 4, 1, 8), states, states, None)[0].shape == (1, 1, 4, 8)
-    assert not divided, "without a mask"

@@ -297,14 +297,6 @@ def test_an_unusual_folder_decodes_as_with_the_library(folder: Path, prompt_ids:
     assert [*prompt_ids[3], *text.tokens] == expected[0].tolist()
 
 
-def test_a_tied_head_may_be_missing_in_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    target = build_model(tie_word_embeddings=True)
-    save(tmp_path, tokenizer, target=target)
-    assert "lm_head.weight" not in load_file(tmp_path / "target" / "model.safetensors")
-    loaded = load_pair(tmp_path / "target", dtype="float64")
-    assert torch.equal(loaded.target.lm_head.weight, target.model.embed_tokens.weight)
-
-
 def test_randomly_damaged_folders_are_refused_or_decode_as_with_the_library(tmp_path: Path) -> None:
     outcomes, faults = family("configs").attack(12, 5, tmp_path)
     assert faults == [] and sum(outcomes.values()) == 12

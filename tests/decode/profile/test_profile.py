@@ -111,6 +111,11 @@ def clock(pair: Pair, monkeypatch: Patch) -> list[float]:
     return known_clock(pair, monkeypatch)
 
 
+@pytest.fixture
+def ticking(monkeypatch: Patch) -> list[float]:
+    return ticking_clock(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def known(pair: Pair) -> Profile:
     """The profile that is measured on the known clock."""
@@ -149,12 +154,6 @@ def test_longer_contexts_cost_more(pair: Pair, clock: list[float]) -> None:
     for low, high in zip(profile.low.verify_s, profile.high.verify_s, strict=True):
         assert high - low == pytest.approx(2e-5 * span, rel=0.5), "contexts vary by 60 tokens within a text"
     assert profile.low.draft_s == pytest.approx(profile.high.draft_s, rel=EXACT)
-
-
-def test_a_depth_of_one(pair: Pair, clock: list[float]) -> None:
-    profile = measure(pair, 1, depth=1, new_tokens=30)
-    assert len(profile.low.verify_s) == 2
-    assert profile.low.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
 
 
 def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(pair: Pair, clock: list[float]) -> None:
@@ -197,7 +196,7 @@ def test_invalid_arguments_are_refused(pair: Pair, options: dict[str, Any], mess
 
 def test_known_costs_of_batches_are_recovered(pair: Pair, tmp_path: Path, monkeypatch: Patch) -> None:
     known_clock(pair, monkeypatch, streams=True)
-    profile = measure(pair, batch=SIZES)
+    profile = measure(pair, batch=SIZES, new_tokens=40)
     costs = profile.batch
     assert costs is not None and costs.sizes == (1, *SIZES), "and single texts, with which batches end"
     drafting = np.array([1, 2, 3])
@@ -217,32 +216,17 @@ def test_known_costs_of_batches_are_recovered(pair: Pair, tmp_path: Path, monkey
     assert dict(resampled.low.verify_s[3]) == pytest.approx(dict(costs.low.verify_s[3])), "all repetitions agree"
 
 
-@pytest.mark.parametrize("depth", [0, 1, 4])
-def test_scripted_chains_have_every_length_equally_often(depth: int) -> None:
-    """Each stream has its own order, and another one in each deck."""
-    streams, decks = 4, 6
-    policy, batch = ChainScript(depth), np.arange(4)
-    alive, parent, empty = (
-        np.ones((streams, 1), bool),
-        np.zeros((streams, 1), int),
-        np.zeros((streams, 1, 0), np.float32),
-    )
-    state = policy.start(streams, batch * 7919)
-    lengths = []
-    for _ in range(decks * (depth + 1) * TWICE):
-        length = np.zeros(streams, dtype=np.int64)
-        for j in range(depth):
-            keep, state = policy.keep(DraftStep(j, alive, parent, empty, {}, batch), state)
-            length += keep[:, 0]
-        lengths.append(length.tolist())
-        zero = np.zeros(streams, dtype=np.int64)
-        state = policy.observe(RoundOutcome(alive[:, 0], length, length, zero, ~alive[:, 0], np.zeros(streams)), state)
-    assert lengths[::TWICE] == lengths[1::TWICE], "each length comes twice in a row"
-    by_deck = np.array(lengths[::TWICE]).reshape(decks, depth + 1, streams)
-    assert (np.sort(by_deck, axis=1) == np.arange(depth + 1)[None, :, None]).all()
-    if depth == 4:
-        assert len({tuple(deck[:, 0]) for deck in by_deck}) > 3
-        assert len({tuple(by_deck[:, :, stream].ravel()) for stream in range(streams)}) == streams
+def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair: Pair) -> None:
+    """Each text has its own order, and another one in each deck of lengths."""
+    speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
+    orders = []
+    for key in range(3):
+        drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
+        decks = [drafted[at : at + 4 * TWICE] for at in range(0, len(drafted) - 4 * TWICE + 1, 4 * TWICE)]
+        assert all(deck[::TWICE] == deck[1::TWICE] and sorted(deck[::TWICE]) == [0, 1, 2, 3] for deck in decks)
+        assert len({tuple(deck) for deck in decks}) > 1
+        orders.append(tuple(drafted[: 8 * TWICE]))
+    assert len(set(orders)) == 3
 
 
 def test_scripted_batches_draft_every_length_in_the_order_of_their_tokens() -> None:
@@ -390,17 +374,6 @@ def test_decisions_about_trees_are_timed_in_rounds_of_the_tree(ticking: list[flo
     # Two decisions read 4 and 8 branches, and nodes are selected once.
     assert seconds == pytest.approx((3 * TICK + 3e-5 * 12 + 1e-3) / 2)
     assert price(measure_decision(OfTrees(ticking), VOCABULARY, 0.7), policy) < seconds
-
-
-@pytest.mark.usefixtures("ticking")
-def test_a_simulated_round_is_priced_only_for_policies_that_read_seconds(profile: Profile, monkeypatch: Patch) -> None:
-    priced: list[int] = []
-    monkeypatch.setattr(Profile, "round_seconds", lambda self, context, *rest: priced.append(1) or np.zeros(1))
-    bandit = load_policy("bandit?arms=fixed:1,fixed:3,confidence:0.4")
-    for policy, is_priced in ((TEST_POLICIES["reads-history"], False), (ChainScript(DEPTH), False), (bandit, True)):
-        priced.clear()
-        measure_decision(policy, VOCABULARY, 0.7, profile=profile)
-        assert bool(priced) == is_priced, policy.name
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 1])
