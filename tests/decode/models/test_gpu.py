@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -35,16 +36,11 @@ def cuda_pair() -> Pair:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("source", ["plain", "compact", *DRAFTERS, "suffix", "lookup"])
 def test_the_text_is_that_of_plain_decoding(source: str, temperature: float, prompt_ids: list[list[int]]) -> None:
-    pair, drafts = cuda_pair(), source in DRAFTERS
-    if source in ("plain", "compact"):
-        pair = with_engine(pair, source)
-    elif not drafts:
-        pair = with_drafter(pair, source)
-    prompts = prompt_ids[:4]
+    pair, is_engine, drafts = cuda_pair(), source in ("plain", "compact"), source in DRAFTERS
+    pair = with_engine(pair, source) if is_engine else pair if drafts else with_drafter(pair, source)
+    prompts, thresholds = prompt_ids[:4], [Confidence(0.3, 6)] if is_engine else []
     expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]
-    for policy, tree, batch in (
-        *((FixedLength(4), tree, batch) for tree in (None, "2,2,1") for batch in (1, 3)), (Confidence(0.3, 6), None, 3),
-    ):  # fmt: skip
+    for policy, tree, batch in itertools.product([FixedLength(3), *thresholds], (None, "2,2,1"), (1, 3)):
         settings = Settings(temperature, 24, tree=tree, verification="match")
         drafter = small_drafter(source, pair) if drafts else None
         speculator = Speculator(pair, policy, settings, batch=batch, drafter=drafter)
