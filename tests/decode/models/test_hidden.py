@@ -133,27 +133,19 @@ def test_recorded_calls_and_engines_give_the_same_states(
 
 
 @pytest.mark.parametrize("policy", [ReadsStates(), ReadsDraftStates()], ids=lambda p: p.name)
-@pytest.mark.parametrize("tree", TREES)
-def test_the_text_is_the_targets(pair: Pair, prompt_ids: Prompts, policy: StopPolicy, tree: str | None) -> None:
-    lengths, prompts = set(), prompt_ids[1::3]
-    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
-    for temperature in (0.0, 0.7):
-        speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=tree, verification="match"))
-        texts = [speculator.generate(ids, key) for ids, key in zip(prompts, keys, strict=True)]
-        assert [list(text.tokens) for text in texts] == plain_texts(pair, prompts, keys, NEW, temperature).tokens
-        assert type(speculator.policy) is type(policy), "it did not fail"
-        lengths |= {(r.drafted, r.verified) for text in texts for r in text.rounds}
-    assert len(lengths) > 4
-
-
-@pytest.mark.parametrize("verification", ["rejection", "typical"])
-def test_every_verification_provides_states(pair: Pair, prompt_ids: Prompts, verification: str) -> None:
+@pytest.mark.parametrize(
+    ("verification", "tree"), [*(("match", tree) for tree in TREES), ("rejection", "3,2,1"), ("typical", "3,2,1")]
+)
+def test_every_verification_provides_states_and_match_the_targets_text(
+    pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy, verification: str, tree: str | None
+) -> None:
     """They are PRE and ANCHOR values: a trimming policy may read them under rejection too."""
-    policy = ReadsDraftStates() if verification == "rejection" else ReadsStates()
-    speculator = Speculator(pair, policy, Settings(0.7, NEW, verification=verification, tree="3,2,1"))
-    for i, ids in enumerate(prompt_ids[1::3]):
-        speculator.generate(ids, i)
-    assert type(speculator.policy) is type(policy)
+    speculator = Speculator(pair, policy, Settings(0.7, NEW, tree=tree, verification=verification))
+    texts = [speculator.generate(ids, key) for key, ids in enumerate(prompt_ids[1::3])]
+    assert type(speculator.policy) is type(policy), "it did not fail"
+    if verification == "match":
+        assert [list(text.tokens) for text in texts] == plain_texts(pair, prompt_ids[1::3], range(3), NEW, 0.7).tokens
+        assert len({(r.drafted, r.verified) for text in texts for r in text.rounds}) > 2
 
 
 def test_only_declared_states_are_computed(pair: Pair, prompt_ids: Prompts) -> None:
