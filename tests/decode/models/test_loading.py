@@ -260,6 +260,7 @@ ACCEPTED: dict[str, Damage] = {
     "rotations that older versions kept": extra("model.layers.0.self_attn.rotary_emb.inv_freq"),
     "eager attention": config(_attn_implementation="eager"),
     "both ends tied though different": config(tie_word_embeddings=True),
+    "code for a known kind": config(auto_map=CODE),
     "no generation config": lambda model: (model / "generation_config.json").unlink(),
 }
 

@@ -117,39 +117,39 @@ def ticking(monkeypatch: Patch) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def known(pair: Pair) -> Profile:
+def calibrated(pair: Pair) -> Profile:
     """The profile that is measured on the known clock."""
     with Patch.context() as patch:
         known_clock(pair, patch)
         return measure(pair, tree="3,2,1,1")
 
 
-def test_known_costs_are_recovered(known: Profile) -> None:
-    for table in (known.low, known.high):
+def test_known_costs_are_recovered(calibrated: Profile) -> None:
+    for table in (calibrated.low, calibrated.high):
         assert table.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
         assert table.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
         assert table.verify_s == pytest.approx([TARGET + ROW * (k + 1) for k in range(DEPTH + 1)], rel=EXACT)
         assert table.tree_verify_s[0] == (0, table.verify_s[0]), "plain decoding costs the same"
         assert table.tree_verify(20)[1:] == pytest.approx([TARGET + ROW * (n + 1) for n in range(1, 21)], rel=1e-4)
-    assert known.step_s == pytest.approx(STEP, rel=1e-4)
-    assert known.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
-    assert known.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
-    assert known.facts["spread"] == pytest.approx(0.0, abs=1e-9)
-    assert 12 < known.low.context < known.high.context < 128
+    assert calibrated.step_s == pytest.approx(STEP, rel=1e-4)
+    assert calibrated.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
+    assert calibrated.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
+    assert calibrated.facts["spread"] == pytest.approx(0.0, abs=1e-9)
+    assert 12 < calibrated.low.context < calibrated.high.context < 128
 
 
-def test_rounds_cost_their_seconds(pair: Pair, known: Profile, clock: list[float]) -> None:
+def test_rounds_cost_their_seconds(pair: Pair, calibrated: Profile, clock: list[float]) -> None:
     """The predicted seconds of another run with a longer prompt equal the measured ones."""
     for policy in (FixedLength(3), TEST_POLICIES["trimming"].limited(DEPTH)):
         generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
         for r in generation.rounds:
             row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
-            assert known.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
+            assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
 
 
 def test_longer_contexts_cost_more(pair: Pair, clock: list[float]) -> None:
     clock[1] = 2e-5
-    profile = measure(pair, 4)
+    profile = measure(pair, 3)
     span = profile.high.context - profile.low.context
     for low, high in zip(profile.low.verify_s, profile.high.verify_s, strict=True):
         assert high - low == pytest.approx(2e-5 * span, rel=0.5), "contexts vary by 60 tokens within a text"
