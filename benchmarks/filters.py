@@ -44,11 +44,11 @@ def compared(options: Any, room: Path, bars: Bars) -> None:
     prompts = [
         Prompt(f"p{at}", " ".join(f"w{3 + (at * 7 + n * 13) % 40}" for n in range(1 + at % 6))) for at in range(count)
     ]
-    for name, shaping in FILTERS.items():
+    for name, sampling in FILTERS.items():
         for temperature in TEMPERATURES:
             for shape, tree in SHAPES.items():
                 at = f"{name}, T = {temperature:g}, {shape}"
-                found = same_rounds(pair, prompts, tokens, shaping, temperature, tree, room / at.replace(" ", "-"))
+                found = same_rounds(pair, prompts, tokens, sampling, temperature, tree, room / at.replace(" ", "-"))
                 enough = found.rounds >= ROUNDS or options.quick
                 bars.add(
                     f"rounds replayed as live, {at}", found.rounds, enough and not found.wrong and not found.not_finite,

@@ -69,10 +69,10 @@ def main() -> int:
 def compared(pair: Pair, prompt: list[int], number: int, schema: dict[str, Any], counts: Counter[str]) -> None:
     """Decode one prompt with a schema, each drafter and each mode, and count different and invalid texts."""
     assert pair.tokenizer is not None
-    shaping = SamplingParams(processors=(Grammar.from_json_schema(schema, pair.tokenizer),))
+    sampling = SamplingParams(processors=(Grammar.from_json_schema(schema, pair.tokenizer),))
     request = Request(prompt, stream_key(number, "structured"))
     for temperature in TEMPERATURES:
-        plain = plain_texts(pair, [prompt], [request.key], NEW, temperature, shaping=shaping).tokens[0]
+        plain = plain_texts(pair, [prompt], [request.key], NEW, temperature, sampling=sampling).tokens[0]
         count_validity(pair, plain, schema, counts)
         for drafter in DRAFTERS:
             drafter_pair = with_drafter(pair, drafter)
@@ -82,7 +82,7 @@ def compared(pair: Pair, prompt: list[int], number: int, schema: dict[str, Any],
                 *([("block", None)] if temperature and drafter == "model" else []),
             ]
             for mode, tree in modes:
-                settings = Settings(temperature, NEW, verification=mode, tree=tree, shaping=shaping)
+                settings = Settings(temperature, NEW, verification=mode, tree=tree, sampling=sampling)
                 result = Speculator(drafter_pair, FixedLength(DEPTH), settings).run([request])[0]
                 count_validity(pair, list(result.tokens), schema, counts)
                 if mode == "match":

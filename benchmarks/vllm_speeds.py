@@ -29,7 +29,7 @@ AT_FIRST = 16
 PROMPTS, SOME = 24, 8
 """Of a round, and at least of a turn: machines change their pace within minutes, so turns are short."""
 
-BOTH = "suffix?sure=0.8+model"
+BOTH = "suffix?confidence=0.8+model"
 """Our other drafter: what came before in the text where that is sure, the draft model elsewhere."""
 
 KEPT = {"draft_model": 2, "ngram": 1, "ours fixed": 2, "ours both fixed": 2}

@@ -127,7 +127,7 @@ def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = F
 def sampled_rows(pair: Pair, settings: Settings, prompt: Sequence[int], text: Sequence[int], rows: Tensor) -> Tensor:
     """Return [L, V], the processed `target_rows` from which each token of the text is sampled."""
     temperature = settings.temperature
-    sampler = Sampler(settings.shaping.build(temperature, prompt, pair.eos, pair.device), temperature)
+    sampler = Sampler(settings.sampling.build(temperature, prompt, pair.eos, pair.device), temperature)
     return sampler(rows, lambda: [[*prompt, *text[:at]] for at in range(len(text))])
 
 
@@ -202,7 +202,7 @@ def check_completions(
         return {}
     result = sampling_balance(pair, settings, prompts, completions, most)
     sampling, limit = (
-        sampling_text(settings.temperature, settings.shaping.to_dict()),
+        sampling_text(settings.temperature, settings.sampling.to_dict()),
         MAX_ERRORS * result["standard_error"],
     )
     if result["texts"] < MIN_TEXTS:

@@ -112,7 +112,7 @@ class Proposals:
         self.first, self.last = int(text.anchor[0]), int(text.anchor[-1])
         self.places = min(len(text.tokens), self.last + of.tree.deepest - 1) - self.first + 1
         self.start = len(text.prompt.tokens) + self.first  # number of tokens before place 0
-        processors = of.settings.shaping.build(of.temperature, text.prompt.tokens, pair.eos, device)
+        processors = of.settings.sampling.build(of.temperature, text.prompt.tokens, pair.eos, device)
         self._sampler, self._draws = Sampler(processors, of.temperature), of.choices(text.prompt.key, draw)
         # One score more than siblings: noisy_margin is to the best token that is not drawn.
         self._most = min(of.width + 1, pair.vocabulary)

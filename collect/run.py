@@ -67,7 +67,7 @@ class CollectOptions:
             samples of the draft, as in the training of SpecDec++. 0 = the text as it is.
         completions: texts (or token ids) after the prompts, by prompt id or by (prompt id, sample), that are labelled
             instead of the target's own; above temperature 0 they must be samples of the target with this `temperature`
-            and `shaping`.
+            and `sampling`.
         hidden: hidden states to record (`features.hidden_states`) in float16.
         draws: number of draws of drafts and acceptances per text; several reduce the variance of replay.
         off_text: under `block`: "exact", the target reads candidates off the text too; or "approximate".
@@ -76,7 +76,7 @@ class CollectOptions:
         batch: number of texts that a live run decodes in parallel. Default: 1, and 8 inside vLLM.
         through: "vllm" = a live trace of rounds inside vLLM.
         profile: of a live run, see `Speculator`.
-        shaping: other options that change the sampled distribution: top-p, a repetition penalty, logits processors.
+        sampling: other options that change the sampled distribution: top-p, a repetition penalty, logits processors.
 
     Raises:
         InputError: an option is out of range.
@@ -105,7 +105,7 @@ class CollectOptions:
     batch: int | None = None
     through: str | None = None
     profile: Profile | None = None
-    shaping: SamplingParams = MODEL_DEFAULTS
+    sampling: SamplingParams = MODEL_DEFAULTS
 
     def __post_init__(self) -> None:
         names = (
@@ -172,7 +172,7 @@ def plan_run(pair: Pair, prompts: Sequence[Prompt], options: CollectOptions | No
     _check_distinct(prompts)
     settings = Settings(
         options.temperature, options.max_new_tokens, options.depth, verification=options.verification,
-        tree=options.tree, shaping=options.shaping,
+        tree=options.tree, sampling=options.sampling,
     ).for_pair(pair)  # fmt: skip
     policy = None if options.policy is None else as_policy(options.policy)
     settings = settings if policy is None else settings.for_policy(policy)
@@ -238,7 +238,7 @@ def _choose_collector(
             tuple(widths), options.memory, options.batch or 1, options.draws, options.off_text, options.profile,
         )  # fmt: skip
     unsupported = [
-        options.mix, options.completions, *widths, *settings.shaping.to_dict(), options.profile, options.draws > 1,
+        options.mix, options.completions, *widths, *settings.sampling.to_dict(), options.profile, options.draws > 1,
         options.off_text != "exact", options.memory,
     ]  # fmt: skip
     draft = options.draft if pair.drafter == "model" else pair.draft_name
@@ -276,7 +276,7 @@ def _header(
         # A run can be resumed with exactly the same prompts only (`Header.differences`).
         prompts_hash=short_hash([[p.id, p.sample, p.group, tokens] for p, tokens in zip(prompts, ids, strict=True)]),
         hidden=widths,
-        shaping=settings.shaping.to_dict(),
+        sampling=settings.sampling.to_dict(),
         **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
         facts=facts,
     )

@@ -89,7 +89,7 @@ def _check_topology(parents: tuple[int, ...]) -> tuple[int, ...]:
     return parents
 
 
-def _check_shaping(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_sampling(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for option, value in options.items():
         limit = LIMITS.get(option.replace("_", "-"))
         if limit and (requirement := limit.requirement(value)):
@@ -153,7 +153,7 @@ class Header:
         draws: number of draws of drafts and acceptances per text, as consecutive sequences.
         off_text: treatment of candidates off the text under block verification: "exact" or "approximate".
         hidden: width of each recorded hidden state.
-        shaping: other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
+        sampling: other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
         schema: version.
         facts: device, dtype, threads, versions and other provenance.
     """
@@ -183,7 +183,7 @@ class Header:
     draws: Annotated[int, _limited("draws")] = 1
     off_text: Literal["exact", "approximate"] = "exact"
     hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=_MAX_WIDTH)]] = Field(default_factory=dict)
-    shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
+    sampling: Annotated[Mapping[str, Any], AfterValidator(_check_sampling)] = Field(default_factory=dict)
     schema: Literal[7] = SCHEMA_VERSION
     facts: Facts = Field(default_factory=dict)
 
@@ -242,7 +242,7 @@ class Header:
     def conditions(self) -> Conditions:
         """Conditions that policies are checked against."""
         known = None if self.shown_temperature == UNKNOWN_TEMPERATURE else self.temperature
-        return Conditions(known, self.shaping, self.verification, self.pair)
+        return Conditions(known, self.sampling, self.verification, self.pair)
 
     @property
     def shown_temperature(self) -> float | str:

@@ -44,7 +44,7 @@ from ..policies.files import (
     write_atomic,
     write_manifest,
 )
-from ..policies.learned import shaping_text
+from ..policies.learned import sampling_options_text
 from .acceptance import COLUMNS, LIVE_COLUMNS, AcceptanceByDepth, depth_outcomes
 from .checks import TEXT_COLUMNS, check_texts, check_values, column_array
 from .schema import HEADER_KEY, Header, arrow_schema
@@ -68,7 +68,7 @@ def data_card(header: Header) -> str:
         "target": model(header.target),
         "drafter": model(header.draft),
         "temperature": shown if isinstance(shown, str) else f"{shown:g}",
-        "filter": shaping_text(header.shaping),
+        "filter": sampling_options_text(header.sampling),
         "verification": header.verification,
         "replay": replay_text(header),
         "depth": header.depth,

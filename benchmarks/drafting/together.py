@@ -15,5 +15,5 @@ def together(ground: Ground, first: str = "suffix", other: str = "model") -> tup
     profiles = ground.profile(first), ground.profile(other)
     tried = [choose_sure(*sides, FixedLength(k), profiles) for k in range(1, ground.depth + 1)]
     best = max(tried, key=lambda one: max(one.rate, one.first))
-    specs = {"first": first, "other": other, "both": f"{first}?sure={best.sure or 0:g}+{other}"}
+    specs = {"first": first, "other": other, "both": f"{first}?confidence={best.sure or 0:g}+{other}"}
     return specs[best.fastest], best

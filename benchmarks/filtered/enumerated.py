@@ -20,7 +20,7 @@ LEAVES = 1500
 
 def enumerated(stride: int, bars: Bars) -> None:
     """Compare the texts of the loop with the target's own distribution, under top-k and a repetition penalty."""
-    cases = [case for case in all_cases() if case.shaping == "shaped"][::stride]
+    cases = [case for case in all_cases() if case.sampling == "shaped"][::stride]
     worst, leaves = 0.0, 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # policies that fail on purpose say so

@@ -58,19 +58,19 @@ class Place:
     progress: Progress
 
     def traces(
-        self, name: str, prompts: Sequence[Prompt], shaping: SamplingParams = FILTERS["none"], **more: Any
+        self, name: str, prompts: Sequence[Prompt], sampling: SamplingParams = FILTERS["none"], **more: Any
     ) -> Trace:
         """Return a dense trace."""
         return collect(
             self.pair, prompts, self.room / name, temperature=TEMPERATURE, verification="match", depth=DEPTH,
-            max_new_tokens=self.tokens, shaping=shaping, progress=self.progress, **more,
+            max_new_tokens=self.tokens, sampling=sampling, progress=self.progress, **more,
         )  # fmt: skip
 
-    def profile(self, shaping: SamplingParams) -> Profile:
+    def profile(self, sampling: SamplingParams) -> Profile:
         """Return what rounds cost."""
         ids = encode(self.train, self.pair.tokenizer, self.pair.readable - self.tokens)
         return measure_profile(
-            self.pair, ids, depth=DEPTH, temperature=TEMPERATURE, effort=self.effort, shaping=shaping,
+            self.pair, ids, depth=DEPTH, temperature=TEMPERATURE, effort=self.effort, sampling=sampling,
             verification="match", progress=self.progress,
         )  # fmt: skip
 
@@ -91,10 +91,10 @@ def unlike(place: Place, plain: Sequence[LearnedPolicy], costs: Profile, bars: B
     ids = encode(place.test, place.pair.tokenizer, place.pair.readable - place.tokens)
     fixed = [FixedLength(k) for k in LENGTHS]
     figures: dict[str, Any] = {}
-    for name, shaping in FILTERS.items():
+    for name, sampling in FILTERS.items():
         rates, drafted = {}, {}
         for policy in (*fixed, *plain):
-            settings = Settings(TEMPERATURE, place.tokens, DEPTH, verification="match", shaping=shaping)
+            settings = Settings(TEMPERATURE, place.tokens, DEPTH, verification="match", sampling=sampling)
             speculator = Speculator(place.pair, policy, settings)
             texts = [speculator.generate(i, stream_key(0, p.id)) for i, p in zip(ids, place.test, strict=True)]
             rates[policy.name] = _rate(texts, costs, policy)

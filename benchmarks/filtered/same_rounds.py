@@ -73,7 +73,7 @@ def same_rounds(
     pair: Pair,
     prompts: Sequence[Prompt],
     tokens: int,
-    shaping: SamplingParams,
+    sampling: SamplingParams,
     temperature: float,
     tree: str | None,
     room: Path,
@@ -84,14 +84,14 @@ def same_rounds(
         pair: in float64.
         prompts: of words that its tokenizer knows.
         tokens: of each text.
-        shaping, temperature, tree: of the sampling and the candidates.
+        sampling, temperature, tree: of the sampling and the candidates.
         room: folder that does not exist yet, for the trace.
     """
     assert pair.tokenizer is not None
-    settings = Settings(temperature, tokens, DEPTH, tree=tree, shaping=shaping, verification="match")
+    settings = Settings(temperature, tokens, DEPTH, tree=tree, sampling=sampling, verification="match")
     trace = collect(
         pair, prompts, room, depth=DEPTH, tree=tree, temperature=temperature, verification="match",
-        max_new_tokens=tokens, shaping=shaping,
+        max_new_tokens=tokens, sampling=sampling,
     )  # fmt: skip
     arrays, profile = trace_arrays(trace), no_costs()
     not_finite = sum(int((~torch.isfinite(values)).sum()) for values in arrays.columns.values())

@@ -55,11 +55,11 @@ def bench(
         max((rule.max_depth for rule in rules), default=0),
         verification=verification,
         tree=tree,
-        shaping=sampling.params(),
+        sampling=sampling.params(),
     )
     with progress_bars(quiet or json) as progress:
         pair, stock = _load(models, library, progress)
-        settings = replace(settings, shaping=sampling.params(sampling.grammar(pair)))
+        settings = replace(settings, sampling=sampling.params(sampling.grammar(pair)))
         if not quiet:
             options.print_model_defaults(pair, settings)
         settings = settings.for_pair(pair)
@@ -97,7 +97,7 @@ def _title(prompts: int, settings: Any, batch: int, pair: Pair) -> str:
     from ...decode.verify.modes import describe
     from ...policies.learned import sampling_text
 
-    sampled = sampling_text(settings.temperature, settings.shaping.to_dict())
+    sampled = sampling_text(settings.temperature, settings.sampling.to_dict())
     parts = [f"the first {prompts} prompts (--limit)", sampled, describe(settings.verification)]
     parts += [f"{batch} texts side by side"] if batch > 1 else []
     return ", ".join([*parts, f"engines {' and '.join(pair.engines)}"])

@@ -78,13 +78,13 @@ def collect(
             if rank.world > 1:
                 prompts = share_prompts(out, prompts)
         if not quiet:
-            options.print_model_defaults(pair, Settings(temperature, max_new_tokens, shaping=sampling.params()))
+            options.print_model_defaults(pair, Settings(temperature, max_new_tokens, sampling=sampling.params()))
         create_trace = partial(
             run, pair, prompts, out, rank=rank, resume=resume, overwrite=overwrite, progress=progress, target=paths.target,
             draft=(paths.draft or "") if models.drafter == "model" else models.drafter,
             depth=depth, tree=tree, collector="dense" if collector == "dense" else "live",
             through="vllm" if collector == "vllm" else None, policy=rule, verification=verification,
-            temperature=temperature, shaping=sampling.params(sampling.grammar(pair)),
+            temperature=temperature, sampling=sampling.params(sampling.grammar(pair)),
             max_new_tokens=max_new_tokens, seed=seed, source=source.description(), prompt_options=selection,
             completions=completions and {(prompt.id, prompt.sample): prompt.completion or "" for prompt in prompts},
             **parameters,

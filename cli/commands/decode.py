@@ -62,7 +62,7 @@ def decode(
         paths = models.find(progress)
     pair = models.open(paths)
     structure = sampling.grammar(pair)
-    settings = settings_with(shaping=sampling.params(structure), stops=stop_strings(pair, stop)).for_policy(rule)
+    settings = settings_with(sampling=sampling.params(structure), stops=stop_strings(pair, stop)).for_policy(rule)
     if not quiet:
         options.print_model_defaults(pair, settings)
     shown_prompts = {prompt.id: prompt.text for prompt in prompts}  # without the chat template

@@ -128,7 +128,7 @@ def show_report(report: Report, wide: bool = False) -> None:
     from ...train.evaluate.report import sections
 
     facts = report.facts
-    sampled = sampling_text(facts["temperature"], facts["shaping"])
+    sampled = sampling_text(facts["temperature"], facts["sampling"])
     output().print(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
     for section in sections(report.to_dict()):
         if section.id in (WIDE_TABLES if wide else TABLES):

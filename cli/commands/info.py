@@ -80,7 +80,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     from ...collect.acceptance import COLUMNS, LENGTHS, LIVE_COLUMNS, depth_outcomes
     from ...collect.checks import column_array
     from ...collect.store import balance_text, hidden_text, replay_text
-    from ...policies.learned import shaping_text
+    from ...policies.learned import sampling_options_text
 
     header = trace.header
     read = trace.table([*COLUMNS, *(LIVE_COLUMNS if header.collector == "live" else ())])
@@ -114,7 +114,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "verification": f"{header.verification} ({options.VERIFICATIONS.get(header.verification, 'lossless')})",
         "replay": replay_text(header),
         "temperature": header.shown_temperature,
-        "filter": shaping_text(header.shaping),
+        "filter": sampling_options_text(header.sampling),
         "depth": header.depth,
         "nodes": len(header.topology),
         "prompts": header.prompts,
@@ -174,7 +174,7 @@ def _short(value: Any) -> str:
 
 def describe_policy(path: Path) -> dict[str, Any]:
     """Return the facts of a policy folder."""
-    from ...policies.learned import shaping_text
+    from ...policies.learned import sampling_options_text
     from ...policies.storage import load_policy_folder
 
     policy = load_policy_folder(path)
@@ -195,7 +195,7 @@ def describe_policy(path: Path) -> dict[str, Any]:
         "max depth": policy.max_depth,
         "weights": sum(array.size for array in policy.head.tensors().values()),
         "temperature": facts.temperature,
-        "filter": shaping_text(facts.shaping),
+        "filter": sampling_options_text(facts.sampling),
         "verification": facts.verification,
         "label": facts.label,
         **{f"pair: {role}": value for role, value in facts.pair.items()},
@@ -239,7 +239,7 @@ def describe_model(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     from ...decode.verify.sampling import IGNORED, NEUTRAL, model_defaults
-    from ...policies.learned import shaping_text
+    from ...policies.learned import sampling_options_text
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -260,7 +260,7 @@ def describe_model(path: Path) -> dict[str, Any]:
         "architecture": ", ".join(config.architectures or []) or config.model_type,
         "vocabulary": config.get_text_config().vocab_size,
         "end-of-text tokens": str(defaults.eos_token_id),
-        **{name: shaping_text(part) for name, part in parts.items() if part or name == "sampling defaults"},
+        **{name: sampling_options_text(part) for name, part in parts.items() if part or name == "sampling defaults"},
     }
 
 

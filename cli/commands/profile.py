@@ -78,10 +78,10 @@ def profile(
             from ...decode.profile.measuring import Effort
             from ...decode.settings import Settings
 
-            settings = Settings(temperature, shaping=sampling.params())
+            settings = Settings(temperature, sampling=sampling.params())
             if not quiet:
                 options.print_model_defaults(pair, settings)
-            if through and (defaults := settings.for_pair(pair).shaping.to_dict()):
+            if through and (defaults := settings.for_pair(pair).sampling.to_dict()):
                 raise InputError(
                     f"--through vllm: expected no sampling defaults of the target, not {', '.join(defaults)}; give "
                     "--sampling model_defaults=false"
@@ -97,7 +97,7 @@ def profile(
                 measured = measure_vllm(paths.target, pair.draft_name, ids, **_engine_options(pair), **shared)
             else:
                 measured = measure_profile(
-                    pair, ids, tree=tree, shaping=settings.shaping, verification=verification, **shared
+                    pair, ids, tree=tree, sampling=settings.sampling, verification=verification, **shared
                 )
             with uninterrupted:  # both files are written, or neither
                 measured.save(path)
@@ -155,7 +155,7 @@ def _time_decisions(
         verification = "auto"
     settings = Settings(
         costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, verification=verification,
-        shaping=SamplingParams.from_dict(costs.shaping),
+        sampling=SamplingParams.from_dict(costs.sampling),
     )  # fmt: skip
     return loop_decisions(pair, rules, tokens, settings, costs)
 

@@ -58,8 +58,8 @@ CASES = [  # each filter once, each temperature and shape several times
 def test_replay_of_filtered_traces_is_the_live_loop(
     pair: Pair, prompts: list[Prompt], tmp_path: Path, name: str, temperature: float, shape: str
 ) -> None:
-    shaping, tree = same_rounds.FILTERS[name], same_rounds.SHAPES[shape]
-    found = same_rounds.same_rounds(pair, prompts[::2], NEW, shaping, temperature, tree, tmp_path / "trace")
+    sampling, tree = same_rounds.FILTERS[name], same_rounds.SHAPES[shape]
+    found = same_rounds.same_rounds(pair, prompts[::2], NEW, sampling, temperature, tree, tmp_path / "trace")
     assert found.rounds > 150
     assert (found.wrong, found.not_finite) == (0, 0)
 
@@ -68,10 +68,12 @@ def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
     pair: Pair, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     """And where one of the user's own reads the tokens before."""
-    shaping, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
-    found = same_rounds.same_rounds(pair, prompts[::2], NEW, shaping, 0.7, tree, tmp_path / "trace")
+    sampling, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
+    found = same_rounds.same_rounds(pair, prompts[::2], NEW, sampling, 0.7, tree, tmp_path / "trace")
     assert (found.wrong, found.not_finite) == (0, 0)
-    again = collect(pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, shaping=shaping)
+    again = collect(
+        pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, sampling=sampling
+    )
     arrays = trace_arrays(again)
     missing = (arrays.tokens == NO_TOKEN).numpy()
     third = [2, 5, 8, 9, 10, 11]  # the third of each three siblings, and all below that of the first level
@@ -85,7 +87,7 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]
 ) -> None:
     keys = [stream_key(0, p.id) for p in prompts]
-    shapings = (
+    samplings = (
         *same_rounds.FILTERS.values(),
         SamplingParams(
             top_k=3,
@@ -98,10 +100,10 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
         ),
     )
     bare = plain_texts(pair, prompt_ids, keys, NEW, 0.7).tokens
-    for shaping in shapings:
+    for sampling in samplings:
         for temperature in (0.0, 0.7):
-            texts = plain_texts(pair, prompt_ids, keys, NEW, temperature, shaping=shaping).tokens
-            loop = Speculator(pair, FixedLength(0), Settings(temperature, NEW, shaping=shaping, verification="match"))
+            texts = plain_texts(pair, prompt_ids, keys, NEW, temperature, sampling=sampling).tokens
+            loop = Speculator(pair, FixedLength(0), Settings(temperature, NEW, sampling=sampling, verification="match"))
             assert texts == [list(loop.generate(i, k).tokens) for i, k in zip(prompt_ids, keys, strict=True)]
             assert temperature == 0.0 or texts != bare
 
@@ -110,10 +112,10 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
     """One token is left, so the draft's is sure; and labels are those of the dense trace."""
-    options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": SamplingParams(top_k=1)}
+    options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "sampling": SamplingParams(top_k=1)}
     mixed = numpy_rows(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
     work = [PromptTask(n, str(n), "", ids, stream_key(0, str(n))) for n, ids in enumerate(prompt_ids)]
-    settings = Settings(0.7, NEW, 1, shaping=SamplingParams(top_k=1), verification="match")
+    settings = Settings(0.7, NEW, 1, sampling=SamplingParams(top_k=1), verification="match")
     alone, together = (DenseCollector(pair, settings, memory_bytes=size, mix=0.3).rows(work) for size in (1, 1 << 28))
     for one, other in zip(alone, together, strict=True):  # one text at a time, or all side by side
         columns = {name: value for name, value in one.items() if isinstance(value, np.ndarray)}
@@ -130,26 +132,26 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(
 
 
 def test_the_header_says_what_was_sampled_from(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    shaping = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
-    header = collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, shaping=shaping).header
-    assert header.shaping == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
+    sampling = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
+    header = collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, sampling=sampling).header
+    assert header.sampling == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
     assert Header.from_json(header.to_json(), "x") == header
-    with pytest.raises(TraceError, match="a run with another shaping"):
+    with pytest.raises(TraceError, match="a run with another sampling"):
         collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, resume=True)
 
 
 def test_traces_of_different_filters_are_not_one(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    made = [collect(pair, prompts[:2], tmp_path / str(len(s.options)), depth=2, temperature=0.7, max_new_tokens=6, shaping=s)
+    made = [collect(pair, prompts[:2], tmp_path / str(len(s.options)), depth=2, temperature=0.7, max_new_tokens=6, sampling=s)
             for s in (SamplingParams(), TOP_P)]  # fmt: skip
-    with pytest.raises(TraceError, match=r"differ in shaping \(\{\}, \{'top_p': 0.8\}\)"):
+    with pytest.raises(TraceError, match=r"differ in sampling \(\{\}, \{'top_p': 0.8\}\)"):
         joined_arrays(made)
 
 
 def test_options_come_back_from_their_facts() -> None:
-    shaping = SamplingParams(
+    sampling = SamplingParams(
         top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=9
     )
-    assert SamplingParams.from_dict(shaping.to_dict()).to_dict() == shaping.to_dict()
+    assert SamplingParams.from_dict(sampling.to_dict()).to_dict() == sampling.to_dict()
     assert SamplingParams.from_dict({}).to_dict() == SamplingParams().to_dict() == {}
     for facts, message in (({"colour": 1}, "colour"), ({"top_p": 7}, "top_p"),
                            ({"processors": ["Banning"]}, "processors.*restored")):  # fmt: skip
@@ -162,13 +164,13 @@ def learned(pair: Pair, full_profile: Profile, tmp_path_factory: pytest.TempPath
     """A policy trained under top-p 0.8 at temperature 0.7."""
     room = tmp_path_factory.mktemp("learned")
     traces = collect(pair, make_prompts(24, "fit", 21), room / "traces", depth=5, temperature=0.7, max_new_tokens=NEW,
-                     shaping=TOP_P, verification="match")  # fmt: skip
+                     sampling=TOP_P, verification="match")  # fmt: skip
     train(traces, full_profile, head="logistic", out=room / "policy", cross_fit=False)
     return room / "policy"
 
 
 def test_a_policy_keeps_what_it_was_trained_for(learned: Path) -> None:
-    assert load_policy_folder(learned).metadata.shaping == {"top_p": 0.8}
+    assert load_policy_folder(learned).metadata.sampling == {"top_p": 0.8}
     assert "top-p 0.8" in (learned / "README.md").read_text()
 
 
@@ -183,9 +185,9 @@ def test_other_filters_and_temperatures_are_told_of(
     with pytest.warns(SpecstopWarning, match=filtered):
         bench(pair, [prompt_ids[3]], [policy], settings=plain)
     with pytest.warns(SpecstopWarning, match="another temperature \\(0.7\\) than this run \\(1.0\\)"):
-        warn_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match"))
+        warn_if_untrained(policy, Settings(1.0, 4, sampling=TOP_P, verification="match"))
     with pytest.warns(SpecstopWarning, match="another verification \\(match\\) than this run \\(rejection\\)"):
-        warn_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection"))
+        warn_if_untrained(policy, Settings(0.7, 4, sampling=TOP_P, verification="rejection"))
     other = collect(pair, prompts, tmp_path / "plain", depth=5, temperature=0.7, max_new_tokens=NEW,
                     verification="match")  # fmt: skip
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
@@ -196,14 +198,14 @@ def test_other_filters_and_temperatures_are_told_of(
         evaluate(explored, full_profile, [policy])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P, verification="match"))
+        decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, sampling=TOP_P, verification="match"))
         warn_if_untrained(FixedLength(3), plain)
     with pytest.warns(SpecstopWarning, match="trained for another pair .* than this run .*'draft': 'lookup'"):
         decode(
             pair,
             [prompts[0].text],
             policy,
-            settings=Settings(0.7, 4, shaping=TOP_P, verification="match"),
+            settings=Settings(0.7, 4, sampling=TOP_P, verification="match"),
             drafter="lookup",
         )
 

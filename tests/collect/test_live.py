@@ -53,13 +53,13 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
 
 
 @pytest.mark.parametrize(
-    ("tree", "temperature", "shaping"), [*((*setup, SamplingParams()) for setup in SETUPS[1:3]), *FILTERED]
+    ("tree", "temperature", "sampling"), [*((*setup, SamplingParams()) for setup in SETUPS[1:3]), *FILTERED]
 )
 def test_dense_and_live_agree_at_the_anchors_that_both_have(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, shaping: SamplingParams
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, sampling: SamplingParams
 ) -> None:
-    dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature, shaping=shaping))
-    live = by_anchor(run(pair, prompts, tmp_path / "live", tree, temperature, collector="live", shaping=shaping))
+    dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature, sampling=sampling))
+    live = by_anchor(run(pair, prompts, tmp_path / "live", tree, temperature, collector="live", sampling=sampling))
     seen = accepted = 0
     for key, row in live.items():
         other, drawn = dense[key], row["drawn"]

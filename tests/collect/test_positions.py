@@ -34,7 +34,7 @@ from trace_rows import numpy_rows
 DEPTH = 3
 SPECS = (
     *("lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer"),
-    *("suffix?sure=0.3+model", "lookup?sure=0.9+medusa"),
+    *("suffix?confidence=0.3+model", "lookup?confidence=0.9+medusa"),
 )
 
 
@@ -78,8 +78,8 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
     [
         ("suffix", 0.0, None),
         ("hydra", 0.7, "2,2,1"),
-        ("suffix?sure=0.3+medusa", 0.7, None),
-        ("suffix?sure=0.3+medusa", 0.7, "2,2,1"),
+        ("suffix?confidence=0.3+medusa", 0.7, None),
+        ("suffix?confidence=0.3+medusa", 0.7, "2,2,1"),
     ],
 )
 def test_texts_side_by_side_give_the_rows_of_each_alone(
@@ -109,8 +109,10 @@ def test_so_many_texts_are_side_by_side_as_the_memory_holds(
 ) -> None:
     suffix = with_drafter(pair, "suffix")
 
-    def batch(temperature: float, tree: str | None, memory: int, **shaping: float) -> int:
-        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=SamplingParams(**shaping), verification="match")
+    def batch(temperature: float, tree: str | None, memory: int, **sampling: float) -> int:
+        settings = Settings(
+            temperature, NEW, DEPTH, tree=tree, sampling=SamplingParams(**sampling), verification="match"
+        )
         return PositionsCollector(suffix, settings, (), memory).batch
 
     row = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8

@@ -93,11 +93,11 @@ def test_the_noise_is_not_that_which_the_same_key_samples_with() -> None:
 
 
 def write(
-    pair: Pair, prompt: list[int], limit: int, temperature: float, shaping: SamplingParams, seed: int
+    pair: Pair, prompt: list[int], limit: int, temperature: float, sampling: SamplingParams, seed: int
 ) -> list[int]:
     """Return a text as any engine would sample it: token by token, with a generator of its own."""
     generator, text = torch.Generator().manual_seed(seed), list[int]()
-    processors = shaping.build(temperature, prompt, (EOS,), torch.device("cpu"))
+    processors = sampling.build(temperature, prompt, (EOS,), torch.device("cpu"))
     with torch.inference_mode():
         model, unread = CachedModel(pair.target, len(prompt) + limit, pair.vocabulary), prompt
         while len(text) < limit and EOS not in text:
@@ -118,9 +118,9 @@ def asked() -> list[Prompt]:
 def written(pair: Pair, asked: list[Prompt]) -> dict[str, dict[str, list[int]]]:
     assert pair.tokenizer is not None
     made: dict[str, dict[str, list[int]]] = {}
-    for name, shaping in (("plain", SamplingParams()), ("filtered", TOP_P)):
+    for name, sampling in (("plain", SamplingParams()), ("filtered", TOP_P)):
         made[name] = {
-            p.id: write(pair, pair.tokenizer(p.text)["input_ids"], NEW + DEPTH, TEMPERATURE, shaping, at)
+            p.id: write(pair, pair.tokenizer(p.text)["input_ids"], NEW + DEPTH, TEMPERATURE, sampling, at)
             for at, p in enumerate(asked)
         }
     return made
@@ -152,22 +152,22 @@ def live_rounds(
     return list(made.tokens), [[r.anchor, r.drafted, r.verified, r.accepted] for r in made.rounds]
 
 
-@pytest.mark.parametrize(("kind", "shaping"), [("plain", SamplingParams()), ("filtered", TOP_P)])
+@pytest.mark.parametrize(("kind", "sampling"), [("plain", SamplingParams()), ("filtered", TOP_P)])
 @pytest.mark.parametrize("tree", [None, "3,2,1,1,1"])
 def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_given_text(
     pair: Pair, asked: list[Prompt], written: dict[str, dict[str, list[int]]], profile: Profile, tmp_path: Path,
-    kind: str, shaping: SamplingParams, tree: str | None,
+    kind: str, sampling: SamplingParams, tree: str | None,
 ) -> None:  # fmt: skip
     assert pair.tokenizer is not None
     texts = written[kind]
-    options = {"depth": DEPTH, "tree": tree, "temperature": TEMPERATURE, "max_new_tokens": NEW, "shaping": shaping}
+    options = {"depth": DEPTH, "tree": tree, "temperature": TEMPERATURE, "max_new_tokens": NEW, "sampling": sampling}
     trace = collect(pair, asked, tmp_path / "trace", completions=texts, verification="match", **options)
     assert trace.header.has_every_anchor
     arrays = trace_arrays(trace)
     lengths = [min(len(texts[name]), NEW) for name in arrays.prompt_ids]
     assert arrays.rows.tolist() == [length - 1 for length in lengths], "all but the token that prefill gives"
     assert arrays.anchors is None
-    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, shaping=shaping, verification="match")
+    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, sampling=sampling, verification="match")
     rounds = 0
     for policy in (FixedLength(DEPTH), TEST_POLICIES["trimming"]):
         log = replay(arrays, policy, profile).log
@@ -187,7 +187,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     assert pair.tokenizer is not None
     few, options = SamplingParams(top_k=6), {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW}
     named = [(p.id, pair.tokenizer(p.text)["input_ids"]) for p in asked]
-    settings = Settings(TEMPERATURE, NEW, shaping=few, verification="match")
+    settings = Settings(TEMPERATURE, NEW, sampling=few, verification="match")
     hole, impossible = {}, 0
     with torch.inference_mode():
         for name, prompt in named:
@@ -198,7 +198,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
             impossible += there.count(False)
     assert impossible > 5
     with pytest.warns(SpecstopWarning, match=r"% of the tokens cannot be drawn at temperature 0.7, top-k 6"):
-        trace = collect(pair, asked, tmp_path / "a", completions=written["plain"], shaping=few, **options)
+        trace = collect(pair, asked, tmp_path / "a", completions=written["plain"], sampling=few, **options)
     assert trace.header.facts["completions"]["impossible"] == impossible
     rows = {}
     for row in numpy_rows(trace):
@@ -253,7 +253,7 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
     sums = np.array([off[[owner == name for owner, _ in parts]].sum() for name, _ in named])
     error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
     encoded = list(zip(prompts, [ids for _, ids in named], strict=True))
-    found = sampling_balance(plain_pair, Settings(0.9, 12, shaping=TOP_P, verification="match"), encoded, texts, 12)
+    found = sampling_balance(plain_pair, Settings(0.9, 12, sampling=TOP_P, verification="match"), encoded, texts, 12)
     assert (found["mean"], found["standard_error"]) == pytest.approx((values.mean(), error), rel=1e-9)
     assert (found["texts"], found["tokens"]) == (9, len(values))
 

@@ -36,8 +36,8 @@ def grammar(bytes_pair: Pair) -> Grammar:
 def test_replay_under_a_grammar_is_the_live_loop(
     bytes_pair: Pair, grammar: Grammar, tmp_path: Path, temperature: float, tree: str | None
 ) -> None:
-    shaping = SamplingParams(processors=(grammar,))
-    found = same_rounds.same_rounds(bytes_pair, PROMPTS, NEW, shaping, temperature, tree, tmp_path / "trace")
+    sampling = SamplingParams(processors=(grammar,))
+    found = same_rounds.same_rounds(bytes_pair, PROMPTS, NEW, sampling, temperature, tree, tmp_path / "trace")
     assert found.rounds > 50
     assert (found.wrong, found.not_finite) == (0, 0)
 
@@ -47,9 +47,9 @@ def test_the_header_names_the_grammar_and_resume_wants_the_same(
     bytes_pair: Pair, grammar: Grammar, tmp_path: Path, collector: str
 ) -> None:
     options = {"depth": 3, "max_new_tokens": NEW, "temperature": 0.7, "collector": collector, "verification": "match"}
-    trace = collect(bytes_pair, PROMPTS, tmp_path / "a", shaping=SamplingParams(processors=(grammar,)), **options)
-    assert trace.header.shaping == {"processors": [grammar.name]}
+    trace = collect(bytes_pair, PROMPTS, tmp_path / "a", sampling=SamplingParams(processors=(grammar,)), **options)
+    assert trace.header.sampling == {"processors": [grammar.name]}
     other = Grammar.from_text("root ::= [a-c]{5}", bytes_pair.tokenizer)  # type: ignore[arg-type]
-    for shaping in (SamplingParams(), SamplingParams(processors=(other,))):
-        with pytest.raises(TraceError, match="another shaping"):
-            collect(bytes_pair, PROMPTS, tmp_path / "a", shaping=shaping, resume=True, **options)
+    for sampling in (SamplingParams(), SamplingParams(processors=(other,))):
+        with pytest.raises(TraceError, match="another sampling"):
+            collect(bytes_pair, PROMPTS, tmp_path / "a", sampling=sampling, resume=True, **options)

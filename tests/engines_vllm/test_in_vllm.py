@@ -120,7 +120,7 @@ def test_texts_are_those_of_plain_vllm(folder: Path, tmp_path: Path) -> None:
     prompts[5] = list(prompts[2])  # requests of equal tokens
     plain = serve(folder, prompts)["texts"]
     recording = {"drafts": "collect.engines.serving.RecordingProposer", "traces": str(tmp_path / "parts")}
-    both = {"drafter": "suffix?sure=0.8+model"}
+    both = {"drafter": "suffix?confidence=0.8+model"}
     for policy, more in (("confidence:0.3", {}), ("fixed:4", both), ("fixed:5", recording)):
         found = serve(folder, prompts, **ours(folder, policy, **more))
         assert found["texts"] == plain

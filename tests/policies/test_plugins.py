@@ -192,9 +192,7 @@ README = ROOT / "README.md"
 @pytest.fixture
 def readme_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The class of the README as a module on the path; returns its name there."""
-    (code,) = re.findall(
-        r"```python\n(import specstop as ss\n\n\nclass .*?)```", README.read_text(), re.DOTALL
-    )
+    (code,) = re.findall(r"```python\n(import specstop as ss\n\n\nclass .*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "your_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     yield re.findall(r"^class (\w+)", code, re.MULTILINE)[0]

@@ -26,7 +26,7 @@ from ..replay.traces.arrays import TraceArrays
 
 MIN_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
-_SAME = ("topology", "temperature", "shaping", "seed", "max_new_tokens", "prompts_hash", "verification")
+_SAME = ("topology", "temperature", "sampling", "seed", "max_new_tokens", "prompts_hash", "verification")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SureChoice:
     """The best use of two drafters.
 
     Attributes:
-        sure: for `suffix?sure=...+model`; None = the other drafter alone is the fastest.
+        sure: for `suffix?confidence=...+model`; None = the other drafter alone is the fastest.
         rate: tokens per second of `sure`, replayed.
         first, other: tokens per second of each alone.
         rates: of every probability that was tried.

@@ -248,7 +248,7 @@ def _facts(trace: Trace, arrays: TraceArrays, costs: ProfileBootstrap) -> dict[s
         "tokens": int(arrays.text_tokens.sum()) // header.draws,
         "anchors": len(arrays.accepted),
         "temperature": header.shown_temperature,
-        "shaping": dict(header.shaping),
+        "sampling": dict(header.sampling),
         "verification": header.verification,
         "mode": describe(header.verification) if header.verification in MODES else header.verification,
         "exactness": replay_text(header),

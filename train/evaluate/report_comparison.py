@@ -19,7 +19,17 @@ from .records import REPORT_SCHEMA
 from .statistics import Resamples, Values
 
 PLAIN, BEST = "plain decoding", "best fixed"
-FACTS = ("traces", "prompts", "temperature", "shaping", "verification", "depth", "topology", "clusters", "cluster unit")
+FACTS = (
+    "traces",
+    "prompts",
+    "temperature",
+    "sampling",
+    "verification",
+    "depth",
+    "topology",
+    "clusters",
+    "cluster unit",
+)
 MACHINE = ("device", "dtype", "threads")
 PARTS = {"pair": ("target", "draft", "tokenizer"), "profile": (*MACHINE, "created", "versions")}
 

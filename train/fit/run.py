@@ -302,7 +302,7 @@ def training_metadata(
         temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,
         label=header.label,
-        shaping=dict(header.shaping),
+        sampling=dict(header.sampling),
         pair=dict(header.pair),
         provenance={"traces": ", ".join(sources), **provenance, "seed": seed, "specstop": version("specstop")},
     )

@@ -43,11 +43,11 @@ def test_collect_records_the_filters_and_info_shows_them(models: list[object], t
         other += " --depth 2" + (" --tree 2,1" if "--tree" in more else "")
         expected = f"--temperature 0.7 --sampling top_p=0.8 --sampling repetition_penalty=1.2{other} --prompts"
         assert expected in answer.out, "the next command"
-        assert load_trace(out).header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+        assert load_trace(out).header.sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
         assert json.loads(cli("info", out, "--json").out)["filter"] == "repetition-penalty 1.2, top-p 0.8"
     again = cli("collect", "--config", tmp_path / "t0" / "run.yaml", "--out", tmp_path / "again", "--quiet")
     assert again.code == 0, again.err
-    assert load_trace(tmp_path / "again").header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+    assert load_trace(tmp_path / "again").header.sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
 
 
 def test_a_profile_is_measured_with_the_filters_and_decisions_are_added_under_them(
@@ -57,12 +57,12 @@ def test_a_profile_is_measured_with_the_filters_and_decisions_are_added_under_th
     answer = cli(*command, "--out", tmp_path / "p.json")
     assert answer.code == 0, answer.err
     made = Profile.load(tmp_path / "p.json")
-    assert made.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+    assert made.sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
     answer = cli("profile", *models, "--policy", "confidence:0.4", "--profile", tmp_path / "p.json", "--quiet")
     assert answer.code == 0, answer.err
-    assert Profile.load(tmp_path / "p.json").shaping == made.shaping
+    assert Profile.load(tmp_path / "p.json").sampling == made.sampling
     raw = json.loads((tmp_path / "p.json").read_text())
-    (tmp_path / "odd.json").write_text(json.dumps(raw | {"shaping": {"colour": 1}}))
+    (tmp_path / "odd.json").write_text(json.dumps(raw | {"sampling": {"colour": 1}}))
     answer = cli("profile", *models, "--policy", "confidence:0.4", "--profile", tmp_path / "odd.json")
     assert answer.code == 2 and "colour" in answer.err
 
@@ -113,9 +113,9 @@ def test_the_targets_defaults_are_named_applied_and_turned_off(pair_folder: Path
         assert answer.code == 0, answer.err
         assert ("generation_config sets" in answer.err) == (not more)
     assert texts[0] != texts[1] == texts[2]
-    shaping = [load_trace(tmp_path / f"t{number}").header.shaping for number in (1, 2, 3)]
-    assert shaping == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
+    sampling = [load_trace(tmp_path / f"t{number}").header.sampling for number in (1, 2, 3)]
+    assert sampling == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
     answer = cli("collect", *named, "--max-new-tokens", 8, "--depth", 2, "--out", tmp_path / "t2", "--resume")
-    assert answer.code == 2 and "shaping" in answer.err
+    assert answer.code == 2 and "sampling" in answer.err
     answer = cli("info", target, "--json")
     assert json.loads(answer.out)["sampling defaults"] == "repetition-penalty 1.7, top-k 5"

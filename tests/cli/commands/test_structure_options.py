@@ -53,10 +53,10 @@ def test_bench_and_collect_take_a_grammar(models: list[object], folder: Path, tm
     out = ["--out", tmp_path / "t", "--depth", 3]
     answer = cli("collect", *command, "--sampling", f"json_schema={folder / 'person.json'}", *out)
     assert answer.code == 0, answer.err
-    assert load_trace(tmp_path / "t").header.shaping["processors"][0].startswith("json-schema ")
+    assert load_trace(tmp_path / "t").header.sampling["processors"][0].startswith("json-schema ")
     assert "json-schema" in json.loads(cli("info", tmp_path / "t", "--json").out)["filter"]
     again = cli("collect", *command, "--sampling", f"grammar={folder / 'list.ebnf'}", *out, "--resume")
-    assert again.code == 2 and "shaping" in again.err
+    assert again.code == 2 and "sampling" in again.err
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ RAW = json.loads(HEADER.to_json())
     [
         {"draws": 0}, {"batch": 0}, {"eos": [1 << 40]}, {"eos": [-1]}, {"eos": [True]}, {"eos": [1.5]}, {"shards": 10**9},
         {"shards": 0}, {"prompts": 10**12}, {"prompts": -1}, {"temperature": 1e300}, {"temperature": -1},
-        {"temperature": "0.7"}, {"shaping": {"top_p": 5}}, {"shaping": {"top_k": "many"}}, {"shaping": {"min_p": -0.5}},
+        {"temperature": "0.7"}, {"sampling": {"top_p": 5}}, {"sampling": {"top_k": "many"}}, {"sampling": {"min_p": -0.5}},
         {"verification": "../x"}, {"label": "none"}, {"collector": "sparse"}, {"texts": ""}, {"off_text": "never"},
         {"topology": []}, {"topology": [-1, 5]}, {"topology": [-2]}, {"topology": [-1] * 5000},
         {"features": ["top1", "top1"]},

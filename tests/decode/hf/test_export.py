@@ -155,7 +155,7 @@ def trained_with(drafter: str, folder: Path, **pair: str) -> Path:
     return save_policy(policy, folder)
 
 
-@pytest.mark.parametrize("prefix", ["", "suffix?sure=0.6+"])
+@pytest.mark.parametrize("prefix", ["", "suffix?confidence=0.6+"])
 def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
     prefix: str, pair: Pair, ids: torch.Tensor, hydra: Path, tmp_path: Path, rounds: list[Any]
 ) -> None:

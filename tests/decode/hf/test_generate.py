@@ -121,7 +121,7 @@ def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair
 
 
 @pytest.mark.parametrize(
-    ("temperature", "options", "shaping"),
+    ("temperature", "options", "sampling"),
     [
         (0.8, {}, SamplingParams()),
         (0.8, {"top_k": 5}, SamplingParams(top_k=5)),
@@ -130,9 +130,9 @@ def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair
     ],
 )  # fmt: skip
 def test_sampling_options_are_those_of_the_loop(
-    pair: Pair, prompt_ids: Prompts, temperature: float, options: dict[str, Any], shaping: SamplingParams
+    pair: Pair, prompt_ids: Prompts, temperature: float, options: dict[str, Any], sampling: SamplingParams
 ) -> None:
-    speculator = Speculator(pair, FixedLength(3), Settings(temperature, NEW, verification="auto", shaping=shaping))
+    speculator = Speculator(pair, FixedLength(3), Settings(temperature, NEW, verification="auto", sampling=sampling))
     for prompt in prompt_ids[3:5]:
         out = ours(pair, [prompt], **{**SAMPLING, "temperature": temperature, **options}, seed=3)
         assert out[0, len(prompt) :].tolist() == list(speculator.generate(prompt, stream_key(3, "0")).tokens)

@@ -80,12 +80,12 @@ def traces(pair: Pair, twice: list[Prompt], tmp_path_factory: pytest.TempPathFac
         options = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "draft": spec}
         return trace_arrays(collect(with_drafter(pair, spec), twice, folder / name, **options))
 
-    return {spec: made(spec, str(at)) for at, spec in enumerate(("suffix", "model", "suffix?sure=0.4+model"))}
+    return {spec: made(spec, str(at)) for at, spec in enumerate(("suffix", "model", "suffix?confidence=0.4+model"))}
 
 
 def test_a_trace_of_each_makes_the_trace_of_both(traces: dict[str, TraceArrays]) -> None:
     made, mine = both(traces["suffix"], traces["model"], 0.4)
-    expected = traces["suffix?sure=0.4+model"]
+    expected = traces["suffix?confidence=0.4+model"]
     assert 0.02 < float(mine.double().mean()) < 0.98
     drawable = expected.tokens >= 0  # live nothing is drawn below an end of text
     for name in ("tokens", "ends"):

@@ -119,10 +119,12 @@ def test_a_profile_of_another_verification_is_told_of(block: tuple[Trace, Trace]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             tell_other_rounds(quiet, header)
-    told = replace(profile, facts={**profile.facts, "device": "cpu", "drafter": "suffix?sure=0.6+medusa:here/heads"})
+    told = replace(
+        profile, facts={**profile.facts, "device": "cpu", "drafter": "suffix?confidence=0.6+medusa:here/heads"}
+    )
     with pytest.warns(SpecstopWarning, match=r"of the drafter suffix\+medusa, the trace holds those of model"):
         tell_other_rounds(told, header)
-    moved = replace(header, facts={**header.facts, "drafter": "suffix?sure=0.6+medusa:there/heads"})
+    moved = replace(header, facts={**header.facts, "drafter": "suffix?confidence=0.6+medusa:there/heads"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tell_other_rounds(told, moved)

@@ -264,16 +264,16 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
 ) -> None:
     two = SamplingParams(top_k=2)  # for which a third sibling is never there
-    options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "shaping": two}
+    options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "sampling": two}
     filtered = collect(pair, prompts, tmp_path / "filtered", tree=TREE, **options)
-    for temperature, trace, shaping in (
+    for temperature, trace, sampling in (
         *((t, trace, SamplingParams()) for t, trace in forest.items()),
         (0.7, filtered, two),
     ):
         small = on_subtree(trace_arrays(trace), SMALL)
         name = subtree(trace.header.tree, SMALL).name
-        folder = tmp_path / f"{temperature} {shaping.options}"
-        options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
+        folder = tmp_path / f"{temperature} {sampling.options}"
+        options = {"temperature": temperature, "max_new_tokens": NEW, "sampling": sampling}
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
         assert small.tree.parent == whole.tree.parent
         assert small.path is not None and whole.path is not None

@@ -16,7 +16,7 @@ from .arrays import BY_ROW, BY_SEQUENCE, NAMES, TraceArrays, trace_arrays
 from .hidden_states import StoredHidden
 
 _ALIKE = (
-    "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
+    "pair", "vocabulary", "eos", "sampling", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
     "mix", "draws", "off_text",
 )  # fmt: skip
 _INSTEAD = ", all with --verification match where temperature 0 is among them"
