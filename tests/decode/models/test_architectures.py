@@ -1,151 +1,261 @@
-"""Every kind of model the loop takes gives its own greedy text, as target and as draft; the others are refused by name.
-
-A seeded sample of the table that `benchmarks/architectures.py` makes.
-"""
+"""Kinds of models: each supported kind gives its own greedy text, as target and as draft; the others are refused by name."""
 
 from __future__ import annotations
 
 import copy
-import random
-from importlib.metadata import version
+import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+import transformers as hub
 from conftest import build_model
 from contract_policies import TEST_POLICIES
 from small_models import table
-from specstop.decode.models.pair import join, load_pair, with_engine
+from specstop.decode.loop import Request, Speculator
+from specstop.decode.models.pair import Pair, join, load_pair, with_engine
+from specstop.decode.plain import plain_texts
+from specstop.decode.settings import Settings
 from specstop.policies.contract import StopPolicy
-from specstop.policies.errors import PairError
+from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from torch import Tensor, nn
 
-NEW = 16
+classes = table.causal_lms
+PROMPTS = [list(prompt) for prompt in classes.PROMPTS]
+NEW = 12
 TREE_POLICIES: list[StopPolicy] = [
     FixedLength(4),
     Confidence(0.2),
     TEST_POLICIES["selecting"],
     TEST_POLICIES["from-anchor"],
 ]
-CHAIN_POLICIES: list[StopPolicy] = [
-    *TREE_POLICIES,
-    FixedLength(1),
-    TEST_POLICIES["reads-history"],
-    TEST_POLICIES["selecting"],
-]
-PLAIN = (("sdpa", "float64", "plain"), ("eager", "float32", "plain"))
-CASES = [
-    # The library's modules under one attention, in turn, and the fast engine: the benchmark goes through all.
-    *((name, *PLAIN[name in table.EAGER_ONLY or at % 2]) for at, name in enumerate(table.CONFIGS)),
-    *((name, "sdpa", "float32", "auto") for name in table.CONFIGS if name not in table.EAGER_ONLY),
-]
+CHAIN_POLICIES: list[StopPolicy] = [*TREE_POLICIES, FixedLength(1), TEST_POLICIES["reads-history"]]
 
 
-@pytest.mark.parametrize(("name", "attention", "dtype", "engine"), CASES)
-def test_greedy_text_is_that_of_generate(name: str, attention: str, dtype: str, engine: str) -> None:
-    target = table.build(name, table.DTYPES[dtype], attention)
+def build(name: str, **options: Any) -> hub.PreTrainedModel:
+    model: hub.PreTrainedModel = classes.build_class(name, options)
+    return model.float() if name in ("xglm", "granitemoehybrid") else model  # these compute in float32
+
+
+def texts(
+    pair: Pair, depth: int, tree: str | None = None, batch: int = 3, verification: str = "auto", new: int = classes.NEW,
+    prompts: Sequence[list[int]] = PROMPTS,
+) -> list[list[int]]:  # fmt: skip
+    settings = Settings(0.0, new, tree=tree, verification=verification)
+    speculator = Speculator(pair, FixedLength(depth), settings, batch=batch)
+    return [list(text.tokens) for text in speculator.run([Request(prompt) for prompt in prompts])]
+
+
+@pytest.mark.parametrize("engine", ["plain", "auto"])
+@pytest.mark.parametrize("number", range(len(table.CONFIGS)))
+def test_greedy_text_is_that_of_generate(number: int, engine: str) -> None:
+    """Shapes and policies in turn; `benchmarks/architectures.py` decodes all combinations."""
+    name = list(table.CONFIGS)[number]
+    eager = name in table.EAGER_ONLY or (number % 2 == 1 and engine == "plain")
+    dtype = torch.float32 if eager or engine == "auto" else torch.float64
+    target = table.build(name, dtype, "eager" if eager else "sdpa")
     pair = with_engine(join(copy.deepcopy(target), table.noisy(target)), engine)
-    assert engine == "plain" or "plain" not in pair.engines
+    assert engine == "plain" or "plain" not in pair.engines or eager
     prompts = table.prompts(2)
     expected = [table.plain(target, prompt, NEW) for prompt in prompts]
-    assert all(len(set(text)) > 5 for text in expected), "a text that repeats itself says little"
-    draw = random.Random(f"{name} {attention} {engine}")
-    cells = [(None, draw.choice(CHAIN_POLICIES)), *((tree, draw.choice(TREE_POLICIES)) for tree in table.SHAPES[1:])]
-    accepted = []
-    for tree, policy in draw.sample(cells, 2):
-        cell = table.compare(target, pair, policy, tree, prompts, expected, NEW)
-        assert cell.wrong == 0, (tree, policy.name, cell.margins)
-        assert cell.equal == len(prompts) or dtype != "float64"
-        accepted.append(cell.accepted)
-    assert min(accepted) > 0.0 and max(accepted) < 1.0, "some drafts are accepted and some are not"
+    assert all(len(set(text)) > 3 for text in expected), "a text that repeats itself has little information"
+    turn = number + (engine == "auto")
+    tree = table.SHAPES[turn % len(table.SHAPES)]
+    policies = TREE_POLICIES if tree else CHAIN_POLICIES
+    cell = table.compare(target, pair, policies[turn // 2 % len(policies)], tree, prompts, expected, NEW)
+    assert cell.wrong == 0, (tree, cell.margins)
+    assert cell.equal == len(prompts) or dtype != torch.float64
+    assert 0.0 < cell.accepted < 1.0, "some drafts are accepted and some are not"
 
 
 @pytest.mark.parametrize(("first", "second"), [("llama", "gpt2"), ("gemma3", "opt"), ("gpt-neox", "mistral-window")])
 def test_a_draft_may_be_of_another_kind(first: str, second: str) -> None:
     pair = join(table.build(first, torch.float64), table.build(second, torch.float64))
     prompts = table.prompts(2)
-    expected = [table.plain(pair.target, prompt, 12) for prompt in prompts]
+    expected = [table.plain(pair.target, prompt, 8) for prompt in prompts]
     for tree in (None, "3,2"):
-        assert table.compare(pair.target, pair, FixedLength(2), tree, prompts, expected, 12).equal == 2
+        assert table.compare(pair.target, pair, FixedLength(2), tree, prompts, expected, 8).equal == 2
 
 
-def test_the_comparison_tells_a_wrong_text_from_a_tie() -> None:
-    target = table.build("llama", torch.float32)
-    prompts = table.prompts(1)
-    right = table.plain(target, prompts[0], 8)
-    wrong = [[*right[:5], (right[5] + 1) % table.VOCABULARY, *right[6:]]]
-    cell = table.compare(target, join(target, target), FixedLength(2), None, prompts, wrong, 8)
-    assert (cell.equal, cell.wrong, len(cell.margins)) == (0, 1, 1)
-    near = torch.tensor([0.0, 1.0, 1.0 + table.TIE / 4])
-    target.forward = lambda ids: type("Out", (), {"logits": near.expand(1, ids.shape[1], 3)})()
-    assert 0 < table.margin(target, [3]) < table.TIE
+@pytest.mark.parametrize("name", ["gptj", "falcon", "gpt_neo", "xglm", "bloom"])
+@pytest.mark.filterwarnings("ignore::specstop.policies.errors.SpecstopWarning")
+def test_attention_outside_of_the_librarys_interface_is_read_right_or_refused_by_name(name: str) -> None:
+    target = build(name)
+    expected, pair = classes.expected_texts(target), join(target, table.noisy(target))
+    assert texts(pair, 0) == texts(pair, 3) == expected
+    assert plain_texts(pair, PROMPTS, [0, 0, 0], classes.NEW, ignore_eos=True).tokens == expected
+    try:
+        assert texts(pair, 2, "2,2", 1) == expected
+    except PairError as error:
+        assert type(target).__name__ in str(error) and "tree" in str(error)
 
 
-SMALL = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2}
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama4_text", {}), ("falcon alibi", {}), ("roberta", {}),
+     ("granitemoehybrid", {"layer_types": ["full_attention"] * 2})],
+)  # fmt: skip
+def test_a_flag_alone_is_no_reason_to_refuse(name: str, options: dict[str, object]) -> None:
+    """Chunked attention, ALiBi, an encoder used as decoder, a hybrid without recurrent layers."""
+    target = build(name, **options)
+    assert texts(join(target, table.noisy(target)), 3, batch=1) == classes.expected_texts(target)
 
 
-def stateful() -> PreTrainedModel:
-    return MambaForCausalLM(MambaConfig(**SMALL, state_size=4))
+@pytest.mark.parametrize("name", ["hunyuan_v1_moe", "longcat_flash"])
+def test_a_router_that_reads_the_weight_of_its_layer_is_not_packed(name: str) -> None:
+    target = build(name, num_key_value_heads=4, head_dim=4).float()
+    expected = classes.expected_texts(target)
+    pair = with_engine(join(target, None), "packed")
+    assert plain_texts(pair, PROMPTS, [0, 0, 0], classes.NEW, ignore_eos=True).tokens == expected
 
 
-def linear() -> PreTrainedModel:
-    options = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_experts": 2,
-               "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts_per_tok": 1,
-               "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8,
-               "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**SMALL, **options))
+def flex() -> hub.PreTrainedModel:
+    model = build_model()
+    model.config._attn_implementation = "flex_attention"
+    return model
 
 
-def encoder_decoder() -> PreTrainedModel:
-    return T5ForConditionalGeneration(T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+def mamba() -> hub.PreTrainedModel:
+    return hub.MambaForCausalLM(hub.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4))
+
+
+def t5() -> hub.PreTrainedModel:
+    return hub.T5ForConditionalGeneration(
+        hub.T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
 
 
 REFUSED = {
-    "mamba": (stateful, "is a \\w+, which has linear_attention layers"),
-    "linear": (linear, "is a \\w+, which has linear_attention layers"),
-    "encoder": (encoder_decoder, "is a T5ForConditionalGeneration, which cannot be decoded here"),
-}  # fmt: skip
+    "mamba": (mamba, "linear_attention layers"),
+    "t5": (t5, "T5ForConditionalGeneration"),
+    "flex": (flex, "flex_attention attention; expected sdpa or eager"),
+    **{
+        name: (lambda name=name: build(name), "ForCausalLM|LMHeadModel")
+        for name in ("roberta encoder", "rembert", "bert", "rwkv")
+    },
+}
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_by_name(name: str, role: str) -> None:
-    build, message = REFUSED[name]
-    models = {"target": build_model(), "draft": build_model(), role: build()}
-    with pytest.raises(PairError, match=f"the {role} {message}") as error:
+@pytest.mark.parametrize(("name", "role"), [(name, ("target", "draft")[at % 2]) for at, name in enumerate(REFUSED)])
+def test_unsupported_models_are_refused_by_name(name: str, role: str) -> None:
+    create, message = REFUSED[name]
+    models = {"target": build_model(), "draft": build_model(), role: create()}
+    with pytest.raises(PairError, match=f"the {role} .*({message})") as error:
         join(models["target"], models["draft"])
     assert "\n" not in str(error.value)
 
 
-def test_an_attention_backend_that_misreads_the_mask_is_refused_with_the_way_out() -> None:
-    models = {"target": build_model(), "draft": build_model()}
-    models["draft"].config._attn_implementation = "flex_attention"
-    with pytest.raises(PairError, match=r"the draft uses flex_attention attention; expected sdpa or eager"):
-        join(models["target"], models["draft"])
-    models["draft"].set_attn_implementation("sdpa")
-    join(models["target"], models["draft"])
-
-
-def test_a_model_without_sdpa_is_loaded_with_what_it_has(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: object
-) -> None:
-    folder = tmp_path_factory.mktemp("gemma2")
+def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path: Any, tokenizer: Any) -> None:
     model = table.build("gemma2", torch.float32, "eager")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    pair = load_pair(folder, folder)
-    # Before 5.20 the library gave this model sdpa.
-    older = tuple(map(int, version("transformers").split(".")[:2])) < (5, 20)
-    assert pair.target.config._attn_implementation == ("sdpa" if older else "eager")
-    prompt = [5, 6, 7, 8]
-    assert (
-        table.compare(pair.target, pair, FixedLength(3), "2,2", [prompt], [table.plain(model, prompt, 9)], 9).equal == 1
-    )
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pair, prompt = load_pair(tmp_path, tmp_path), [5, 6, 7, 8]
+    expected = [table.plain(model, prompt, 9)]
+    assert table.compare(pair.target, pair, FixedLength(3), "2,2", [prompt], expected, 9).equal == 1
+
+
+def test_a_batch_that_is_read_one_at_a_time_is_warned_of_once() -> None:
+    target = build("gptj")
+    pair = join(target, table.noisy(target))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        texts(pair, 0, batch=1)
+        assert not caught
+        texts(pair, 0)
+        texts(pair, 0)
+    messages = [str(warning.message) for warning in caught if warning.category is SpecstopWarning]
+    assert len(messages) <= 2 and all("GPTJForCausalLM" in message for message in messages)  # of target and draft
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.002, 0.3])
+def test_weights_of_any_size_and_type_pass_the_check(dtype: torch.dtype, spread: float) -> None:
+    for name in ("qwen2_moe", "gemma3_text", "gptj"):
+        target = build(name, initializer_range=spread).to(dtype)
+        assert join(target, None).readings[0].side_by_side == (name != "gptj")
+
+
+def test_a_changed_configuration_is_checked_again() -> None:
+    target = build("roberta")
+    join(target, None)
+    target.config.is_decoder = False
+    for module in target.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    with pytest.raises(PairError, match="RobertaForCausalLM"):
+        join(target, None)
+
+
+class Rounded(nn.Module):
+    """A linear layer that rounds its input to eight bits, with one scale for all tokens of a call."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax() / 127
+        rounded: Tensor = self.inner((x / scale).round() * scale)
+        return rounded
+
+
+def test_logits_that_depend_on_the_tokens_of_a_call_are_warned_of_once() -> None:
+    target = build("llama")
+    for layer in target.model.layers:
+        layer.mlp.down_proj = Rounded(layer.mlp.down_proj)
+    with pytest.warns(SpecstopWarning, match="depend on how many tokens"):
+        join(target, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        join(target, None)
+
+
+ORIGINAL = 24
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 200, "initializer_range": 0.4, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+AROUND = [[7, 7, 9, 41, 22, 60, 12, 30, 31, 5, 44, 18], [3 + at * at % 60 for at in range(27)]]
+"""A prompt whose text reaches the length where the factors change, and one that is longer."""
+
+
+def rotated(kind: str, seed: int = 0, **options: Any) -> hub.PreTrainedModel:
+    torch.manual_seed(seed)
+    if kind == "phi3":  # its `generate` reads a text again where the factors change
+        config = hub.Phi3Config(**SIZES, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG)
+        return hub.Phi3ForCausalLM(config).double().eval()
+    rope = {"rope_parameters": LONG} if kind == "llama-long" else {}
+    return hub.LlamaForCausalLM(hub.LlamaConfig(**{**SIZES, **rope, **options})).double().eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft_kind"),
+    [("phi3", "same"), ("phi3", "llama-long"), ("llama-long", "same"), ("llama", "phi3")],
+)
+def test_position_encodings_that_change_with_the_length_give_the_text_of_generate(kind: str, draft_kind: str) -> None:
+    target = rotated(kind)
+    pair = join(target, table.noisy(target) if draft_kind == "same" else rotated(draft_kind, 1))
+    expected = [table.plain(target, prompt, 20) for prompt in AROUND]
+    assert plain_texts(pair, AROUND, [0] * 2, 20).tokens == expected
+    for depth, tree, verification, batch in (
+        (0, None, "auto", 2), (2, None, "match", 1), (4, None, "rejection", 2), (2, "2,2", "match", 2),
+        (3, "3,2,1", "rejection", 1),
+    ):  # fmt: skip
+        options = depth, tree, batch, verification
+        assert texts(pair, *options, new=20, prompts=AROUND) == expected, options
+
+
+def test_dynamic_factors_are_refused_beyond_the_length_where_they_change() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    target = rotated("llama", max_position_embeddings=30, rope_parameters=rope)
+    pair, prompts = join(target, table.noisy(target)), [[5, 9, 17, 33, 3, 8]]
+    assert texts(pair, 4, batch=1, new=24, prompts=prompts) == [table.plain(target, prompts[0], 24)]
+    with pytest.raises(InputError, match="reads at most 30"):
+        texts(pair, 4, batch=1, new=25, prompts=prompts)

@@ -1,104 +1,293 @@
-"""The preallocated cache: reading in pieces, with roll-backs, gives the logits of one full forward."""
+"""Cached reading: pieces, roll-backs, trees and streams side by side, under each engine, give the library's logits."""
 
 from __future__ import annotations
 
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from conftest import VOCABULARY
+import transformers as hub
+from conftest import VOCABULARY, build_model
+from small_models import table
+from specstop.decode import Settings, Speculator, load_pair, parse_tree
+from specstop.decode.models import attention as attention_module
+from specstop.decode.models.attention import Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.cuda import CudaGraphModel
+from specstop.decode.models.engine import CompactModel, PackedLinear, choose_engine, speed_up
 from specstop.decode.models.pair import Pair
+from specstop.decode.topology import Topology
+from specstop.policies import FixedLength
+from specstop.policies.errors import InputError
+from tape import recorder, simulate_graphs
+from torch.nn import functional
 
-NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention takes its softmax in float32 whatever the dtype
+NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 in every dtype
+FLOAT32 = 2e-4
+TREE, STREAMS = parse_tree("2,2,1"), 3
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
-    return plain_pair
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(params=["sdpa", "eager"])
-def model(request: pytest.FixtureRequest, pair: Pair, eager_pair: Pair) -> torch.nn.Module:
-    return (pair if request.param == "sdpa" else eager_pair).target
+def model(request: pytest.FixtureRequest, plain_pair: Pair, eager_pair: Pair) -> hub.PreTrainedModel:
+    return (plain_pair if request.param == "sdpa" else eager_pair).target
 
 
-def near(model: torch.nn.Module) -> float:
-    return NEAR[model.config._attn_implementation]
-
-
-@torch.no_grad()
-def full(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def full(model: hub.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, use_cache=False).logits
 
 
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+def random_tokens(*shape: int, seed: int = 0, first: int = 0) -> torch.Tensor:
+    return torch.randint(first, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("seed", range(4))
-def test_reading_in_pieces_with_roll_backs_equals_one_forward(model: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    cached = CachedModel(model, 40, VOCABULARY)
-    text = torch.zeros(1, 0, dtype=torch.int64)
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_and_roll_backs_equal_one_forward(model: hub.PreTrainedModel, seed: int) -> None:
+    near, draw = NEAR[model.config._attn_implementation], random.Random(seed)
+    cached, text = CachedModel(model, 40, VOCABULARY), torch.zeros(1, 0, dtype=torch.int64)
     for step in range(12):
-        new = tokens(1, 1 + int(torch.randint(0, 5, (), generator=generator)), seed=100 * seed + step)
+        new = random_tokens(1, 1 + draw.randrange(5), seed=100 * seed + step)
         text = torch.cat([text, new], 1)
-        logits = cached.read(new)
+        rows = draw.choice([0, 1])
+        logits = cached.read(new, rows)
         assert cached.length == text.shape[1]
-        torch.testing.assert_close(logits, full(model, text)[:, -new.shape[1] :], atol=near(model), rtol=0)
-        keep = text.shape[1] - int(torch.randint(0, 4, (), generator=generator))
-        cached.roll_back(max(0, min(keep, 30)))
+        torch.testing.assert_close(logits, full(model, text)[:, -(rows or new.shape[1]) :], atol=near, rtol=0)
+        cached.roll_back(max(0, min(text.shape[1] - draw.randrange(4), 30)))
         text = text[:, : cached.length]
 
 
-@torch.no_grad()
-def test_rows_asks_for_the_last_rows_only(model: torch.nn.Module) -> None:
-    text = tokens(1, 9)
-    logits = CachedModel(model, 20, VOCABULARY).read(text, rows=3)
-    torch.testing.assert_close(logits, full(model, text)[:, -3:], atol=near(model), rtol=0)
-
-
-@torch.no_grad()
-def test_a_mask_hides_what_it_says_under_each_backend(model: torch.nn.Module) -> None:
-    """Two branches after one prefix, read in one call, are what each is alone."""
-    prefix, branches = tokens(1, 6), tokens(1, 2, seed=1)
+def test_a_mask_hides_tokens_under_each_backend(model: hub.PreTrainedModel) -> None:
+    """Two branches after one prefix in one call equal each branch alone. Eager attention adds its mask to the scores."""
+    near, prefix, branches = NEAR[model.config._attn_implementation], random_tokens(1, 6), random_tokens(1, 2, seed=1)
     cached = CachedModel(model, 20, VOCABULARY)
     cached.read(prefix)
     mask = torch.cat([torch.ones(2, 6), torch.eye(2)], 1).bool()[None, None]
     both = cached.read(branches, 0, mask, torch.tensor([[6, 6]]))
     for i in range(2):
         alone = full(model, torch.cat([prefix, branches[:, i : i + 1]], 1))[:, -1]
-        torch.testing.assert_close(both[:, i], alone, atol=near(model), rtol=0)
+        torch.testing.assert_close(both[:, i], alone, atol=near, rtol=0)
 
 
-@torch.no_grad()
-def test_the_backend_needs_the_form_it_gets(eager_pair: Pair) -> None:
-    """A boolean mask is added as 0 and 1 under eager attention, and hides nothing; `read` takes either form."""
-    text, model = tokens(1, 6), eager_pair.target
-    causal = torch.ones(6, 6).tril().bool()[None, None]
-    right = CachedModel(model, 6, VOCABULARY).read(text, 0, causal)
-    wrong = model(text, attention_mask=causal).logits
-    torch.testing.assert_close(right, full(model, text), atol=near(model), rtol=0)
-    torch.testing.assert_close(CachedModel(model, 6, VOCABULARY).read(text, 0, causal), right, atol=0, rtol=0)
-    assert (wrong - right).abs().max() > 0.1
-
-
-@torch.no_grad()
-def test_buffers_are_allocated_once(pair: Pair) -> None:
-    cached = CachedModel(pair.target, 12, VOCABULARY)
-    cached.read(tokens(1, 4))
-    places = [layer.keys.data_ptr() for layer in cached._layers]
-    for _ in range(3):
-        cached.read(tokens(1, 4))
-        cached.roll_back(4)
-    assert [layer.keys.data_ptr() for layer in cached._layers] == places
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_logits_are_float32_or_float64_and_as_wide_as_asked(pair: Pair, dtype: torch.dtype) -> None:
-    import copy
-
-    logits = CachedModel(copy.deepcopy(pair.target).to(dtype), 8, 30).read(tokens(1, 3))
+def test_logits_are_float32_or_float64_and_of_the_requested_width(plain_pair: Pair, dtype: torch.dtype) -> None:
+    logits = CachedModel(copy.deepcopy(plain_pair.target).to(dtype), 8, 30).read(random_tokens(1, 3))
     assert logits.shape == (1, 3, 30)
     assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def subtree(tree: Topology, draw: random.Random) -> list[int]:
+    """Return random rows of a tree that include their parents."""
+    rows = [0]
+    for row, parent in enumerate(tree.parent):
+        if parent in rows and draw.random() < 0.7:
+            rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "engine"),
+    [("llama", "sdpa", "plain"), ("llama", "eager", "plain"), ("mistral-window", "sdpa", "plain"),
+     ("gemma2", "eager", "plain"), ("opt", "eager", "plain"), ("gpt2", "sdpa", "plain"), ("llama", "sdpa", "compact"),
+     ("qwen3", "sdpa", "compact")],
+)  # fmt: skip
+def test_streams_side_by_side_are_read_as_alone(kind: str, attention: str, engine: str) -> None:
+    """Random calls of three streams in one cache against three caches; texts end and others begin in their place."""
+    draw, near = random.Random(5), NEAR[attention]
+    model = speed_up(table.build(kind, torch.float64, attention), engine)
+    together = CachedModel(model, 60, table.VOCABULARY, True, STREAMS)
+    alone = [CachedModel(model, 60, table.VOCABULARY, True) for _ in range(STREAMS)]
+    trees_kept = [0] * STREAMS
+    for turn in range(24):
+        parts, trees = [], {}
+        for stream in draw.sample(range(STREAMS), draw.randint(1, STREAMS)):
+            if together.lengths[stream] > 35:
+                together.roll_back(0, stream)
+                alone[stream].roll_back(0)
+            length, count = together.lengths[stream], draw.randint(1, 5)
+            if length and draw.random() < 0.5:
+                trees[stream] = TreeRows(TREE, length, [], subtree(TREE, draw))
+                count = len(trees[stream].rows)
+            ids = [draw.randrange(3, table.VOCABULARY) for _ in range(count)]
+            rows = 0 if stream in trees else draw.choice([0, 1, count])
+            parts.append(Part(stream, ids, rows, tree=trees.get(stream)))
+        logits, states = together.read_parts(parts), together.states
+        expected = [alone[part.stream].read_parts([Part(0, part.tokens, part.rows, part.tree)]) for part in parts]
+        expected_states = torch.cat([alone[part.stream].states for part in parts], 1)
+        torch.testing.assert_close(logits, torch.cat(expected), atol=near, rtol=0)
+        torch.testing.assert_close(states, expected_states, atol=10 * near, rtol=0)
+        for stream, tree in trees.items():
+            path = [0, *(row for row in tree.rows if TREE.parent[row] == 0)][:2]
+            slots = [tree.base + list(tree.rows).index(row) for row in path]
+            together.keep(tree.base, slots, stream)
+            alone[stream].keep(tree.base, slots)
+            trees_kept[stream] += 1
+        assert list(together.lengths) == [cache.length for cache in alone], turn
+    assert min(trees_kept) > 1
+
+
+def test_a_long_part_is_read_alone_and_a_prompt_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other streams are not filled up to its length, and a device can use its flash kernel."""
+    shapes, masked, attend = list[tuple[int, ...]](), list[bool](), functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        shapes.append((len(query), query.shape[2], len(key)))
+        masked.append(options.get("attn_mask") is not None)
+        return attend(query, key, *args, **options)
+
+    cache = CachedModel(table.build("llama", torch.float64), 200, table.VOCABULARY, streams=6)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    for stream in range(6):
+        cache.read_parts([Part(stream, [3, 4, 5], 1)])
+    assert not any(masked)
+    shapes.clear()
+    cache.read_parts([Part(0, [7]), Part(1, [5] * 90, 1), Part(2, [8, 9])])
+    assert {(queries, keys) for queries, _, keys in shapes} == {(1, 1), (3, 3)}, "no streams behind the last in use"
+    assert max(count for queries, count, _ in shapes if queries == 3) < 5
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0,
+}  # fmt: skip
+ALL_HEADS = {name: SMALL[name] for name in SMALL if name != "num_key_value_heads"}
+SCALED = {"rope_theta": 10000.0, "factor": 2.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.3}
+OPT = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "max_position_embeddings": 96}
+ENGINES: dict[str, tuple[hub.PreTrainedConfig, tuple[str, ...]]] = {
+    "llama": (hub.LlamaConfig(**SMALL), ("compact",)),
+    "llama-biased-tied": (
+        hub.LlamaConfig(**SMALL, attention_bias=True, tie_word_embeddings=True),
+        ("compact", "packed"),
+    ),
+    "llama-all-heads": (hub.LlamaConfig(**ALL_HEADS), ("compact",)),
+    "llama-linear": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", **SCALED}), ("compact",)),
+    "llama-3": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", **SCALED, **LLAMA3}), ("compact",)),
+    "mistral": (hub.MistralConfig(**SMALL, sliding_window=None, head_dim=8), ("compact",)),
+    "qwen2": (hub.Qwen2Config(**SMALL), ("compact",)),
+    "qwen3": (hub.Qwen3Config(**SMALL, head_dim=16), ("compact", "packed")),
+    "gpt2": (hub.GPT2Config(**GPT2), ("packed",)),
+    "gpt-neox": (hub.GPTNeoXConfig(**ALL_HEADS), ("packed",)),
+    "opt": (hub.OPTConfig(**OPT, num_attention_heads=4, word_embed_proj_dim=32, init_std=0.3), ("packed",)),
+}
+
+
+def build(config: hub.PreTrainedConfig) -> hub.PreTrainedModel:
+    torch.manual_seed(5)
+    model: hub.PreTrainedModel = hub.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    for name, weight in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):  # their initial ones and zeros would hide a mistake
+            weight.add_(0.3 * torch.randn(weight.shape))
+    return model.float().eval()
+
+
+def readings(model: hub.PreTrainedModel) -> list[torch.Tensor]:
+    """Return logits and states of a prompt, one token, several, a long run, the last rows, a tree and a part of it."""
+    cache, out = CachedModel(model, 96, 64, hidden=(0, -1)), []
+    for count, rows in ((7, 1), (1, 0), (4, 0), (66, 3)):
+        out.append(cache.read(random_tokens(1, count, seed=count, first=1), rows))
+        assert cache.states is not None
+        out.append(cache.states)
+    cache.roll_back(20)
+    row = random_tokens(len(TREE), first=1).tolist()
+    out.append(cache.read_parts([Part(0, row[:3], tree=TreeRows(TREE, 20, [], [0, 1, 2]))]))
+    out.append(cache.read_parts([Part(0, [row[4]], tree=TreeRows(TREE, 20, [0, 1, 2], [4]))]))
+    cache.keep(20, [20, 22])
+    return [*out, cache.read(random_tokens(1, 2, seed=9, first=1))]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_gives_the_librarys_logits_and_states(name: str) -> None:
+    config, engines = ENGINES[name]
+    model = build(config)
+    expected, weights = readings(model), {name: weight.clone() for name, weight in model.state_dict().items()}
+    for engine in engines:  # packed weights, which are changed in place, come last
+        fast = speed_up(model, choose_engine(model, engine))
+        assert engine == "compact" or sum(isinstance(module, PackedLinear) for module in fast.modules()) > 8
+        for a, b in zip(expected, readings(fast), strict=True):
+            assert float(a.std()) > 0.1
+            torch.testing.assert_close(b, a, atol=FLOAT32, rtol=FLOAT32)
+        if engine == "compact":
+            assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+
+
+def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason() -> None:
+    llama, gpt2 = build(ENGINES["llama"][0]), build(ENGINES["gpt2"][0])
+    windowed = build(hub.MistralConfig(**SMALL, sliding_window=8))
+    assert [choose_engine(model) for model in (llama, gpt2)] == ["compact", "packed"]
+    for model, engine, reason in (
+        (gpt2, "compact", "not for gpt2"),
+        (windowed, "compact", "sliding windows"),
+        (windowed, "turbo", "not 'turbo'"),
+        (llama.double(), "packed", "float64"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            choose_engine(model, engine)
+    assert choose_engine(llama) == "plain"
+
+
+def test_pairs_of_every_engine_have_one_fingerprint_and_one_text(
+    pair_folder: Path, prompt_ids: list[list[int]]
+) -> None:
+    folders, engines = (pair_folder / "target", pair_folder / "draft"), ("plain", "packed", "compact", "auto")
+    pairs = [load_pair(*folders, engine=engine) for engine in engines]
+    assert [pair.engines[0] for pair in pairs] == ["plain", "packed", "compact", "compact"]
+    assert len({tuple(pair.fingerprint.items()) for pair in pairs}) == 1
+    for tree in (None, "2,2,1"):
+        texts = [
+            [
+                Speculator(p, FixedLength(3), Settings(0.0, 12, tree=tree)).generate(ids).tokens
+                for ids in prompt_ids[2:5]
+            ]
+            for p in pairs
+        ]
+        assert texts[1:] == texts[:1] * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize(("queries", "visible"), [(1, 4096), (1, 700), (3, 4000), (9, 5)])
+def test_attention_in_parts_equals_the_whole(queries: int, visible: int, device: str) -> None:
+    """Parts without visible keys add nothing."""
+    generator, dtype = torch.Generator().manual_seed(3), torch.float32
+    query, key, value = (
+        torch.randn(1, 2, count, 32, generator=generator).to(device) for count in (queries, 4096, 4096)
+    )
+    mask = torch.full((1, 1, queries, 4096), torch.finfo(dtype).min / 2)
+    for row in range(queries):
+        mask[..., row, : max(visible - row, 1)] = 0.0
+    mask = mask.to(device)
+    whole = functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask.double())
+    parts = divided_attention(query, key, value, mask, None)
+    torch.testing.assert_close(parts, whole.to(dtype), atol=2e-5, rtol=2e-5)
+
+
+def test_a_recorded_compact_model_attends_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where queries that share a head are grouped."""
+    divided: list[int] = []
+
+    def recording(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+        divided.append(key.shape[2])
+        return divided_attention(query, key, *rest)
+
+    graphs = simulate_graphs(monkeypatch)
+    monkeypatch.setattr(attention_module, "is_divided", lambda query, key, mask: key.shape[2] >= 512)
+    monkeypatch.setattr(attention_module, "divided_attention", recording)
+    model = build_model(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=700).float()
+    compact: Any = CompactModel(model)
+    compact._grouped = True
+    caches = CachedModel(model, 640, VOCABULARY), CudaGraphModel(compact, 640, VOCABULARY, recorder=recorder)
+    tokens = random_tokens(640, seed=1, first=1)
+    steps = [(at, at + 2) for at in range(300, 310, 2)], [(at, at + 3) for at in range(500, 530, 3)]
+    for first, end in [(0, 300), *steps[0], (310, 500), *steps[1]]:
+        expected, logits = (cache.read_parts([Part(0, tokens[first:end])]) for cache in caches)
+        torch.testing.assert_close(logits, expected, atol=FLOAT32, rtol=FLOAT32)
+    assert set(divided) == {512, 768} and graphs.recorded >= 2

@@ -1,0 +1,496 @@
+"""Our loop in transformers' `generate`, whose arguments are honoured or refused by name, and our policies in its own loop."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hub
+from conftest import EOS, NEW, VOCABULARY, build_model
+from contract_policies import TEST_POLICIES, SelectingByToken
+from specstop.decode import (
+    PolicyStoppingCriteria,
+    SamplingParams,
+    Settings,
+    Speculator,
+    plain_texts,
+    specstop_generate,
+    stream_key,
+)
+from specstop.decode.benchmark import bench
+from specstop.decode.hf import arguments
+from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
+from specstop.decode.loop import Request
+from specstop.decode.models.pair import Pair, join
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.errors import InputError, PairError, PolicyError
+from specstop.policies.fixed import Confidence, FixedLength
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+Prompts = list[list[int]]
+
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+
+
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
+def inputs(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return a batch, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def stock(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Tensor:
+    """Return what transformers' own `generate` writes."""
+    return pair.target.generate(**inputs(prompts), **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+def ours(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "do_sample": False, "policy": "fixed:3", "draft_model": pair.draft, **options}
+    return pair.target.generate(**inputs(prompts), custom_generate=specstop_generate, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
+     {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"}],
+    ids=str,
+)  # fmt: skip
+def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: Prompts, options: dict[str, Any]) -> None:
+    assert torch.equal(ours(pair, prompt_ids[4:5], **options), stock(pair, prompt_ids[4:5]))
+    assert torch.equal(ours(pair, prompt_ids, **options), stock(pair, prompt_ids)), "a batch, padded on the left"
+
+
+HONOURED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.6}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 18}, {"eos_token_id": [EOS, 9, 30]},
+    {"max_length": 14, "max_new_tokens": None}, {"max_new_tokens": 1}, {"bad_words_ids": [[9], [30, 31]]},
+    {"prefix_allowed_tokens_fn": lambda batch, ids: [t for t in range(48) if t % 3 != batch]},
+    {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, {"disable_compile": True}, {"max_time": 60.0},
+    {"renormalize_logits": True}, {"remove_invalid_values": True}, {"forced_bos_token_id": 7}, {"forced_eos_token_id": 7},
+    {"suppress_tokens": [9, 11]}, {"begin_suppress_tokens": [9, 11, 3]}, {"sequence_bias": [[[9], -5.0], [[30, 31], 2.0]]},
+    {"exponential_decay_length_penalty": (3, 1.5)}, {"min_length": 20}, {"early_stopping": True, "length_penalty": 2.0},
+    {"watermarking_config": hub.WatermarkingConfig(bias=3.0, seeding_scheme="lefthash")}, {"logits_to_keep": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(HONOURED)))
+def test_honoured_options_give_the_text_of_generate(pair: Pair, prompt_ids: Prompts, number: int) -> None:
+    options, prompts = HONOURED[number], prompt_ids[4:7]
+    # Chains and trees in turn; tests/decode/verify checks that processors see every branch.
+    assert torch.equal(ours(pair, prompts, tree=(None, "3,2")[number % 2], **options), stock(pair, prompts, **options))
+
+
+@pytest.mark.parametrize("tree", [None, "3,2"])
+def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids: Prompts, tree: str) -> None:
+    """`generate` requests no token after the end: a trie of whole texts has none there."""
+    prompt, texts = prompt_ids[4], list[list[int]]()
+
+    def allowed(batch: int, ids: Tensor) -> list[int]:
+        texts.append(ids.tolist()[len(prompt) :])
+        if EOS in texts[-1]:
+            return []  # transformers raises an error
+        return [EOS] if len(texts[-1]) == 5 else [t for t in range(48) if t != EOS]
+
+    out = ours(pair, [prompt], prefix_allowed_tokens_fn=allowed, tree=tree, draft_model=copy.deepcopy(pair.target))
+    assert max(map(len, texts)) >= 5 and out[0, -1] == EOS
+    assert torch.equal(out, stock(pair, [prompt], prefix_allowed_tokens_fn=allowed))
+
+
+def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair, prompt_ids: Prompts) -> None:
+    def sample(manual: int, **options: Any) -> list[list[int]]:
+        torch.manual_seed(manual)
+        return ours(pair, prompt_ids[3:6], **{**SAMPLING, **options}).tolist()
+
+    assert sample(1) == sample(1) != sample(2)
+    assert sample(1, seed=5) == sample(2, seed=5) != sample(1, seed=6)
+    match = {"verification": "match"}
+    assert sample(1, **match) == sample(1, policy="confidence:0.3", tree="3,2", **match), "the text depends on the key"
+    assert sample(1, verification="rejection") == sample(1, verification="rejection")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "options", "sampling"),
+    [
+        (0.8, {}, SamplingParams()),
+        (0.8, {"top_k": 5}, SamplingParams(top_k=5)),
+        (1.0, {"top_k": 9, "top_p": 0.8, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 8},
+         SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=8)),
+    ],
+)  # fmt: skip
+def test_sampling_options_are_those_of_the_loop(
+    pair: Pair, prompt_ids: Prompts, temperature: float, options: dict[str, Any], sampling: SamplingParams
+) -> None:
+    speculator = Speculator(pair, FixedLength(3), Settings(temperature, NEW, verification="auto", sampling=sampling))
+    for prompt in prompt_ids[3:5]:
+        out = ours(pair, [prompt], **{**SAMPLING, "temperature": temperature, **options}, seed=3)
+        assert out[0, len(prompt) :].tolist() == list(speculator.generate(prompt, stream_key(3, "0")).tokens)
+
+
+def test_a_sampled_row_is_plain_sampling_with_its_key(pair: Pair, prompt_ids: Prompts) -> None:
+    out = ours(pair, prompt_ids, **SAMPLING, seed=4, tree="3,2")
+    keys, longest = [stream_key(4, str(i)) for i in range(len(prompt_ids))], max(map(len, prompt_ids))
+    for row, text in zip(out.tolist(), plain_texts(pair, prompt_ids, keys, NEW, 0.8).tokens, strict=True):
+        assert row[longest:] == text + [0] * (out.shape[1] - longest - len(text))
+
+
+def test_several_texts_of_one_prompt_differ(pair: Pair, prompt_ids: Prompts) -> None:
+    prompts = inputs(prompt_ids[4:6])["input_ids"].tolist()
+    for seed in (None, 7):
+        torch.manual_seed(0)
+        rows = ours(pair, prompt_ids[4:6], **SAMPLING, num_return_sequences=3, seed=seed).tolist()
+        assert len({tuple(row) for row in rows}) == 6
+        assert [row[: len(prompts[0])] for row in rows] == [prompt for prompt in prompts for _ in range(3)]
+
+
+def test_statistics_are_returned_with_the_sequences(pair: Pair, prompt_ids: Prompts) -> None:
+    out = ours(pair, prompt_ids[:2], return_dict_in_generate=True)
+    assert torch.equal(out.sequences, stock(pair, prompt_ids[:2]))
+    assert out.statistics["texts"] == 2 and out.statistics["drafted"] >= out.statistics["accepted"] > 0
+    assert out.statistics["acceptance"][0][0] == 1 and 0.0 < out.statistics["acceptance"][0][1] <= 1.0
+
+
+class Until(hub.StoppingCriteria):
+    """Stops at a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prompts) -> None:
+    prompts = prompt_ids[3:6]
+    longest = max(map(len, prompts))
+    text = stock(pair, prompts[:1])[0].tolist()
+    by_end, by_length = (
+        EosTokenCriteria(text[-6]),
+        MaxLengthCriteria(len(text) - 4),
+    )  # these replace the configuration's
+    for batch, criteria in (
+        *((prompts, [Until(longest + more)]) for more in (2, 8)),
+        *((prompts[:1], items) for items in ([by_end], [by_length], [by_end, by_length])),
+    ):
+        expected = stock(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria))
+        for tree in (None, "2,2"):
+            assert torch.equal(
+                ours(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria), tree=tree), expected
+            )
+    assert ours(pair, prompts, max_time=1e-9).shape[1] == longest + 1
+
+
+class Pieces(hub.TextStreamer):
+    """Keeps the printed text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.text, self.ends = "", 0
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self.ends += stream_end
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_a_streamer_receives_the_text_of_generate(
+    pair: Pair, tokenizer: hub.PreTrainedTokenizerFast, prompt_ids: Prompts, skip_prompt: bool
+) -> None:
+    for prompt in prompt_ids[2:5]:
+        streamer, reference = (Pieces(tokenizer, skip_prompt=skip_prompt) for _ in range(2))
+        ours(pair, [prompt], text_streamer=streamer, policy="fixed:4")
+        stock(pair, [prompt], streamer=reference)
+        assert (streamer.text, streamer.ends) == (reference.text, 1)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, rf"{name}\b.*(leave it out|expected|use )") for name, value in {
+        "num_beams": 2, "output_scores": True, "output_logits": True, "output_attentions": True,
+        "output_hidden_states": True, "penalty_alpha": 0.6, "dola_layers": "high", "guidance_scale": 1.5,
+        "prompt_lookup_num_tokens": 3, "num_assistant_tokens": 5, "assistant_confidence_threshold": 0.2,
+        "use_cache": False, "cache_implementation": "offloaded", "prefill_chunk_size": 4,
+        "compile_config": hub.CompileConfig(), "use_mtp": True, "constraints": [1], "force_words_ids": [[3]],
+        "diversity_penalty": 0.5, "low_memory": True, "assistant_ensemble_weight": 0.5, "assistant_early_exit": 1,
+        "speculation_type": "dflash", "synced_gpus": True,
+    }.items()),
+    *(({name: True}, name) for name in ("num_items_in_batch", "is_causal", "seq_idx", "output_router_logits")),
+    ({"draft_model": None}, "expected draft_model="),
+    ({"drafter": "lookup"}, "lookup takes no draft model"),
+    ({"verification": "matsch"}, "did you mean 'match'"),
+    ({"tree": "x"}, "tree"),
+    ({"drafter": "medusa"}, "drafter"),
+    ({"tree": "3,2", "verification": "block", "do_sample": True}, "block.*chain"),
+    ({"generation_config": hub.GenerationConfig(max_new_tokens=4, my_field=1)}, "my_field"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
+def test_unsupported_arguments_are_refused_by_name(
+    pair: Pair, prompt_ids: Prompts, options: dict[str, Any], message: str
+) -> None:
+    more = {"return_dict_in_generate": True} if next(iter(options)).startswith("output_") else {}
+    with pytest.raises(InputError, match=message) as error:
+        ours(pair, prompt_ids[:1], **options, **more)
+    assert "\n" not in str(error.value)
+
+
+def test_unsupported_objects_are_refused_by_name(
+    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
+) -> None:
+    for options, message in (
+        ({"assistant_model": pair.draft}, "assistant_model|draft_model="),
+        ({"assistant_model": pair.draft, "draft_model": None, "drafter": "lookup"}, "assistant_model|draft_model="),
+        ({"streamer": hub.TextStreamer(tokenizer)}, "text_streamer="),
+    ):
+        with pytest.raises(InputError, match=message):
+            ours(pair, prompt_ids[:1], **options)
+    with pytest.raises(InputError, match="batch of one"):
+        ours(pair, prompt_ids[:2], text_streamer=Pieces(tokenizer))
+    caches = hub.StaticCache(config=pair.target.config, max_cache_len=64), hub.DynamicCache(config=pair.target.config)
+    for cache in caches:
+        with torch.no_grad():
+            pair.target(torch.tensor([[3, 4]]), past_key_values=cache)
+        cache.offloading = True
+        with pytest.raises(InputError, match="past_key_values: expected a DynamicCache"):
+            ours(pair, prompt_ids[4:5], past_key_values=cache)
+    sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = hub.T5ForConditionalGeneration(hub.T5Config(**sizes, decoder_start_token_id=0))
+    with pytest.raises(PairError, match="T5ForConditionalGeneration"):
+        t5.generate(torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup")
+
+
+def test_every_field_and_parameter_of_the_installed_generate_is_in_one_table() -> None:
+    fields = [
+        name for name in vars(hub.GenerationConfig()) if not name.startswith("_") and name != "transformers_version"
+    ]
+    tables = [arguments.SUPPORTED - {"transformers_version"}, arguments.REFUSED, arguments.REFUSED_IN_CALLS]
+    assert sorted(fields) == sorted(name for table in tables for name in table)
+    names = list(inspect.signature(hub.GenerationMixin.generate).parameters)
+    assert sorted(names) == sorted([*arguments.PARAMETERS, *arguments.DROPPED])
+
+
+class LaterConfig(hub.GenerationConfig):  # type: ignore[misc]
+    """The configuration of a later version of transformers."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.later_field = kwargs.pop("later_field", None)
+        super().__init__(**kwargs)
+
+
+def test_arguments_of_later_versions_are_refused_if_they_are_set(
+    pair: Pair, prompt_ids: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "GenerationConfig", LaterConfig)
+    config = LaterConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, later_field=0.5)
+    with pytest.raises(InputError, match=r"later_field=0\.5"):
+        ours(pair, prompt_ids[:1], generation_config=config)
+    config.later_field = None
+    assert torch.equal(ours(pair, prompt_ids[:1], generation_config=config), stock(pair, prompt_ids[:1]))
+    monkeypatch.setattr(arguments, "PARAMETERS", arguments.PARAMETERS - {"prefix_allowed_tokens_fn"})
+    with pytest.raises(InputError, match="prefix_allowed_tokens_fn"):
+        ours(pair, prompt_ids[:1], prefix_allowed_tokens_fn=lambda batch, ids: [3])
+
+
+def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
+    pair: Pair, prompt_ids: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.target.generation_config, "chat_format", "chatml", raising=False)
+    monkeypatch.setattr(pair.target.generation_config, "num_assistant_tokens", 5)
+    assert torch.equal(ours(pair, prompt_ids[:1]), stock(pair, prompt_ids[:1]))
+    with pytest.raises(InputError, match="num_assistant_tokens=6"):
+        ours(pair, prompt_ids[:1], num_assistant_tokens=6)
+
+
+@pytest.mark.parametrize("setting", [PLAIN, *SETTINGS], ids=lambda setting: setting.name)
+def test_the_baseline_of_transformers_writes_the_targets_text_and_restores_the_assistant(
+    pair: Pair, prompt_ids: Prompts, setting: AssistedSetting
+) -> None:
+    before = pair.draft_model.generation_config.to_dict()
+    text = Assisted(pair, setting, Settings(max_new_tokens=12)).run([Request(prompt_ids[3])])[0]
+    assert list(text.tokens) == plain_texts(pair, [prompt_ids[3]], [0], 12).tokens[0] and text.seconds > 0.0
+    assert pair.draft_model.generation_config.to_dict() == before
+
+
+def test_the_baseline_decodes_batches_and_refuses_an_assistant_of_another_vocabulary(
+    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
+) -> None:
+    requests = [Request(tokens, at) for at, tokens in enumerate(prompt_ids[1:4])]
+    texts = Assisted(pair, PLAIN, Settings(max_new_tokens=6, ignore_eos=True), batch=2).run(requests)
+    assert [list(t.tokens) for t in texts] == plain_texts(pair, prompt_ids[1:4], [0] * 3, 6, ignore_eos=True).tokens
+    assert texts[0].seconds == texts[1].seconds != texts[2].seconds, "texts of one call share its time"
+    wide = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
+    assert len(Assisted(wide, PLAIN, Settings(max_new_tokens=4, ignore_eos=True)).run([Request([7])])[0].tokens) == 4
+    with pytest.raises(PairError, match="target scores 56 tokens and the draft 48"):
+        Assisted(wide, SETTINGS[0], Settings(max_new_tokens=4))
+
+
+def test_a_comparison_has_an_interval_over_turns(pair: Pair, prompt_ids: Prompts) -> None:
+    settings, policies = Settings(max_new_tokens=6), ["fixed:2", FixedLength(2), "fixed:0"]
+    lines = bench(pair, prompt_ids[1:2], policies, settings=settings)
+    assert [line.name for line in lines] == ["plain", "fixed:2", "fixed:2", "fixed:0"]
+    assert lines[1].ratio.value > 0.0 and lines[1].ratio.low is None, "one turn has no interval"
+    assert bench(pair, prompt_ids[1:5], policies[:1], settings=settings, batch=2)[1].ratio.low is None, "one batch"
+    ratio = bench(pair, prompt_ids[1:6], policies[:1], settings=settings)[1].ratio
+    assert ratio.low is not None and ratio.low < ratio.value < ratio.high
+
+
+class Decides(StopPolicy):
+    """Keeps the branches that a function of the step selects."""
+
+    max_depth = 6
+
+    def __init__(self, name: str, rule: Callable[[DraftStep], Any], **attributes: Any) -> None:
+        self.name, self.rule = name, rule
+        vars(self).update(attributes)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & self.rule(step), state
+
+
+TOKENS = ("anchor_token", "before_token", "drawn_token", "above_token")
+BY_TOKENS = Decides("tokens", lambda step: step.features @ np.array([1, 2, 3, 5], np.float32) % 4 > 0, features=TOKENS)
+BY_PATH = Decides("path", lambda step: step.features[:, :, 0] > -2.0, features=("path_logprob",), first=2)
+BY_HISTORY = Decides("history", lambda step: step.depth <= step.features[:, :, 0] + 1, features=("mean_accepted",))
+KNOWN_LENGTH = Decides("known", lambda step: 1 / 0, unasked=MappingProxyType({1: 2}))  # `keep` is never called
+READS_STATES = Decides("states", lambda step: True, hidden=("draft_hidden",))
+READS_NOISE = Decides("noise", lambda step: True, features=("noisy_margin",))
+
+
+class Watching(StopPolicy):
+    """Records the outcomes; drafts one token more from round to round."""
+
+    name, max_depth = "watching", 5
+
+    def __init__(self) -> None:
+        self.outcomes: list[tuple[int, int, int]] = []
+
+    def start(self, streams: int, keys: Array) -> State:
+        return np.ones(streams, dtype=np.int64)
+
+    def keep(self, step: Any, state: State) -> tuple[Array, State]:
+        return step.alive & (step.depth < state)[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        self.outcomes.append((int(outcome.drafted[0]), int(outcome.verified[0]), int(outcome.accepted[0])))
+        return state % self.max_depth + 1
+
+
+class AtTheRoot(Watching):
+    """Chooses at the root to draft three tokens."""
+
+    first = 0
+
+    def keep(self, step: Any, state: State) -> tuple[Array, State]:
+        state = np.full(len(step.alive), 3) if step.depth == 0 else state
+        return super().keep(step, state)
+
+
+@pytest.fixture(scope="module")
+def endless(pair: Pair) -> Pair:
+    """Neither model has an end of text: in the stock loop, the draft stops at its own."""
+    models = [copy.deepcopy(model) for model in (pair.target, pair.draft_model)]
+    for model in models:
+        model.generation_config.eos_token_id = None
+    return join(*models)
+
+
+@pytest.fixture(scope="module")
+def begun(endless: Pair, prompt_ids: Prompts) -> list[list[int]]:
+    """Prompts that end with a token of the target, as each round of our loop begins."""
+    return [stock(endless, [prompt], max_new_tokens=3)[0].tolist() for prompt in prompt_ids[4:6]]
+
+
+def assisted(pair: Pair, prompt: list[int], policy: StopPolicy) -> tuple[Tensor, list[int]]:
+    """Return the text of assisted generation with a policy, and the lengths of its drafts."""
+    lengths: list[int] = []
+    generate, draft = pair.draft_model.generate, pair.draft_model
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        out = generate(*args, **kwargs)
+        ids = out.sequences if hasattr(out, "sequences") else out
+        lengths.append(ids.shape[1] - kwargs["input_ids"].shape[1])
+        return out
+
+    riding = PolicyStoppingCriteria(policy)
+    draft.generate = counting  # type: ignore[method-assign]
+    try:
+        with riding.riding(draft):
+            text = stock(pair, [prompt], assistant_model=draft)
+    finally:
+        vars(draft).pop("generate", None)
+    assert [drafted for drafted, _ in riding.rounds] == lengths[:-1], "the outcome of the last round is not known"
+    return text, lengths
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FixedLength(3), Confidence(0.3, 6), Confidence(0.6), BY_TOKENS, BY_PATH, BY_HISTORY],
+    ids=lambda p: p.name,
+)
+def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
+    endless: Pair, begun: list[list[int]], policy: StopPolicy
+) -> None:
+    speculator, observed = Speculator(endless, policy, Settings(0.0, NEW + 1)), set[int]()
+    for prompt in begun:
+        text, drafts = assisted(endless, prompt, policy)
+        assert torch.equal(text, stock(endless, [prompt]))
+        assert drafts == [r.drafted for r in speculator.generate(prompt[:-1]).rounds if r.drafted]
+        observed |= set(drafts[:-3])
+    assert len(observed) > 1 or policy.name.startswith("fixed")
+
+
+@pytest.mark.parametrize(("policy", "length"), [(KNOWN_LENGTH, 2), (AtTheRoot(), 3)])
+def test_a_length_that_is_known_at_the_root_is_drafted(
+    endless: Pair, begun: list[list[int]], policy: StopPolicy, length: int
+) -> None:
+    text, drafts = assisted(endless, begun[0], policy)
+    assert torch.equal(text, stock(endless, begun[:1])) and set(drafts[:-2]) == {length}
+
+
+def test_a_policy_observes_the_outcomes_of_our_loop(endless: Pair, begun: list[list[int]]) -> None:
+    policy, reference = Watching(), Watching()
+    _, drafts = assisted(endless, begun[0], policy)
+    Speculator(endless, reference, Settings(0.0, NEW + 1)).generate(begun[0][:-1])
+    assert [drafted for drafted, *_ in policy.outcomes] == drafts[:-1] and drafts[:6] == [1, 2, 3, 4, 5, 1]
+    assert policy.outcomes == reference.outcomes[: len(policy.outcomes)]
+    assert any(0 < accepted < drafted for drafted, _, accepted in policy.outcomes)
+
+
+def test_riding_restores_the_assistant_and_a_second_prompt_is_another_text(endless: Pair, prompt_ids: Prompts) -> None:
+    draft, second = endless.draft_model, [3, *prompt_ids[5]]
+    config, before = draft.generation_config.to_dict(), list[Any]()
+    rounds = []
+    for prompts in ([prompt_ids[4], second], [second]):
+        criteria = PolicyStoppingCriteria(Watching())
+        with pytest.raises(RuntimeError, match="inside"), criteria.riding(draft):
+            for prompt in prompts:
+                before, _ = list(criteria.rounds), stock(endless, [prompt], assistant_model=draft)
+            assert draft.generation_config.to_dict() != config
+            raise RuntimeError("inside")
+        rounds.append((before, criteria.rounds))
+        assert draft.generation_config.to_dict() == config and "generate" not in vars(draft)
+    (first, both), (_, alone) = rounds
+    assert len(first) > 2 and both == [*first, *alone]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [*(TEST_POLICIES[n] for n in ("from-anchor", "trimming", "selecting")), SelectingByToken(), READS_STATES, READS_NOISE],
+    ids=lambda p: p.name,
+)  # fmt: skip
+def test_a_policy_that_needs_more_than_the_stock_loop_has_is_refused(policy: StopPolicy) -> None:
+    with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves)"):
+        PolicyStoppingCriteria(policy, temperature=0.7)
+    if policy is READS_NOISE:
+        PolicyStoppingCriteria(policy)

@@ -1,0 +1,294 @@
+"""Other devices: simulated accelerators, targets that accelerate has placed, and quantised targets, write the same texts."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerator import DEVICE, Accelerator, to_device
+from commands import cli
+from conftest import EOS, VOCABULARY, build_draft, build_model
+from small_drafters import small_drafter
+from specstop.decode import Settings, Speculator, plain_texts
+from specstop.decode.hooks import Timer
+from specstop.decode.loop import Request
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.cuda import open_cache
+from specstop.decode.models.device import download, upload, wide_linear
+from specstop.decode.models.pair import Pair, join, load_pair
+from specstop.decode.models.placement import call_from, copy_to_host, tensors
+from specstop.policies import FixedLength
+from specstop.policies.errors import InputError, PairError, SpecstopWarning
+from torch import nn
+from transformers import PreTrainedTokenizerFast, quantizers
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+pytest.importorskip("accelerate")
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+PROMPT = [3, 4, 5]
+SPREAD = {
+    "model.embed_tokens": "disk", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+    "model.norm": "disk", "lm_head": "disk",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs() -> tuple[Pair, Pair]:
+    """The pair on the host and on the simulated device."""
+    target = build_model(num_hidden_layers=1)
+    draft = build_draft(target)
+    with Accelerator(), torch.no_grad():
+        moved: Any = [to_device(copy.deepcopy(model)) for model in (target, draft)]
+        return tuple(Pair(t, d, None, VOCABULARY, (EOS,)) for t, d in ((target, draft), moved))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "tree"),
+    [("match", 0.0, None), *((mode, 0.7, None) for mode in ("match", "rejection", "rejection_replace", "block", "typical")),
+     *((mode, 0.7, "2,2,1") for mode in ("match", "rejection", "typical"))],
+)  # fmt: skip
+def test_a_round_waits_once_a_level_and_twice_at_its_end(
+    pairs: tuple[Pair, Pair], mode: str, temperature: float, tree: str | None
+) -> None:
+    settings = Settings(temperature, 10, ignore_eos=True, verification=mode, tree=tree)
+    expected = Speculator(pairs[0], FixedLength(4), settings).generate(PROMPT, 7)
+    with Accelerator() as device:
+        speculator = Speculator(pairs[1], FixedLength(4), settings)
+        speculator.generate(PROMPT, 2)
+        device.count.clear()
+        text = speculator.generate(PROMPT, 7)
+    assert text.tokens == expected.tokens
+    rounds, drafted = len(text.rounds), sum(r.drafted for r in text.rounds)
+    if tree is None:
+        assert drafted >= 2 * rounds and device.count["reads"] <= 3 + drafted + 2 * rounds
+        assert device.count["uploads"] <= 1, "the key of the stream"
+    elif mode != "rejection":  # which tries one candidate after the other
+        assert device.count["reads"] <= 3 + (3 + 2) * rounds
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "batch"),
+    [*((kind, None, 1) for kind in ("hydra", "ctc", "layer")),
+     *((kind, "2,2,1", 2) for kind in ("medusa", "ctc-released", "layer"))],
+)  # fmt: skip
+def test_heads_draft_the_same_texts(pairs: tuple[Pair, Pair], kind: str, tree: str | None, batch: int) -> None:
+    settings, requests = Settings(0.7, 6, tree=tree, verification="match"), [Request(PROMPT, 7), Request([7], 2)]
+
+    def decode(pair: Pair, **options: Any) -> list[tuple[int, ...]]:
+        drafter = small_drafter(kind, pair, **options)
+        speculator = Speculator(pair, FixedLength(3), settings, batch=batch, drafter=drafter)
+        return [text.tokens for text in speculator.run(requests)]
+
+    expected = decode(pairs[0])
+    with Accelerator(), torch.no_grad():
+        assert decode(pairs[1], place=to_device) == expected
+
+
+def test_plain_decoding_of_a_batch_rarely_waits(pairs: tuple[Pair, Pair]) -> None:
+    arguments = [PROMPT, [7]], [1, 2], 24, 0.7
+    expected = plain_texts(pairs[0], *arguments)
+    with Accelerator() as device:
+        texts = plain_texts(pairs[1], *arguments)
+    assert texts.tokens == expected.tokens
+    assert device.count["reads"] <= 3 + max(map(len, texts.tokens)) // 8
+
+
+def test_transfers_keep_the_values_and_wait_once() -> None:
+    with Accelerator() as device:
+        tokens, scores = upload([[2**31 + 1, 5]], DEVICE), upload([0.1, -3.5e30], DEVICE)
+        assert download(tokens, scores) == [[[2**31 + 1, 5]], torch.tensor([0.1, -3.5e30]).tolist()]
+    assert device.count == {"sent": 2, "reads": 1, "launches": 3}
+    assert download(torch.tensor([1, 2]), torch.tensor([[0.5]])) == [[1, 2], [[0.5]]]
+
+
+@pytest.mark.parametrize("mode", ["match", "block"])
+def test_logits_that_are_not_finite_end_a_run_on_a_device(mode: str) -> None:
+    target = build_model(num_hidden_layers=1)
+    with Accelerator(), torch.no_grad():
+        pair: Any = Pair(to_device(target), to_device(build_draft(build_model(num_hidden_layers=1))), None, VOCABULARY)
+        speculator = Speculator(pair, FixedLength(2), Settings(0.7, 20, verification=mode, ignore_eos=True))
+        committed: list[int] = []
+
+        def spoil(new: list[int]) -> None:
+            committed.extend(new)
+            target.lm_head.weight.mul_(float("nan"))
+
+        with pytest.raises(PairError, match="the target's logits are not finite"):
+            speculator.generate([3, 4], 1, spoil)
+    assert len(committed) == 1, "the first token, before the weights were spoiled"
+
+
+def test_the_timer_of_a_gpu_waits_once_for_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device works for 2 s before each event."""
+    recorded, waits = [0.0], list[int]()
+
+    def event(enable_timing: bool) -> Any:
+        now = SimpleNamespace(at=-1.0, synchronize=lambda: waits.append(1))
+        now.record = lambda stream: recorded.append(recorded[-1] + 2.0) or setattr(now, "at", recorded[-1])
+        now.elapsed_time = lambda later: 1e3 * (later.at - now.at) / len(waits)
+        return now
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    timer = Timer(torch.device("cuda:1"))
+    for phase in ("draft", "verify", "draft"):
+        timer.add(phase, timer.mark())
+    assert not waits
+    assert timer.laps == {"draft": [2.0, 2.0], "verify": [2.0]}
+    assert timer.laps["draft"] == [2.0, 2.0] and len(waits) == 1
+
+
+def test_a_wide_output_layer_separates_logits_that_tie_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = torch.matmul
+    monkeypatch.setattr(torch, "mm", lambda a, b, dtype: product(a.to(dtype), b.to(dtype)))  # what CUDA computes
+    head = nn.Linear(2, 2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[16.0, 0.0], [16.0, 0.03125]]))
+        head.bias.zero_()
+        x = torch.ones(1, 1, 2, dtype=torch.bfloat16)
+        assert head(x).tolist() == [[[16.0, 16.0]]], "a tie in half precision"
+        assert wide_linear(x, head.weight, head.bias).tolist() == [[[16.0, 16.03125]]]
+
+
+def texts(pair: Pair, batch: int = 1, tree: str | None = None, length: int = 10) -> list[list[int]]:
+    speculator = Speculator(pair, FixedLength(3), Settings(0.7, length, tree=tree, verification="match"), batch=batch)
+    return [list(text.tokens) for text in speculator.run([Request(PROMPT, key) for key in range(3)])]
+
+
+def test_a_target_on_disk_writes_the_same_texts(
+    pair_folder: Path, plain_pair: Pair, recwarn: pytest.WarningsRecorder
+) -> None:
+    with pytest.warns(SpecstopWarning, match="neither packed nor recorded .* on disk, cpu"):
+        folders = pair_folder / "target", pair_folder / "draft"
+        spread = load_pair(*folders, dtype="float64", device_map=json.dumps(SPREAD))
+    assert spread.engines[0] == "plain" and spread.target.device.type == "meta" and spread.device.type == "cpu"
+    assert spread.fingerprint == plain_pair.fingerprint
+    for batch, tree in ((1, None), (3, None), (1, "2,1")):
+        assert texts(spread, batch, tree) == texts(plain_pair, batch, tree)
+    recwarn.clear()
+    join(spread.target, spread.draft)
+    assert not recwarn.list, "warned of once"
+    assert type(open_cache(spread.target, 8, VOCABULARY, device=spread.device)) is CachedModel
+    # Drafters are initialised with its embeddings and its output layer.
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        layer, expected = (getattr(pair.target, name)() for pair in (spread, plain_pair))
+        assert torch.equal(copy_to_host(layer).weight, expected.weight.float())
+        assert layer.weight.is_meta and not hasattr(copy_to_host(layer), "_hf_hook")
+    states = torch.ones(1, 16, dtype=torch.float64)
+    assert torch.equal(*(pair.target.get_output_embeddings()(states) for pair in (spread, plain_pair)))
+
+
+def test_the_command_accepts_a_device_map(pair_folder: Path) -> None:
+    command = (
+        "decode",
+        "w3 w4",
+        "--target",
+        str(pair_folder / "target"),
+        "--draft",
+        str(pair_folder / "draft"),
+        "--json",
+    )
+    texts = [
+        json.loads(cli(*command, "--max-new-tokens", "8", *more).out)["texts"] for more in (("--device-map", "cpu"), ())
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_target_on_several_devices_is_called_from_that_of_the_draft(whole: bool) -> None:
+    target = build_model()
+    draft, on_device = build_draft(target), ("model.layers.1", "lm_head")
+    expected = Pair(target, draft, None, VOCABULARY, (EOS,))
+    with Accelerator(), torch.no_grad():
+        placed = copy.deepcopy(target)
+        if whole:
+            to_device(placed)
+            call_from(placed, torch.device("cpu"))
+        else:
+            for name in SPREAD:
+                module, device = placed.get_submodule(name), torch.device("cpu")
+                if name in on_device:
+                    module, device = to_device(module), DEVICE
+                add_hook_to_module(module, AlignDevicesHook(device, skip_keys="past_key_values"))
+            add_hook_to_module(placed, AlignDevicesHook(torch.device("cpu"), skip_keys="past_key_values"))
+        with pytest.warns(SpecstopWarning, match="on several devices"):
+            pair = join(placed, draft)
+        for batch, tree in ((3, None),) if whole else ((1, None), (3, "2,1")):
+            assert texts(pair, batch, tree, 4) == texts(expected, batch, tree, 4)
+
+
+class Eighth(nn.Module):
+    """A linear layer of whole numbers from -127 to 127 and a scale."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(like.weight.shape, dtype=torch.int8))
+        self.register_buffer("scale", torch.empty(len(like.weight), 1, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * self.scale)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Iterator[Path]:
+    """The folder of a model whose linear layers are quantised, as a plugin of transformers loads them."""
+
+    @register_quantization_config("eighth")
+    class Config(QuantizationConfigMixin):  # type: ignore[misc]
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(quant_method="eighth")
+
+    @register_quantizer("eighth")
+    class Quantizer(HfQuantizer):  # type: ignore[misc]
+        requires_calibration = is_trainable = False
+
+        def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+            return True
+
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            for layer in model.model.layers:
+                for part in (layer.self_attn, layer.mlp):
+                    for name, child in list(part.named_children()):
+                        if isinstance(child, nn.Linear):
+                            setattr(part, name, Eighth(child))
+
+    model, folder = build_model().to(torch.bfloat16), tmp_path_factory.mktemp("quantised")
+    tokenizer.save_pretrained(folder)
+    state = model.state_dict()
+    for name, weight in list(state.items()):
+        if name.endswith("proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            state |= {name: (weight / scale).round().to(torch.int8), name.replace("weight", "scale"): scale}
+    model.save_pretrained(folder, state_dict=state)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "eighth"}}))
+    yield folder
+    del quantizers.auto.AUTO_QUANTIZER_MAPPING["eighth"], quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING["eighth"]
+
+
+def test_a_quantised_target_keeps_its_types(quantised: Path, pair_folder: Path) -> None:
+    with pytest.warns(SpecstopWarning, match="its weights are quantised"):
+        pair = load_pair(quantised, pair_folder / "draft", dtype="float32")
+    assert pair.target.dtype == torch.bfloat16 and pair.draft_model.dtype == torch.float32
+    assert pair.target.model.layers[0].mlp.up_proj.weight.dtype == torch.int8 and pair.engines == ("plain", "compact")
+    assert texts(pair) == [list(plain_texts(pair, [PROMPT], [key], 10, 0.7).tokens[0]) for key in range(3)]
+    assert load_pair(quantised, pair_folder / "draft", device_map="cpu").fingerprint == pair.fingerprint
+    with pytest.raises(InputError, match="engine packed: its weights are quantised"):
+        load_pair(quantised, pair_folder / "draft", engine="packed")
+
+
+def test_composite_tensors_are_hashed_by_their_parts() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)), requires_grad=False)
+    parts = {name: part.tolist() for name, part in tensors(layer)}
+    assert parts == {"weight.a": [[1.0, 1.0], [1.0, 1.0]], "weight.b": [[0.0, 0.0], [0.0, 0.0]]}

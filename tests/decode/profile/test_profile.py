@@ -1,0 +1,422 @@
+"""Latency profiles: known costs on simulated clocks are recovered exactly; decisions are timed with and without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCABULARY
+from contract_policies import TEST_POLICIES
+from specstop.decode.hooks import Timer
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.model_source import ModelSource
+from specstop.decode.models.attention import Part
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.device import Recorded
+from specstop.decode.models.pair import Pair
+from specstop.decode.profile import (
+    CalibrationRun,
+    add_decisions,
+    decisions,
+    loop_decisions,
+    measure_decision,
+    measure_profile,
+    missing_decisions,
+)
+from specstop.decode.profile.calibration import _affordable_tokens
+from specstop.decode.profile.measuring import Effort
+from specstop.decode.profile.scripts import TWICE, BatchScript, ChainScript, TreeScript, card_at, is_full
+from specstop.decode.topology import parse_tree
+from specstop.decode.verify.sampler import Sampler
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.measurements import PLAIN, TREE_VERIFY, VERIFY, Measurements, decision_prices
+from specstop.policies.profile import Profile
+from specstop.policies.registry import load_policy
+
+Patch = pytest.MonkeyPatch
+
+DEPTH, PROMPTS = 4, [[6 + (7 * i + j) % 40 for j in range(12)] for i in range(5)]
+TICK = 1e-5
+EXACT = 1e-6  # rounding of sums and differences near 1 s
+STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5, 4e-3, 1e-4
+STREAM, DRAFT_TOKEN = 2e-4, 5e-5
+
+
+def known_clock(pair: Pair, monkeypatch: Patch, streams: bool = False) -> list[float]:
+    """Return the clock of single texts or batches. Its second entry is the target's cost of a token of context."""
+    now = [0.0, 0.0]
+
+    def timed(owner: Any, name: str, seconds: Callable[..., float]) -> None:
+        method = getattr(owner, name)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            now[0] += seconds(self, *args)
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def read(cache: CachedModel, tokens: torch.Tensor, *rest: Any) -> float:
+        count = tokens.shape[1]
+        if cache.original is pair.target:
+            return TARGET + ROW * count + now[1] * cache.length
+        return DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)
+
+    def read_streams(cache: CachedModel, parts: Any) -> float:
+        parts = [parts] if isinstance(parts, Part) else parts
+        tokens = sum(len(part.tokens) for part in parts)
+        is_target = cache.original is pair.target
+        return TARGET + STREAM * len(parts) + ROW * tokens if is_target else DRAFT + DRAFT_TOKEN * tokens
+
+    monkeypatch.setattr(Timer, "now", lambda self: now[0])
+    timed(ModelSource, "commit", lambda *args: ROUND)
+    if streams:
+        timed(CachedModel, "_read_packed", read_streams)
+        timed(CachedModel, "_read_alone", read_streams)
+    else:
+        timed(CachedModel, "read", read)
+        timed(Sampler, "__call__", lambda *args: STEP)
+    return now
+
+
+def ticking_clock(monkeypatch: Patch) -> list[float]:
+    """Return a clock that advances by `TICK` with each reading."""
+    now = [0.0]
+
+    def read_clock(self: Timer) -> float:
+        now[0] += TICK
+        return now[0]
+
+    monkeypatch.setattr(Timer, "now", read_clock)
+    return now
+
+
+SIZES = (3,)
+
+
+def measure(pair: Pair, repetitions: int = 2, **options: Any) -> Profile:
+    options = {"depth": DEPTH, "new_tokens": 60, "progress": lambda *call: None, **options}
+    return measure_profile(pair, options.pop("prompts", PROMPTS), effort=Effort(repetitions=repetitions), **options)
+
+
+@pytest.fixture
+def clock(pair: Pair, monkeypatch: Patch) -> list[float]:
+    return known_clock(pair, monkeypatch)
+
+
+@pytest.fixture
+def ticking(monkeypatch: Patch) -> list[float]:
+    return ticking_clock(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def calibrated(pair: Pair) -> Profile:
+    """The profile that is measured on the known clock."""
+    with Patch.context() as patch:
+        known_clock(pair, patch)
+        return measure(pair, tree="3,2,1,1")
+
+
+def test_known_costs_are_recovered(calibrated: Profile) -> None:
+    for table in (calibrated.low, calibrated.high):
+        assert table.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
+        assert table.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
+        assert table.verify_s == pytest.approx([TARGET + ROW * (k + 1) for k in range(DEPTH + 1)], rel=EXACT)
+        assert table.tree_verify_s[0] == (0, table.verify_s[0]), "plain decoding costs the same"
+        assert table.tree_verify(20)[1:] == pytest.approx([TARGET + ROW * (n + 1) for n in range(1, 21)], rel=1e-4)
+    assert calibrated.step_s == pytest.approx(STEP, rel=1e-4)
+    assert calibrated.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
+    assert calibrated.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
+    assert calibrated.facts["spread"] == pytest.approx(0.0, abs=1e-9)
+    assert 12 < calibrated.low.context < calibrated.high.context < 128
+
+
+def test_rounds_cost_their_seconds(pair: Pair, calibrated: Profile, clock: list[float]) -> None:
+    """The predicted seconds of another run with a longer prompt equal the measured ones."""
+    for policy in (FixedLength(3), TEST_POLICIES["trimming"].limited(DEPTH)):
+        generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
+        for r in generation.rounds:
+            row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
+            assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
+
+
+def test_longer_contexts_cost_more(pair: Pair, clock: list[float]) -> None:
+    clock[1] = 2e-5
+    profile = measure(pair, 3)
+    span = profile.high.context - profile.low.context
+    for low, high in zip(profile.low.verify_s, profile.high.verify_s, strict=True):
+        assert high - low == pytest.approx(2e-5 * span, rel=0.5), "contexts vary by 60 tokens within a text"
+    assert profile.low.draft_s == pytest.approx(profile.high.draft_s, rel=EXACT)
+
+
+def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(pair: Pair, clock: list[float]) -> None:
+    profile = measure(pair, prompts=[prompt[:3] for prompt in PROMPTS])
+    assert (profile.low.draft_token_s, profile.high.draft_token_s) == pytest.approx((FURTHER, FURTHER), rel=1e-4)
+
+
+def test_a_measured_profile_is_positive_and_survives_its_file(pair: Pair, tmp_path: Path, monkeypatch: Patch) -> None:
+    ticking_clock(monkeypatch)
+    calls: list[tuple[str, int, int]] = []
+    profile = measure(
+        pair, 1, temperature=0.7, policies=[Confidence(0.3, DEPTH), TEST_POLICIES["trimming"]], new_tokens=30,
+        facts={"device": "here"}, progress=lambda *call: calls.append(call),
+    )  # fmt: skip
+    for table in (profile.low, profile.high):
+        assert len(table.verify_s) == DEPTH + 1 and min(*table.draft_s, *table.verify_s, table.context) > 0
+        assert table.draft_token_s >= 0 and table.draft_s[1] >= table.draft_s[0]
+    assert min(profile.step_s, profile.prefill_s[1]) >= 0 < profile.round_s
+    assert set(profile.decision_s) == {"confidence", "trimming"} and min(profile.decision_s.values()) > 0
+    assert (profile.max_depth, profile.temperature, profile.facts["device"]) == (DEPTH, 0.7, "here")
+    assert profile.facts["rounds"] > 10
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    assert calls == [("profile", done, 6) for done in range(7)], "rounds and two policies, after a warm-up"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": [[6, 7], []]}, "none empty"),
+        ({"prompts": [[6] * 60], "new_tokens": 80}, "no room"),
+        ({"batch": (0, 2)}, "batch"),
+    ],
+)
+def test_invalid_arguments_are_refused(pair: Pair, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        measure(pair, 1, **{"depth": 2, **options})
+
+
+def test_known_costs_of_batches_are_recovered(pair: Pair, tmp_path: Path, monkeypatch: Patch) -> None:
+    known_clock(pair, monkeypatch, streams=True)
+    profile = measure(pair, batch=SIZES)
+    costs = profile.batch
+    assert costs is not None and costs.sizes == (1, *SIZES), "and single texts, with which batches end"
+    drafting = np.array([1, 2, 3])
+    for context in (costs.low.context, costs.high.context):
+        for size in SIZES:
+            tokens = np.array([count for count, _ in costs.low.verify_s[size]])
+            assert tokens[0] == size and tokens[-1] == size * (1 + DEPTH)
+            expected = TARGET + STREAM * size + ROW * tokens + ROUND
+            assert profile.verify_s(size, tokens, context) == pytest.approx(expected, rel=EXACT)
+        assert profile.draft_s(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=EXACT)
+        assert (profile.first_draft_s(drafting, context) >= profile.draft_s(drafting, context)).all(), "it reads more"
+    profile.save(tmp_path / "profile.json")
+    loaded = Profile.load(tmp_path / "profile.json")
+    assert loaded.batch == costs and loaded.noise == profile.noise
+    resampled = loaded.resampled(np.random.default_rng(0)).batch
+    assert resampled is not None
+    assert dict(resampled.low.verify_s[3]) == pytest.approx(dict(costs.low.verify_s[3])), "all repetitions agree"
+
+
+def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair: Pair) -> None:
+    """Each text has its own order, and another one in each deck of lengths."""
+    speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
+    orders = []
+    for key in range(3):
+        drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
+        decks = [drafted[at : at + 4 * TWICE] for at in range(0, len(drafted) - 4 * TWICE + 1, 4 * TWICE)]
+        assert all(deck[::TWICE] == deck[1::TWICE] and sorted(deck[::TWICE]) == [0, 1, 2, 3] for deck in decks)
+        assert len({tuple(deck) for deck in decks}) > 1
+        orders.append(tuple(drafted[: 8 * TWICE]))
+    assert len(set(orders)) == 3
+
+
+def test_scripted_batches_draft_every_length_in_the_order_of_their_tokens() -> None:
+    script = BatchScript(3, DEPTH)
+    deck = script.deck
+    assert set(deck) == {(0, 0), *((r, n) for r in (1, 2, 3) for n in (1, 2, 3, 4))}
+    assert [count * length for count, length in deck] == sorted(count * length for count, length in deck)
+    assert set(BatchScript(1, 7).deck) == {(0, 0), *((1, n) for n in range(1, 8))}, "a single text drafts all lengths"
+    assert max(n for _, n in BatchScript(8, 100).deck) == 100
+    alive, empty, observed = np.ones((3, 1), dtype=bool), np.zeros((3, 1, 0), np.float32), list[int]()
+    for number in range(8 * len(deck)):  # up and down
+        state, lengths = (np.full(3, 5), np.full(3, number)), np.zeros(3, dtype=int)
+        for depth in range(DEPTH):
+            step = DraftStep(depth, alive, alive.astype(int), empty, {}, np.zeros(3, int))
+            lengths += script.keep(step, state)[0][:, 0]
+        drafting = lengths[lengths > 0].tolist()
+        assert len(set(drafting)) <= 1, "all streams that draft go equally deep"
+        observed.append(deck.index((len(drafting), max(drafting, default=0))))
+    assert set(observed) == set(range(len(deck)))
+    assert observed[::TWICE] == observed[1::TWICE] and {abs(a - b) for a, b in pairwise(observed[::TWICE])} == {1}
+    starts = sorted(card_at(len(deck), key, 0) for key in range(2 * (len(deck) - 1)))
+    assert starts == [0, *sorted(2 * list(range(1, len(deck) - 1))), len(deck) - 1] and card_at(1, 5, 3) == 0
+
+
+def test_full_trees_are_timed_in_runs(pair: Pair) -> None:
+    """As a static tree is decoded: a size that repeats costs less than one that comes now and then."""
+    speculator = Speculator(pair, TreeScript(2, 4), Settings(0.0, 60, ignore_eos=True, tree="2,2"))
+    texts = [speculator.generate(PROMPTS[0], key).rounds for key in range(1, 9)]
+    sizes = [[r.verified for r in rounds if not r.cut] for rounds in texts]
+    repeats = [later == 6 for text in sizes for size, later in pairwise(text) if size == 6]
+    assert all(a.count(6) + b.count(6) for a, b in pairwise(sizes)), "of any two texts in a row one has full trees"
+    assert all(is_full(key, 4 * (key - 1)) for key in (1, 2, 3)), "the first texts have them early"
+    share = len(repeats) / sum(map(len, sizes))
+    assert share > 0.1 and sum(repeats) / len(repeats) > 2 * share
+
+
+def test_trees_and_chains_are_timed_in_the_same_turn(pair: Pair) -> None:
+    cases = CalibrationRun(pair, PROMPTS, depth=2, temperature=0.0, new_tokens=20, tree="2,1", batch=(2,)).cases()
+    assert len(cases) == 3 and {key.what for key in cases["rounds"](1)} >= {VERIFY, PLAIN, TREE_VERIFY}
+
+
+def test_a_gpu_is_warmed_up_until_no_call_is_recorded(pair: Pair, monkeypatch: Patch) -> None:
+    run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
+    recorded = set[int]()
+
+    def rounds(number: int) -> dict[Any, Any]:
+        numbers.append(number)
+        Recorded.fresh += len(numbers) in recorded
+        run._contexts[0].append(1.0)
+        return {}
+
+    monkeypatch.setattr(run, "_rounds", rounds)
+    for run.on_host, recording, expected in (
+        (True, {1, 2}, [0, 1]),
+        (False, {1, 2, 3}, [0, 1, 2, 3, 1]),  # the fourth call records nothing
+        (False, {1, 3}, [0, 1, 1, 1]),  # a timed call that records is repeated
+    ):
+        recorded = recording
+        numbers.clear()
+        run._contexts[0].clear()
+        for number in (0, 1):
+            run.cases()["rounds"](number)
+        assert numbers == expected
+        assert len(run._contexts[0]) == 1, "only timed texts count"
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 44), ("cuda", 24)])
+def test_the_budget_includes_the_warm_up(pair: Pair, monkeypatch: Patch, device: str, tokens: int) -> None:
+    """A GPU may warm up for longer, so its texts are shorter: 10 repetitions after 2 or 12."""
+    probe = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=8)
+    probe.on_host, now = device == "cpu", [0.0]
+
+    def play(number: int) -> None:
+        now[0] += 4.0  # half a second a token
+
+    monkeypatch.setattr(probe, "play", play)
+    assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[0]) == tokens
+
+
+class OnTheClock(ChainScript):
+    """Advances the clock with each decision and each outcome."""
+
+    def __init__(self, depth: int, now: list[float]) -> None:
+        super().__init__(depth)
+        self.now = now
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        self.now[0] += 5e-5
+        return super().keep(step, state)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        self.now[0] += 2e-4
+        return super().observe(outcome, state)
+
+
+class FromDepth(StopPolicy):
+    """Is called from a depth on, where its state begins, like a learned policy."""
+
+    features, max_depth = ("top1",), 9
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        assert step.depth == self.first or state is not None
+        return step.alive & (step.features[..., 0] > 0.1), 1.0
+
+
+class OfTrees(StopPolicy):
+    """Records the sizes of what it is shown of a tree, and keeps all nodes."""
+
+    features, max_depth, first = ("top1",), 3, 1
+
+    def __init__(self, now: list[float]) -> None:
+        self.now, self.branches, self.nodes = now, list[int](), list[int]()
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        self.branches.append(step.alive.shape[1])
+        assert step.features.shape == (1, step.alive.shape[1], 1) and (step.features > 0.0).all()
+        self.now[0] += 3e-5 * step.alive.shape[1]
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        self.nodes.append(int(tree.drawn.sum()))
+        self.now[0] += 1e-3
+        return tree.drawn
+
+
+def price(timed: Measurements, policy: StopPolicy) -> float:
+    return decision_prices(timed.pooled)[policy.cost_name]
+
+
+def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
+    names = ("from-anchor", "trimming", "reads-history", "adaptive")
+    for policy in (Confidence(0.4), *(TEST_POLICIES[name] for name in names), *map(FromDepth, (0, 1, 3))):
+        assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(4 * TICK / 3)
+    slow = OnTheClock(DEPTH, ticking)
+    assert price(measure_decision(slow, VOCABULARY, 0.7), slow) > 5e-5
+
+
+def test_decisions_about_trees_are_timed_in_rounds_of_the_tree(ticking: list[float]) -> None:
+    policy = OfTrees(ticking)
+    seconds = price(measure_decision(policy, VOCABULARY, 0.7, tree=parse_tree("4,2,1")), policy)
+    assert set(policy.branches) == {4, 8} and set(policy.nodes) == {4 + 8 + 8}
+    # Two decisions read 4 and 8 branches, and nodes are selected once.
+    assert seconds == pytest.approx((3 * TICK + 3e-5 * 12 + 1e-3) / 2)
+    assert price(measure_decision(OfTrees(ticking), VOCABULARY, 0.7), policy) < seconds
+
+
+@pytest.mark.parametrize("depth", [DEPTH, 1])
+def test_known_prices_of_decisions_are_recovered(pair: Pair, monkeypatch: Patch, depth: int) -> None:
+    policy = OnTheClock(depth, known_clock(pair, monkeypatch))
+    timed = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, depth, ignore_eos=True))
+    rounds = {key.counts[0]: len(seconds) for key, seconds in timed.pooled.items()}  # by number of decisions
+    for key, seconds in timed.pooled.items():
+        assert seconds == pytest.approx(2e-4 + 5e-5 * key.counts[0], abs=EXACT)
+    total = sum(count * (2e-4 + 5e-5 * calls) for calls, count in rounds.items())
+    calls = sum(count * calls for calls, count in rounds.items())
+    assert len(rounds) >= min(depth, 2) and price(timed, policy) == pytest.approx(total / calls, abs=EXACT)
+
+
+def test_only_missing_decisions_are_measured(profile: Profile) -> None:
+    never_called = [*(FixedLength(k) for k in (0, 1, 9)), load_policy("load?table=1:3,4:1")]
+    assert add_decisions(profile, [Confidence(0.9), *never_called], VOCABULARY) == profile
+    more = add_decisions(profile, [*never_called, TEST_POLICIES["from-anchor"], Confidence(0.1)], VOCABULARY)
+    assert set(more.decision_s) - set(profile.decision_s) == {"from-anchor"}
+    assert more.decision_s["confidence"] == profile.decision_s["confidence"]
+    assert more.same_costs(profile.to_dict())
+    unpriced = dataclasses.replace(profile, decision_s={})
+    assert list(missing_decisions(unpriced, [*never_called, Confidence(0.4)])) == ["confidence"]
+
+
+@pytest.mark.parametrize("is_available", [True, False])
+def test_decisions_are_timed_on_the_device_of_the_profile(
+    profile: Profile, monkeypatch: Patch, is_available: bool
+) -> None:
+    policy, devices = Confidence(0.3), list[torch.device]()
+
+    def record(policy: object, vocabulary: int, temperature: float, device: torch.device, *rest: Any) -> Measurements:
+        devices.append(device)
+        return Measurements()
+
+    monkeypatch.setattr(policy, "name", "unpriced")
+    monkeypatch.setattr(decisions, "measure_decision", record)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * is_available)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
+    profile = dataclasses.replace(profile, facts={"device": "H100"})
+    if is_available:
+        add_decisions(profile, [policy], VOCABULARY)
+    else:
+        with pytest.warns(SpecstopWarning, match="H100"):
+            add_decisions(profile, [policy], VOCABULARY)
+    assert devices == [torch.device("cuda:1" if is_available else "cpu")]
