@@ -51,7 +51,7 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
 
 
 @pytest.mark.parametrize(
-    ("tree", "temperature", "shaping"),
+    ("tree", "temperature", "sampling"),
     [
         (None, 0.7, SamplingParams()), (TREE, 0.0, SamplingParams()), (TREE, 0.7, SamplingParams()),
         (None, 0.0, SamplingParams(repetition_penalty=1.5, min_new_tokens=NEW)), (None, 0.7, SamplingParams(top_p=0.7)),
@@ -59,9 +59,9 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
     ],
 )  # fmt: skip
 def test_dense_and_live_agree_at_the_anchors_that_both_have(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, shaping: SamplingParams
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, sampling: SamplingParams
 ) -> None:
-    options: dict[str, Any] = {"shaping": shaping, "hidden": tuple(HIDDEN_STATES)}
+    options: dict[str, Any] = {"sampling": sampling, "hidden": tuple(HIDDEN_STATES)}
     dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature, **options))
     policy = ReadsDraftStates() if tree is None else None
     live = by_anchor(
@@ -276,12 +276,12 @@ class ByNoise(StopPolicy):
 
 
 def compared_rounds(
-    pair: Pair, prompts: Sequence[Prompt], tokens: int, shaping: SamplingParams, temperature: float, tree: str | None,
+    pair: Pair, prompts: Sequence[Prompt], tokens: int, sampling: SamplingParams, temperature: float, tree: str | None,
     profile: Profile, folder: Path,
 ) -> int:  # fmt: skip
     """Assert that replay of a dense trace gives the rounds of the live loop under several policies; return their number."""
     assert pair.tokenizer is not None
-    options: dict[str, Any] = {"tree": tree, "shaping": shaping, "verification": "match"}
+    options: dict[str, Any] = {"tree": tree, "sampling": sampling, "verification": "match"}
     trace = collect(pair, prompts, folder, depth=DEPTH, temperature=temperature, max_new_tokens=tokens, **options)
     arrays, rounds = trace_arrays(trace), 0
     assert all(torch.isfinite(values).all() for values in arrays.columns.values())
@@ -313,17 +313,19 @@ def compared_rounds(
 def test_replay_of_filtered_traces_is_the_live_loop(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, name: str, temperature: float, tree: str | None
 ) -> None:
-    shaping = SamplingParams(**{name: FILTERS[name]})
-    assert compared_rounds(pair, prompts[::2], NEW, shaping, temperature, tree, profile, tmp_path / "t") > 100
+    sampling = SamplingParams(**{name: FILTERS[name]})
+    assert compared_rounds(pair, prompts[::2], NEW, sampling, temperature, tree, profile, tmp_path / "t") > 100
 
 
 def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
     """And where one of the user's own reads the tokens before."""
-    shaping, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
-    compared_rounds(pair, prompts[::2], NEW, shaping, 0.7, tree, profile, tmp_path / "a")
-    again = collect(pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, shaping=shaping)
+    sampling, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
+    compared_rounds(pair, prompts[::2], NEW, sampling, 0.7, tree, profile, tmp_path / "a")
+    again = collect(
+        pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, sampling=sampling
+    )
     arrays = trace_arrays(again)
     missing = (arrays.tokens == NO_TOKEN).numpy()
     third = [2, 5, 8, 9, 10, 11]  # the third of each three siblings, and all below that of the first level
@@ -349,25 +351,25 @@ def test_replay_under_a_grammar_is_the_live_loop(
     structured: tuple[Pair, Any, list[Prompt]], profile: Profile, tmp_path: Path, temperature: float, tree: str | None
 ) -> None:
     pair, grammar, prompts = structured
-    shaping = SamplingParams(processors=(grammar,))
-    assert compared_rounds(pair, prompts, 90, shaping, temperature, tree, profile, tmp_path / "trace") > 50
+    sampling = SamplingParams(processors=(grammar,))
+    assert compared_rounds(pair, prompts, 90, sampling, temperature, tree, profile, tmp_path / "trace") > 50
 
 
 def test_the_header_says_what_was_sampled_from_and_traces_of_different_filters_are_not_one(
     pair: Pair, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    shaping = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
+    sampling = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
     options = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6}
     traces = [
-        collect(pair, prompts[:2], tmp_path / str(at), shaping=s, **options) for at, s in enumerate((shaping, TOP_P))
+        collect(pair, prompts[:2], tmp_path / str(at), sampling=s, **options) for at, s in enumerate((sampling, TOP_P))
     ]
     header = traces[0].header
-    assert header.shaping == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
+    assert header.sampling == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
     assert Header.from_json(header.to_json(), "x") == header
-    with pytest.raises(TraceError, match="shaping"):
+    with pytest.raises(TraceError, match="sampling"):
         joined_arrays(traces)
-    with pytest.raises(TraceError, match="shaping"):
-        collect(pair, prompts[:2], tmp_path / "0", shaping=TOP_P, resume=True, **options)
+    with pytest.raises(TraceError, match="sampling"):
+        collect(pair, prompts[:2], tmp_path / "0", sampling=TOP_P, resume=True, **options)
 
 
 def test_a_policy_is_warned_about_where_it_was_not_trained(
@@ -375,10 +377,10 @@ def test_a_policy_is_warned_about_where_it_was_not_trained(
 ) -> None:  # fmt: skip
     """A policy trained under top-p 0.8 at temperature 0.7."""
     options: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
-    fit = collect(pair, make_prompts(24, "fit", 21), tmp_path / "fit", shaping=TOP_P, **options)
+    fit = collect(pair, make_prompts(24, "fit", 21), tmp_path / "fit", sampling=TOP_P, **options)
     policy = train(fit, full_profile, head="logistic", out=tmp_path / "policy", cross_fit=False).policy
-    assert policy.metadata.shaping == {"top_p": 0.8}
-    plain, same = (Settings(0.7, 4, shaping=s, verification="match") for s in (SamplingParams(), TOP_P))
+    assert policy.metadata.sampling == {"top_p": 0.8}
+    plain, same = (Settings(0.7, 4, sampling=s, verification="match") for s in (SamplingParams(), TOP_P))
     other = collect(pair, prompts, tmp_path / "plain", **options)
 
     def generate(**sampling: object) -> None:
@@ -391,8 +393,8 @@ def test_a_policy_is_warned_about_where_it_was_not_trained(
         (lambda: decode(pair, [prompts[0].text], policy, settings=plain), "another filter"),
         (lambda: evaluate(other, full_profile, [policy]), "another filter"),
         (lambda: generate(top_k=7), "another filter"),
-        (lambda: warn_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match")), "temperature"),
-        (lambda: warn_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection")), "verification"),
+        (lambda: warn_if_untrained(policy, Settings(1.0, 4, sampling=TOP_P, verification="match")), "temperature"),
+        (lambda: warn_if_untrained(policy, Settings(0.7, 4, sampling=TOP_P, verification="rejection")), "verification"),
         (lambda: decode(pair, [prompts[0].text], policy, settings=same, drafter="lookup"), "another pair"),
     ):
         with pytest.warns(SpecstopWarning, match=words):

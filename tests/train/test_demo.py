@@ -8,19 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import specstop.train.demo as module
 from conftest import make_prompts
 from specstop.collect.store import load_trace
-from specstop.decode.benchmark import Ratio, run_alternating
-from specstop.decode.loop import Speculator
-from specstop.decode.models.pair import Pair
+from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.settings import Settings
-from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError
-from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
-from specstop.policies.published.hugging_face import Heuristic
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo import Demo, Sizes, demo, explain
 from specstop.train.evaluate.records import Answer, Line, Report
@@ -95,23 +88,6 @@ def test_an_interrupted_or_refused_demo_leaves_nothing(pair_with_prompts: Path, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("slower", "train"), [(0.5, 160), (2.0, 80), (100.0, 56)])
-def test_a_slow_machine_gets_fewer_prompts(
-    slower: float, train: int, pair_with_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines: list[str] = []
-
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "_seconds_per_token", lambda *_: slower * module.REFERENCE_TOKEN_S)
-    monkeypatch.setattr(module, "Sizes", lambda: Sizes(train=160, tokens=12))
-    monkeypatch.setattr(module, "collect", stop)
-    with pytest.raises(KeyboardInterrupt):
-        demo(tmp_path / "out", pair=pair_with_prompts, announce=lines.append)
-    assert f"{train} training" in lines[0] and "tokens/s" in lines[0]
-
-
 def report_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) -> Report:
     one = Ratio(1.0, 1.0, 1.0)
     lines = (
@@ -142,20 +118,3 @@ def test_the_verdict_explains_a_refusal_with_numbers(
     headline, *reasons = explain(report_with(ratio, bound, decided_ms, saved_ms))
     assert headline == "The headline." and len(reasons) == bool(reason)
     assert reason in "".join(reasons)
-
-
-def test_policies_alternate_and_carry_nothing_from_the_warm_up(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    calls: list[tuple[str, int, int]] = []
-    settings, prompts = (
-        Settings(0.7, 10, verification="match"),
-        [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])],
-    )
-    runs = [Speculator(pair, policy, settings) for policy in (FixedLength(0), FixedLength(2), Heuristic(2))]
-    plain, fixed, carried = run_alternating(runs, prompts, progress=lambda *call: calls.append(call))
-    assert [g.tokens for g in plain] == [g.tokens for g in fixed] == [g.tokens for g in carried]
-    assert all(r.drafted == 0 for g in plain for r in g.rounds)
-    assert calls == [("live", i, 3) for i in (1, 2, 3)]
-    alone = Speculator(pair, Heuristic(2), settings)
-    expected = [alone.generate(ids, stream_key(0, name)) for name, ids in prompts]
-    assert [[r.drafted for r in g.rounds] for g in carried] == [[r.drafted for r in g.rounds] for g in expected]
-    assert len({r.drafted for g in expected for r in g.rounds}) > 1

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from specstop.policies.errors import InputError
 from specstop.train import shipped_pair as module
-from specstop.train.shipped_pair import DATA, expand_weights, quantize_weights, shipped_pair
+from specstop.train.shipped_pair import expand_weights, quantize_weights, shipped_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-MEGABYTES = 12
 
 
 def lines(path: Path) -> list[dict[str, str]]:
@@ -36,14 +33,6 @@ def test_expanded_weights_are_near_and_quantize_to_themselves(scale: float) -> N
     assert torch.equal(expanded["model.norm.weight"], weights["model.norm.weight"])
     assert expanded["lm_head.weight"] is expanded["model.embed_tokens.weight"]
     assert all(torch.equal(again[name], expanded[name]) for name in expanded)
-
-
-def test_the_package_data_is_small_and_says_where_it_is_from() -> None:
-    size = sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file())
-    assert size <= MEGABYTES * 1e6
-    card = (DATA / "README.md").read_text(encoding="utf-8")
-    assert "PSF License" in card and "make_pair.py" in card and "| 1 |" in card
-    assert json.loads((DATA / "pair.json").read_text())["recipe"]["seed"] == 0
 
 
 def test_the_shipped_pair_is_an_ordinary_pair() -> None:
@@ -77,14 +66,6 @@ def test_the_target_continues_source_text_and_the_draft_often_agrees() -> None:
     assert 0.5 < sum(agreed) / len(agreed) < 0.95
 
 
-def test_prompts_of_the_two_sides_are_of_different_files() -> None:
-    sides = [lines(DATA / f"prompts-{side}.jsonl") for side in ("train", "test")]
-    files = [{record["id"].rpartition("#")[0] for record in side} for side in sides]
-    assert not files[0] & files[1]
-    assert all(len({record["id"] for record in side}) == len(side) >= 200 for side in sides)
-    assert all(record.keys() == {"id", "prompt", "group"} for side in sides for record in side)
-
-
 def test_the_pair_is_expanded_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
     folder = shipped_pair()
@@ -98,9 +79,3 @@ def test_the_pair_is_expanded_once_and_again_when_damaged(tmp_path: Path, monkey
     assert (shipped_pair() / "target" / "config.json").is_file()
     (folder / module._CHECKSUMS).write_text("[]")
     assert shipped_pair() == folder and (folder / module._CHECKSUMS).read_text() != "[]"
-
-
-def test_missing_package_data_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DATA", tmp_path)
-    with pytest.raises(InputError, match="install the package again"):
-        shipped_pair()

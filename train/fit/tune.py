@@ -67,7 +67,9 @@ def search(
         )  # fmt: skip
     except (ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--storage: optuna cannot use {storage} as its journal ({reason}); choose another file") from None
+        raise InputError(
+            f"--storage: optuna cannot use {storage} as its journal ({reason}); choose another file"
+        ) from None
     before = len(_ended(study))
     study.sampler = optuna.samplers.TPESampler(seed=options.seed + before)  # a continued search draws other trials
     for candidate in objective.candidates:

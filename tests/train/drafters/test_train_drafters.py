@@ -31,7 +31,7 @@ from specstop.train.drafters.proposals import drafter_loss, positions, proposals
 from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.bounds.static_tree import best_static_tree
+from specstop.train.replay.bounds import best_static_tree
 from specstop.train.replay.run import replay
 
 DEPTH, NEW = 3, 16

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import NEW
-from contract_policies import DEPTH, TEST_POLICIES
+from contract_policies import DEPTH
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
@@ -26,21 +24,15 @@ from specstop.train.evaluate.analysis import (
     by_prompt,
     calibration,
     reliability,
-    stop_cost,
-    survival,
     time_share,
 )
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
-from specstop.train.replay import run
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import judge, oracle_plan
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.bounds import oracle_plan
 from specstop.train.replay.run import replay
-from synthetic import synthetic_trace
-from trees import make_tree_policy
 
 EXACT = 1e-12  # the same sums, in another order
 SUMS = 1e-9  # seconds: differences of sums of some hundred rounds
@@ -71,67 +63,7 @@ def arrays(request: pytest.FixtureRequest) -> TraceArrays:
 # Rounds
 
 
-def test_rounds_of_a_policy_that_carries_its_state_are_in_order(chains: TraceArrays, profile: Profile) -> None:
-    class Carrying(Confidence):
-        carries = True
-
-    one, other = replay(chains, Carrying(0.4, DEPTH), profile), replay(chains, Confidence(0.4, DEPTH), profile)
-    assert torch.equal(one.backlog, other.backlog)
-    assert torch.equal(one.decisions, other.decisions)
-    assert one.text_seconds(profile).numpy() == pytest.approx(other.text_seconds(profile).numpy(), rel=EXACT)
-
-
-@pytest.mark.parametrize("factors", [(2.0, 1.0, 1.0), (0.5, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 0.0)])
-def test_rounds_under_another_latency_equal_a_replay(
-    arrays: TraceArrays, profile: Profile, factors: tuple[float, float, float]
-) -> None:
-    policy, other = Confidence(0.4, DEPTH), scaled(profile, *factors)
-    again = replay(arrays, policy, profile).text_seconds(other)
-    assert again.numpy() == pytest.approx(replay(arrays, policy, other).seconds.numpy(), rel=EXACT)
-    assert not torch.equal(again, replay(arrays, policy, profile).seconds)
-
-
 # The oracle's plan
-
-
-@pytest.mark.parametrize("name", TEST_POLICIES)
-def test_losses_of_rounds_add_up_to_the_distance_from_the_bound(
-    arrays: TraceArrays, profile: Profile, name: str
-) -> None:
-    played, plan = replay(arrays, TEST_POLICIES[name], profile), oracle_plan(arrays, profile)
-    found = judge(arrays, played, plan, profile)
-    lost = found.choice_s + found.decision_s + found.backlog_s
-    by_text = played.by_sequence(lost)
-    assert by_text.numpy() == pytest.approx((played.seconds - plan.seconds).numpy(), abs=SUMS)
-    assert float(found.choice_s.min()) > -SUMS
-    assert float(found.backlog_s.min()) > -SUMS
-    assert not bool((found.early & found.late).any())
-    right = ~found.early & ~found.late
-    if arrays.tree.is_chain and not TEST_POLICIES[name].trims and "select" not in name:
-        assert torch.equal(played.steps[right], found.ideal[right]) or float(found.choice_s[right].max()) < SUMS
-    total = stop_cost(name, found, int(arrays.text_tokens.sum()))
-    assert total["total_s"] == pytest.approx(float((played.seconds - plan.seconds).sum()), abs=SUMS)
-    assert (total["rounds"], total["early_rounds"] + total["late_rounds"]) == (len(right), int((~right).sum()))
-    assert sum(total["ms_per_token"]) == pytest.approx(1e3 * total["total_s"] / int(arrays.text_tokens.sum()), abs=1e-6)
-
-
-def steep(step: float) -> Profile:
-    table = CostTable(0.0, (step, step), 0.0, (1.0,) * 5)
-    return Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-
-
-def test_wrong_stops_are_early_or_late(profile: Profile) -> None:
-    """Verification costs 1 and a draft step .1, so that the ideal round drafts just what is accepted."""
-    arrays = synthetic_trace([[3, 0, 0, 0, 0, 2, 1, 0, 0, 0]], 4)
-    costs = steep(0.1)
-    plan = oracle_plan(arrays, costs)
-    early = judge(arrays, replay(arrays, FixedLength(1), costs), plan, costs)
-    assert (bool(early.early[0]), bool(early.late[0])) == (True, False)
-    played = replay(arrays, FixedLength(4), costs)
-    found = judge(arrays, played, plan, costs)
-    assert not bool(found.early.any())
-    assert found.late[:2].tolist() == [True, True]
-    assert found.choice_s[:2].tolist() == pytest.approx([0.1, 0.4])
 
 
 # Where time goes
@@ -185,46 +117,6 @@ def test_acceptance_bands_contain_the_share(chains: TraceArrays) -> None:
 # Predictions
 
 
-def test_survival_equals_the_state_of_the_policy_in_replay(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recorded while the policy is replayed, at every candidate that it is asked about."""
-    monkeypatch.setattr(run, "CROWDED", 0.0)  # streams keep their numbers
-    arrays = trace_arrays(sides[1])
-    seen: dict[tuple[int, int], list[float]] = {}
-
-    class Watched(LearnedPolicy):
-        def keep(self, step, state):  # type: ignore[no-untyped-def]
-            keep, survival_ = super().keep(step, state)
-            for stream in step.alive[:, 0].nonzero()[0].tolist():
-                seen.setdefault((stream, step.depth), []).append(float(survival_[stream, 0]))
-            return keep, survival_
-
-    watched = Watched(
-        learned.name, learned.features, learned.head, learned.accept, learned.next, learned.rule,
-        learned.max_depth, learned.metadata, learned.survival,
-    )  # fmt: skip
-    played = replay(arrays, watched, full_profile)
-    log = played.log
-    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
-    guess = survival(learned, arrays, row, played.history)
-    asked = 0
-    for stream in range(arrays.sequences):
-        mine = guess[log[:, 0] == stream]
-        for depth in range(max(learned.first, 1), DEPTH):
-            found = seen.get((stream, depth), [])
-            asked += len(found)
-            # The rounds that get to this depth, in order; the same numbers.
-            known = mine[:, depth - 1].tolist()
-            at = 0
-            for value in found:
-                while at < len(known) and known[at] != value:
-                    at += 1
-                assert at < len(known)
-                at += 1
-    assert asked > 20
-
-
 @pytest.mark.parametrize("rule", ["derived", "batch"])
 def test_calibration_counts_accepted_tokens(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, rule: str
@@ -262,15 +154,6 @@ def test_calibration_error_separates_calibrated_from_wrong_predictions() -> None
 
 
 # Trees
-
-
-def test_a_policy_of_trees_has_a_report_without_calibration(
-    tree_trace: Trace, profile: Profile, tmp_path: Path
-) -> None:
-    policy = make_tree_policy()
-    report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], out=tmp_path / "out")
-    assert report.details["reliability"] == []
-    assert report.details["subject"] == policy.name
 
 
 def test_a_policy_of_another_tree_says_which_to_draft(tree_trace: Trace, profile: Profile) -> None:

@@ -23,7 +23,6 @@ from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import (
     COLUMNS,
-    ImportanceEstimate,
     _builtin_policy,
     _recorded_totals,
     importance_estimate,
@@ -73,24 +72,6 @@ def test_the_recorded_policy_stops_where_it_did(live: Any, profile: Profile, nam
     tokens, seconds = _recorded_totals(arrays, None, profile)
     assert shown.tokens[alone] == pytest.approx(tokens[alone], rel=EXACT)
     assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
-
-
-def test_tokens_of_a_round_are_those_committed(live: Any, profile: Profile) -> None:
-    trace = live(TEST_POLICIES["fixed:4"])
-    arrays = read(trace)
-    shown = observed_rounds(arrays, TEST_POLICIES["fixed:4"], profile, is_recorded=True)
-    committed = np.asarray(trace.rows.with_format("numpy")["committed"][:])
-    order = np.lexsort([np.asarray(trace.rows.with_format("numpy")[c][:]) for c in ("anchor", "sequence")])
-    assert shown.tokens.tolist() == committed[order].tolist()
-
-
-def test_rounds_drafted_past_the_limit_of_a_text_are_observed(live: Any, profile: Profile) -> None:
-    arrays = read(live(TEST_POLICIES["fixed:4"]))
-    header = dataclasses.replace(arrays.header, max_new_tokens=NEW // 2)
-    shown = observed_rounds(
-        dataclasses.replace(arrays, header=header), TEST_POLICIES["fixed:4"], profile, is_recorded=True
-    )
-    assert shown.observed.all() and (shown.drafted == arrays.drawn.sum(1).numpy()).all()
 
 
 def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile: Profile) -> None:
@@ -208,26 +189,6 @@ def test_a_trace_at_full_depth_needs_no_weights(live: Any, profile: Profile) -> 
     assert found.effective_rounds == pytest.approx(len(rounds.tokens))
     assert found.tokens.value == pytest.approx(rounds.tokens.mean(), rel=EXACT)
     assert found.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
-
-
-def test_the_recorded_policy_has_ratio_1(live: Any, profile: Profile) -> None:
-    ratio = importance_estimate(live(LOGGING, explore=0.25), LOGGING, profile).to_recorded
-    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.0, 1.0, 1.0), rel=EXACT)
-
-
-@pytest.fixture(scope="module")
-def explored(live: Any, profile: Profile) -> ImportanceEstimate:
-    return importance_estimate(live(LOGGING, explore=0.25, verification="rejection"), FixedLength(4), profile)
-
-
-def test_an_estimate_has_intervals_and_effective_rounds(explored: ImportanceEstimate, live: Any) -> None:
-    rounds = len(live(LOGGING, explore=0.25, verification="rejection").rows)
-    assert 0 < explored.by_exploration < rounds
-    assert explored.effective_rounds < rounds
-    assert any("other anchors" in text for text in explored.caveats)
-    for ratio in (explored.tokens, explored.seconds, explored.tokens_per_s, explored.to_recorded):
-        assert ratio.low <= ratio.value <= ratio.high
-    assert explored.tokens_per_s.value == pytest.approx(explored.tokens.value / explored.seconds.value)
 
 
 def test_with_an_unknown_recorded_policy_only_explored_rounds_count(live: Any, profile: Profile) -> None:

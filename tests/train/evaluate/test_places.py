@@ -17,7 +17,6 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.records import REFUSE, TOO_FEW
 from specstop.train.evaluate.report import FILES
 from specstop.train.evaluate.report_comparison import read_report
 from specstop.train.evaluate.statistics import Resamples
@@ -80,12 +79,6 @@ def test_intervals_hold_for_all_places_at_once(sides: tuple[Trace, Trace], full_
         assert dataclasses.astuple(place["fixed:1"].speedup) == pytest.approx(dataclasses.astuple(alone.speedup))
 
 
-def test_the_summary_says_where_to_deploy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(list(sides), scaled(full_profile, draft=40.0), [FixedLength(DEPTH)])
-    assert [place["fixed:5"].verdict for place in report.places.values()] == [REFUSE, TOO_FEW]
-    assert report.summary == (f"fixed:5: do not deploy on {sides[0].folder}; too few prompts on {sides[1].folder}.",)
-
-
 def test_places_that_cannot_be_evaluated_are_refused(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
 ) -> None:
@@ -142,25 +135,3 @@ def test_a_false_deploy_in_any_place_is_rare(shared: float) -> None:
     rates = f"{WORLDS} worlds: false deploy {false_deploy:.2%}, missed {missed:.2%}"
     assert false_deploy <= 0.025 + 3 * (0.025 * 0.975 / WORLDS) ** 0.5, rates
     assert missed <= 0.05 + 3 * (0.05 * 0.95 / WORLDS) ** 0.5, rates
-
-
-def test_shared_prompts_are_drawn_together_and_other_prompts_independently() -> None:
-    """The error of a mean is the same as in one place; prompts of two places are correlated as far as they are shared."""
-    rng = np.random.default_rng(0)
-    value = dict(zip([f"p{at:02d}" for at in range(60)], rng.normal(size=60), strict=True))
-    names = list(value)
-    one, two, other = names[:40], names[20:], names[40:]
-
-    def means(of_place: list[str]) -> np.ndarray:
-        boot = Resamples(of_place, replicates=20_000, among=names)
-        values = [value[name] for name in of_place]
-        return boot.total(values)[1:] / boot.total(np.ones(len(values)))[1:]
-
-    deviation = np.std([value[name] for name in one]) / 40**0.5
-    assert means(one).std() == pytest.approx(deviation, rel=0.05)
-    shared = np.array([value[name] for name in names[20:40]])
-    centred = [shared - np.mean([value[name] for name in of_place]) for of_place in (one, two)]
-    expected = (centred[0] * centred[1]).sum() / 40**2
-    covariance = np.cov(means(one), means(two))[0, 1]
-    assert covariance == pytest.approx(expected, rel=0.1)
-    assert abs(np.corrcoef(means(one), means(other))[0, 1]) < 0.03

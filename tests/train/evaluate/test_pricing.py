@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import DECISIONS, Key, Measurements, collected
+from specstop.policies.measurements import DECISIONS, Measurements
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.evaluate import pricing as prices
@@ -32,7 +30,6 @@ from specstop.train.evaluate.pricing import (
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import oracle_plan, planned_rounds
 from specstop.train.replay.rounds import Rounds
 from specstop.train.replay.run import replay
 from timed import timed_profile
@@ -93,16 +90,6 @@ def test_sources_of_error_are_resampled_one_at_a_time(chains: TraceArrays, noisy
         assert profile[:, at] == pytest.approx(under, rel=EXACT)
 
 
-def test_draws_of_model_calls_are_the_same_whatever_decisions_were_timed(noisy: Profile) -> None:
-    more = collected([{Key(DECISIONS, "mine", (1,)): [1e-4]}] * 40)
-    mine, theirs = (
-        ProfileBootstrap(noisy, 3, DRAWS).profiles,
-        ProfileBootstrap(noisy.with_measured_decisions(more), 3, DRAWS).profiles,
-    )
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.same_costs(other.to_dict()) and one.decision("confidence") == other.decision("confidence")
-
-
 def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:
     replays = [replay(chains, Confidence(0.4, DEPTH), full_profile)]
     boot, draws = Resamples(chains.prompt_ids), ProfileBootstrap(full_profile)
@@ -110,13 +97,6 @@ def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_
     assert draws.profiles == () and "kept no repeated timings" in draws.describe()
     assert np.array_equal(priced.seconds()[:, 0], boot.total(replays[0].seconds))
     assert priced.seconds(ResampleSource.PROFILE).shape == (1, 1)
-
-
-def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: TraceArrays, profile: Profile) -> None:
-    for arrays in (chains, tree):
-        plan = oracle_plan(arrays, profile)
-        rounds = planned_rounds(arrays, plan)
-        torch.testing.assert_close(rounds.text_seconds(profile), plan.seconds, rtol=EXACT, atol=0.0)
 
 
 # The verdict
@@ -187,23 +167,6 @@ def test_what_is_timed_is_kept_and_used_again(
             with_prices(other, policies, header)
     with pytest.raises(AssertionError, match="timed again"):
         with_prices(bare, [Confidence(0.5, DEPTH)], header)
-
-
-def test_a_damaged_or_foreign_file_is_timed_again_and_a_cache_that_cannot_be_written_is_done_without(
-    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    header, policies = sides[1].header, [Confidence(0.4, DEPTH)]
-    with_prices(bare, policies, header)
-    (kept,) = cache.iterdir()
-    whole = json.loads(kept.read_text())
-    for damage in ({**whole, "measurements": 3}, {"decisions": 3}, [], {**whole, "measurements": [{"key": 1}]}):
-        kept.write_text(json.dumps(damage))
-        again, _ = with_prices(bare, policies, header)
-        assert again.decision("confidence") > 0
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "file"))
-    priced, _ = with_prices(bare, policies, header)
-    assert priced.decision("confidence") > 0
 
 
 def test_a_policy_trained_for_the_profile_brings_its_timings(

@@ -19,7 +19,6 @@ from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.evaluate.report_comparison import compare_reports, read_report
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
 from timed import timed_profile
 
@@ -78,12 +77,6 @@ def test_a_report_and_itself_differ_in_nothing() -> None:
     assert [row[0] for row in section["rows"]] == list(LINES)
     same = {"value": 1.0, "low": 1.0, "high": 1.0}
     assert all(row[1:] == (same, same) for row in section["rows"][:3]) and section["rows"][3][1:] == ("-", "-")
-
-
-def test_groups_are_resampled_if_a_report_resampled_them() -> None:
-    groups = [f"g{at // 5}" for at in range(len(PROMPTS))]
-    one, two = (speed(figures(PROMPTS, 1), figures(PROMPTS, 2, units=units)) for units in (None, groups))
-    assert one[0] == two[0] and one != two
 
 
 def test_the_change_is_the_ratio_of_rates_over_common_prompts() -> None:
@@ -154,20 +147,6 @@ def test_the_error_of_one_profile_cancels_and_that_of_two_does_not() -> None:
     assert np.log(exact[2] / exact[1]) < 0.25 * np.log(two[2] / two[1])
 
 
-def test_a_pace_that_all_rounds_share_cancels_in_ratios_to_the_best_fixed_length() -> None:
-    before, after = figures(PROMPTS, 1, pace=0.04), figures(PROMPTS, 1, 1.04, profile="another", pace=0.04)
-    of_speed, over_best = changes(report(before), report(after))["mine"]
-    assert of_speed["value"] == pytest.approx(1.04) and of_speed["low"] < 1.0
-    assert tuple(over_best.values()) == pytest.approx((1.0, 1.0, 1.0))
-
-
-@pytest.mark.parametrize(("profile", "expected"), [("another", 0.03 * 2**0.5), ("one", 0.0)])
-def test_the_mean_paces_of_two_profiles_have_separate_errors(profile: str, expected: float) -> None:
-    before, after = figures(PROMPTS, 1, pace_error=0.03), figures(PROMPTS, 1, 1.01, profile=profile, pace_error=0.03)
-    _, low, high = speed(before, after)
-    assert np.log(high / low) == pytest.approx(2 * 2.15 * expected, rel=0.1, abs=1e-9)
-
-
 @pytest.fixture(scope="module")
 def reports(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Reports on profiles of one machine: `one` and `two` are separate timings, `again` is `one`, `none` has no timings."""
@@ -205,10 +184,3 @@ def test_one_profile_has_the_same_draws_in_every_report(reports: Path, sides: tu
         rounds, drawn = replay(arrays, policy, profile), ProfileBootstrap(profile).profiles
         measured, *under = (float(rounds.text_seconds(costs).sum()) for costs in (profile, *drawn))
         assert factors[name] == pytest.approx([seconds / measured for seconds in under], abs=1e-8)
-
-
-def test_the_fingerprint_of_a_profile_is_that_of_its_model_calls(full_profile: Profile) -> None:
-    timed = timed_profile(full_profile, ["confidence"], jitter=0.1)
-    assert timed.fingerprint == timed.with_decisions({"mine": 1e-4}).fingerprint
-    others = [timed_profile(full_profile, jitter=0.1, seed=1), scaled(timed, draft=2.0), full_profile]
-    assert len({timed.fingerprint, *(other.fingerprint for other in others)}) == 4

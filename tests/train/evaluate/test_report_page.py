@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
-import dataclasses
 import io
-import itertools
 import json
 import re
 import sys
@@ -25,15 +23,13 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import TOO_FEW, Report
-from specstop.train.evaluate.report import run_facts, sections, to_csv, to_html, to_markdown, write_report
+from specstop.train.evaluate.report import run_facts, to_html, to_markdown
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.run import replay
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}$y$ '
-RATIO = {"value": 0.97, "low": 0.95, "high": 0.99}
 
 
 class Page(HTMLParser):
@@ -146,50 +142,6 @@ def test_nothing_is_fetched_and_only_the_page_s_script_runs(page: Page) -> None:
     assert not re.search(r"@import|url\((?!#)|https?://|javascript:", page.text)
 
 
-def luminance(color: str) -> float:
-    """Return the relative luminance of a colour (WCAG 2)."""
-    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def test_colours_contrast_in_light_and_dark(page: Page) -> None:
-    palettes = [
-        dict(re.findall(r"--(\w+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\}", page.text, re.S)
-    ]
-    assert len(palettes) == 2 and palettes[0].keys() == palettes[1].keys()
-    for palette in palettes:
-        for paper in ("paper", "soft"):
-            for name in palette.keys() - {"paper", "soft", "line"}:
-                light, dark = sorted((luminance(palette[name]), luminance(palette[paper])), reverse=True)
-                assert (light + 0.05) / (dark + 0.05) >= 4.5, (name, paper)
-
-
-def test_the_page_is_accessible(page: Page) -> None:
-    """Rules of axe-core that need no browser."""
-    assert page.all("html") == [{"lang": "en"}]
-    assert len(page.all("main")) == len(page.all("header")) == len(page.all("footer")) == 1
-    assert all(a.get("aria-label") for a in page.all("nav"))
-    ids = [a["id"] for _, a in page.elements if "id" in a]
-    assert len(ids) == len(set(ids))
-    links = [a["href"] or "" for a in page.all("a")]
-    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
-    assert links[0] == "#main", "the first link skips the navigation"
-    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
-    assert levels[0] == 1 and levels.count(1) == 1
-    assert all(later - earlier <= 1 for earlier, later in itertools.pairwise(levels))
-    assert {a.get("scope") for a in page.all("th")} == {"col", "row"}
-    assert len(page.all("caption")) == len(page.all("table"))
-    drawings = page.all("svg")
-    assert len(drawings) == 5 == len(page.all("figcaption"))
-    for attributes in drawings:
-        assert attributes["role"] == "img" and set((attributes["aria-labelledby"] or "").split()) <= set(ids)
-    regions = [a for a in page.all("div") if a.get("class") == "scroll"]
-    assert all(a["tabindex"] == "0" and a["aria-label"] for a in regions)
-    assert {"viewport", "color-scheme"} <= {a.get("name") for a in page.all("meta")}
-    assert all(rule in page.text for rule in ("prefers-color-scheme: dark", "@media print", ":focus-visible"))
-
-
 def test_the_page_begins_with_the_answer_and_the_run(
     page: Page, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,21 +156,6 @@ def test_the_page_begins_with_the_answer_and_the_run(
     assert "<code>specstop evaluate --out &#39;a b&#39;</code>" in to_html({**data, "run": run_facts()})
 
 
-def test_every_section_is_there(data: dict[str, Any], page: Page) -> None:
-    ids = [section.id for section in sections(data)]
-    assert set(ids) == {"policies", "fixed", "acceptance", "reliability", "time", "stops", "prompts"}
-    assert set(ids) <= {attributes.get("id") for _, attributes in page.elements}
-    for section in sections(data):
-        assert section.cells and all(len(row) == len(section.columns) for row in section.cells), section.title
-
-
-def test_prompts_are_shown_by_text(data: dict[str, Any]) -> None:
-    prompt = data["details"]["prompts"][0]["prompt"]
-    named = {**data, "prompt_texts": {prompt: "def quicksort(values):"}}
-    for text in (to_html(named), to_markdown(named)):
-        assert "def quicksort(values):" in text and prompt in text
-
-
 def test_names_are_escaped(data: dict[str, Any]) -> None:
     hostile = copy.deepcopy(data)
     text = json.dumps(hostile)
@@ -230,36 +167,6 @@ def test_names_are_escaped(data: dict[str, Any]) -> None:
     page = Page(to_html(hostile))
     assert len(page.all("script")) == 1 and not page.all("img", "b")
     assert sum(HOSTILE in word for word in page.words) > 5
-
-
-def test_tables_of_groups_other_sections_and_failed_policies(data: dict[str, Any]) -> None:
-    more, names = copy.deepcopy(data), ["logistic", "confidence:0.7"]
-    more["details"]["groups"] = [
-        {"name": n, "prompts": count, "tokens": 70, "best_fixed": "fixed:1", "ratios": dict.fromkeys(names, RATIO)}
-        for n, count in (("a", 3), ("b", 20))
-    ]
-    section = {
-        "title": "Others",
-        "text": "Text.",
-        "columns": ["policy", "n", "m", "test"],
-        "rows": [["x", 1234, None, RATIO]],
-    }
-    more["details"]["other"] = section
-    more["failed"] = [{"failed": True, "policy": "mine", "error": "division by zero", "file": "", "line": 0}]
-    page = Page(to_html(more))
-    assert [text for text, _ in page.tables["table-other"][1]] == ["x", "1,234", "-", "0.970 [0.950, 0.990]"]
-    assert "".join(page.words).count("0.970 [0.950, 0.990]") == 1 + 2 * len(names)
-    failed = [text for text, _ in page.tables["table-policies"][-1]]
-    assert failed[0] == "minedivision by zero" and "failed" in failed
-
-
-def test_a_report_without_details_is_a_page_too(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    bare = evaluate(sides[1], full_profile)
-    assert bare.details == {}
-    write_report(bare, tmp_path / "out")
-    assert len(Page((tmp_path / "out" / "report.html").read_text()).all("svg")) == 3
 
 
 def test_one_prompt_gives_no_verdict_and_no_interval(
@@ -288,25 +195,6 @@ def test_one_prompt_gives_no_verdict_and_no_interval(
 # Markdown, CSV
 
 
-def test_markdown_has_every_section(report: Report, data: dict[str, Any], written: Path) -> None:
-    assert (written / "report.csv").read_text() == to_csv(data)
-    text = (written / "report.md").read_text()
-    assert text == to_markdown(data)
-    for section in sections(data):
-        assert f"## {section.title}\n" in text
-        assert f"| {' | '.join(section.columns)} |" in text
-    assert report.answer is not None
-    assert report.answer.headline in text
-
-
-def test_markdown_keeps_bars_and_markup_within_cells(report: Report) -> None:
-    lines = tuple(dataclasses.replace(line, note=HOSTILE) for line in report.lines)
-    text = to_markdown(values(dataclasses.replace(report, lines=lines)))
-    rows = [row for row in text.splitlines() if "alert" in row]
-    assert len(rows) == len(lines)
-    assert all("\\<script>" in row and "\\|\\`\\*" in row for row in rows)
-
-
 # The achievable estimate
 
 
@@ -318,18 +206,6 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
     assert line.tokens_per_s <= report["oracle bound"].tokens_per_s
-    Page(to_html(values(report)))
-
-
-def test_a_policy_above_the_achievable_estimate_is_a_finding(
-    sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poor = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
-    monkeypatch.setattr("specstop.train.fit.achievable.achievable_estimate", lambda *_, **__: poor)
-    report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
-    to_plain = report["achievable estimate"].to_plain
-    assert (to_plain.value, to_plain.low, to_plain.high) == pytest.approx((1.0, 1.0, 1.0))
-    assert any(text.startswith("fixed:2 is above the achievable estimate") for text in report.findings)
     Page(to_html(values(report)))
 
 

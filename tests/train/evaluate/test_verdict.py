@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from specstop.decode.benchmark import Ratio
@@ -14,7 +13,7 @@ from specstop.policies.errors import InputError
 from specstop.policies.measurements import Noise
 from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line
 from specstop.train.evaluate.statistics import Clusters, form_clusters
-from specstop.train.evaluate.verdict import answer, doubts, findings, verdict, why
+from specstop.train.evaluate.verdict import answer, doubts, findings, verdict
 from synthetic import synthetic_trace
 
 
@@ -104,14 +103,6 @@ def test_on_trees_the_best_static_tree_is_the_rival() -> None:
     assert "the best fixed length (fixed:3) and the best static tree" in result.headline
 
 
-def test_if_none_pays_the_answer_is_about_a_policy_that_was_given() -> None:
-    low = Ratio(0.94, 0.9, 0.97)
-    lines = [*FIXED, policy("Hugging Face default", "rule", 1.5, low), policy("mine", "rule", 1.4, low)]
-    result = answer(lines, "fixed:3", clusters(40))
-    assert result is not None
-    assert (result.verdict, result.candidate) == (REFUSE, "mine")
-
-
 def test_clusters_are_prompts_or_groups() -> None:
     prompts, groups = [f"p{i}" for i in range(100)], [f"g{i // 20}" for i in range(100)]
     tokens = [50] * 100
@@ -140,38 +131,3 @@ def test_a_prompt_with_most_of_the_tokens_is_named() -> None:
         assert result is not None
         assert result.verdict == (TOO_FEW if share == 50 else DEPLOY)
         assert ("one has 50% of all tokens" in result.headline) == (share == 50)
-
-
-def test_without_a_policy_there_is_no_answer() -> None:
-    assert answer(FIXED, "fixed:3", clusters(40)) is None
-
-
-def stop(name: str, *ms: float) -> dict[str, Any]:
-    return {"name": name, "ms_per_token": [*ms, 0.0]}
-
-
-@pytest.mark.parametrize(
-    ("mine", "words"),
-    [
-        (
-            (0.1, 0.2, 0.05),
-            ("avoids 50%", "10.0 ms (best fixed: 20.0)", "20.0 ms (40.0)", "5.0 ms in", "leaves a gain"),
-        ),
-        ((0.3, 0.2, 0.5), ("avoids 17%", "which is more than it saves")),
-        ((0.5, 0.4, 0.0), ("adds 50%",)),
-    ],
-)
-def test_why_says_what_stops_and_decisions_cost(mine: tuple[float, ...], words: tuple[str, ...]) -> None:
-    text = " ".join(why("x", [stop("best fixed", 0.2, 0.4, 0.0), stop("x", *mine)]))
-    assert all(word in text for word in words), text
-
-
-def test_findings_name_what_cannot_be() -> None:
-    ratios = {"x": Ratio(1.03, 1.01, 1.05), "y": Ratio(0.93, 0.9, 0.95)}
-    noise = SimpleNamespace(is_noisy=True, text="this machine was busy")
-    profile = SimpleNamespace(noise=noise)
-    found = findings(profile, clusters(40), [], ["x is faster than the oracle bound"], ratios)  # type: ignore[arg-type]
-    assert len(found) == 3
-    assert "this machine was busy" in found[0]
-    assert "x is faster than the oracle bound" in found[1]
-    assert found[2].startswith("x is above the achievable estimate beyond its interval (1.030 times")

@@ -33,7 +33,6 @@ from specstop.train.evaluate.batches import by_batch
 from specstop.train.export.basis import Basis, largest_share, replay_thresholds
 from specstop.train.export.deploy import deploy
 from specstop.train.export.engines import (
-    CLAMP,
     ENGINES,
     fit_acceptance,
     length_ranges,
@@ -123,25 +122,6 @@ def test_tables_are_those_of_evaluate_on_the_other_prompts(
     assert alone["oracle_bound_to_this"]["value"] >= 1.0
 
 
-def growing(profile: Profile, share: float) -> Profile:
-    """Return the profile with each further row at that share of the first, whatever the context."""
-    first = profile.low.verify_s[0]
-    low = dataclasses.replace(
-        profile.low, verify_s=tuple(first * (1 + share * n) for n in range(len(profile.low.verify_s)))
-    )
-    return dataclasses.replace(profile, low=low, high=dataclasses.replace(low, context=profile.high.context))
-
-
-@pytest.mark.parametrize(("share", "drafts"), [(0.0, True), (2.0, False)])
-def test_lengths_follow_the_cost_of_rows(
-    share: float, drafts: bool, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
-) -> None:
-    figures = deploy("vllm", tmp_path / "v", traces=sides[0], profile=growing(profile, share))
-    assert (figures["batches"][0]["length"] > 0) == drafts
-    assert "No policy was given" in (tmp_path / "v" / "README.md").read_text()
-    assert "policy_to_this" not in figures["alone"] and "held-out prompts" in figures["alone"]["prompts"]
-
-
 def test_pages_have_the_figures(written: dict[str, tuple[Path, dict[str, Any]]]) -> None:
     for name, (folder, figures) in written.items():
         page = (folder / "README.md").read_text()
@@ -191,14 +171,6 @@ def test_the_threshold_drafts_as_llama_cpp_does(
     assert len(set(drafts)) > 1 or rule[0] == 0.0
 
 
-def test_the_share_is_of_the_ten_likeliest(traces: dict[float, Trace]) -> None:
-    arrays = trace_arrays(traces[0.0])
-    top = torch.stack([arrays.column(f"top{i}") for i in range(1, 11)])
-    torch.testing.assert_close(largest_share(arrays), top[0] / top.sum(0))
-    bare = dataclasses.replace(arrays, columns={"top1": arrays.column("top1")})
-    assert torch.equal(largest_share(bare), arrays.column("top1"))
-
-
 def test_prompts_of_choice_and_report_are_disjoint(
     sides: tuple[Trace, Trace], learned: LearnedPolicy, full_profile: Profile
 ) -> None:
@@ -211,29 +183,6 @@ def test_prompts_of_choice_and_report_are_disjoint(
     few = Trace(sides[0].folder, sides[0].header, sides[0].rows.select(range(20)))
     with pytest.raises(TraceError, match="prompts"):
         Basis(few, full_profile)
-
-
-@pytest.mark.parametrize("change", [{"collector": "live"}, {"topology": (-1, -1, 0)}])
-def test_other_traces_are_refused(
-    change: dict[str, Any], sides: tuple[Trace, Trace], profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def changed(trace: Trace) -> TraceArrays:
-        arrays = trace_arrays(trace)
-        return dataclasses.replace(arrays, header=dataclasses.replace(arrays.header, **change))
-
-    monkeypatch.setattr("specstop.train.export.basis.trace_arrays", changed)
-    with pytest.raises(TraceError, match="expected dense traces of chains"):
-        Basis(sides[0], profile)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "hf"])
-def test_a_folder_with_files_is_not_replaced(
-    engine: str, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
-) -> None:
-    (tmp_path / "mine").write_text("kept")
-    with pytest.raises(InputError, match="not empty"):
-        deploy(engine, tmp_path, "fixed:2", traces=sides[0], profile=profile)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -260,13 +209,6 @@ def test_traces_without_the_probability_are_refused(
     with pytest.raises(TraceError, match="expected the feature top1"):
         deploy("llama.cpp", tmp_path / "x", traces=bare, profile=profile)
     assert not (tmp_path / "x").exists()
-
-
-def test_paths_are_accepted(sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path) -> None:
-    profile.save(tmp_path / "profile.json")
-    by_path = deploy("vllm", tmp_path / "a", traces=str(sides[0].folder), profile=tmp_path / "profile.json")
-    by_object = deploy("vllm", tmp_path / "b", traces=sides[0], profile=profile)
-    assert by_path["alone"] == by_object["alone"]
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -336,7 +278,7 @@ def test_a_policy_that_vllm_cannot_run_is_not_written(
     ("drafter", "settings"),
     [
         ("suffix", {"drafter": "suffix"}),
-        ("suffix?sure=0.8+model", {"drafter": "suffix?sure=0.8+model", "draft": "small"}),
+        ("suffix?confidence=0.8+model", {"drafter": "suffix?confidence=0.8+model", "draft": "small"}),
     ],
 )
 def test_vllm_runs_the_drafter_of_the_traces(
@@ -411,7 +353,3 @@ def test_acceptance_coefficients_are_recovered() -> None:
         cut=torch.zeros(4, dtype=torch.bool),
     )  # fmt: skip
     assert fit_acceptance(few, 2) is None  # type: ignore[arg-type]
-
-
-def test_log_odds_are_bounded() -> None:
-    assert log_odds(np.array([0.0, 0.5, 1.0])).tolist() == [-CLAMP, 0.0, CLAMP]

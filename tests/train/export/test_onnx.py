@@ -16,9 +16,7 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.storage import save_policy
 from specstop.train.export import onnx_model
-from specstop.train.export.deploy import deploy
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
-from trees import make_tree_policy
 
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:
@@ -69,12 +67,6 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tree_policy_is_no_onnx_model() -> None:
-    pytest.importorskip("onnx")
-    with pytest.raises(PolicyError, match="gain"):
-        build_onnx(make_tree_policy())
-
-
 def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     folder = save_policy(learned(), tmp_path / "p")
@@ -82,8 +74,3 @@ def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert answer.code == 2
     assert 'pip install "specstop[onnx]"' in answer.err
     assert not (tmp_path / "m.onnx").exists()
-
-
-def test_a_rule_without_a_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match="no head"):
-        deploy("onnx", tmp_path / "m.onnx", "fixed:4")

@@ -48,16 +48,6 @@ def costs() -> Profile:
     return Profile(alone, dataclasses.replace(alone, context=99.0), 0.0, 0.0, (0.0, 0.0), batch=BatchCosts(one, later))
 
 
-def test_it_goes_no_deeper_than_the_profile() -> None:
-    profile = costs()
-    cut = {side: dataclasses.replace(getattr(profile, side), verify_s=(4.0, 4.5, 5.0)) for side in ("low", "high")}
-    arrays, shallow = telling_trace(12), dataclasses.replace(profile, **cut)
-    assert shallow.max_depth == 2 < arrays.depth
-    known, policy = achievable_in_batches(arrays, shallow)
-    assert policy.max_depth == 2
-    assert by_batch(known, [], shallow, [SIZE], estimate=(known, policy))["lines"][1]["to_best_fixed"][0]["value"] > 0.9
-
-
 @pytest.mark.parametrize("tells", [True, False])
 def test_it_is_worth_what_the_features_tell(tells: bool) -> None:
     arrays, profile = telling_trace(12), costs()

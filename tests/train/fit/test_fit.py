@@ -12,15 +12,14 @@ import torch
 import xgboost as xgb
 from specstop.collect.schema import NO_TOKEN
 from specstop.policies.errors import TraceError
-from specstop.policies.features import FEATURES, HISTORY_FEATURES, PAST_WEIGHT, Kind
+from specstop.policies.features import FEATURES, PAST_WEIGHT, Kind
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
 from specstop.policies.profile import Profile
 from specstop.train.heads import make_head
-from specstop.train.heads.base import basis_columns, feature_ranges, fit_basis
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
-from specstop.train.heads.networks import MLPEstimator, acceptance_loss, flagged_columns, perceptron
+from specstop.train.heads.networks import MLPEstimator, flagged_columns, perceptron
 from specstop.train.heads.rows import FitRows, Visits, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.arrays import TraceArrays
 from specstop.train.replay.run import replay
@@ -93,16 +92,6 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
     assert following.tolist() == [row[3] for row in slow if row[4]]
     for label in (accept, following):
         assert 0 < int(label.sum()) < len(label)
-
-
-def test_cut_rounds_are_left_out(trace: TraceArrays, profile: Profile) -> None:
-    replayed = replay(trace, FixedLength(2), profile)
-    visited = visits(trace, [replayed])
-    assert not trace.cut[visited.row].any()
-    row = trace.offset[replayed.log[:, 0]] + replayed.log[:, 1] - trace.first_anchor[replayed.log[:, 0]]
-    assert visited.row.tolist() == [int(r) for r in row if not trace.cut[r]]
-    assert 0 < len(visited.row) < len(replayed.log)
-    assert visited.history.shape == (len(visited.row), len(HISTORY_FEATURES))
 
 
 def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
@@ -184,15 +173,6 @@ def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float,
     return found
 
 
-def test_the_basis_standardises_the_rows_with_a_token(parts: tuple[FitRows, FitRows]) -> None:
-    rows = parts[0]
-    columns = torch.from_numpy(basis_columns(fit_basis(rows, NAMES), rows.features, rows.depth)[rows.drawn])
-    torch.testing.assert_close(columns.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
-    torch.testing.assert_close(columns.std(0), torch.ones(3), atol=1e-4, rtol=0)
-    same = FitRows(torch.ones_like(rows.features), rows.depth, rows.labels, rows.known)
-    assert fit_basis(same, NAMES).scale.tolist() == [1.0] * 3
-
-
 def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
     head = fitted("logistic", *parts)
     tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
@@ -209,17 +189,6 @@ def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRo
     torch.testing.assert_close(found, truth[first, 1], atol=4 * COEFFICIENT, rtol=0)
 
 
-def test_ranges_are_those_of_the_rows_that_know_the_feature() -> None:
-    names = ("top1", "anchor_top1", "depth", "drawn_token", "mean_full")
-    features = torch.tensor([[0.0, 0.9, 0.0, 0.0, 0.5], [0.3, 0.2, 1.0, 7.0, 0.5], [0.6, float("nan"), 2.0, 9.0, 0.7]])
-    rows = FitRows(features, torch.tensor([0, 1, 2]), torch.zeros(3, 2), torch.ones(3, 2).bool())
-    low, high = feature_ranges(names, rows).values()
-    most = np.finfo(np.float32).max
-    np.testing.assert_allclose(low, [0.3, 0.2, -most, -most, 0.5], rtol=1e-6)
-    np.testing.assert_allclose(high, [0.6, 0.9, most, most, 0.7], rtol=1e-6)
-    assert feature_ranges(names, rows.subset(torch.tensor([0])))["low"][0] == -most, "no row knows it"
-
-
 @pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
 def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str) -> None:
     rows = synthetic_rows(1500, 4)
@@ -233,17 +202,6 @@ def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str)
         assert np.isfinite(head.scores(far, depth)).all()
     assert np.array_equal(head.scores(far, 1), head.scores(end, 1))
     assert head.tensors()["high"][2] == seen[:, 2].max()
-
-
-@pytest.mark.parametrize("label", [True, False])
-def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
-    rows = synthetic_rows(50)
-    alike = FitRows(rows.features, rows.depth, torch.full_like(rows.labels, label), rows.known)
-    head = fitted("logistic", alike, alike)
-    for depth in (0, 1):
-        chance = torch.sigmoid(torch.from_numpy(head.scores(rows.features.numpy(), depth)))
-        assert float(chance.std(0).max()) < 1e-6
-        assert bool(((chance > 0.9) if label else (chance < 0.1)).all())
 
 
 def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
@@ -271,12 +229,6 @@ def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, F
     assert np.array_equal(head.scores(within.astype(np.float32), 0), found), (
         "trees do not know the depth but by its feature"
     )
-
-
-def test_the_boosted_head_learns(parts: tuple[FitRows, FitRows]) -> None:
-    head = fitted("xgboost", *parts)
-    for loss, truth, constant in losses(torch.from_numpy(head.scores(parts[1].features.numpy(), 1)), parts[1]):
-        assert loss < truth + LOSS < constant - LOSS
 
 
 def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
@@ -315,11 +267,3 @@ def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) 
     columns = flagged_columns(Basis(NAMES, tensors["mean"], tensors["scale"]), rows)
     with torch.no_grad():
         torch.testing.assert_close(network(columns), scored(head, rows).float(), atol=1e-5, rtol=1e-5)
-
-
-def test_a_batch_without_labels_weighs_nothing() -> None:
-    network = perceptron([4, 8, 2], torch.nn.SiLU)
-    assert acceptance_loss(network, (torch.randn(5, 4), torch.ones(5, 2), torch.zeros(5, 2)))[0].item() == 0.0
-    known, columns = torch.tensor([[1.0, 0.0]]), torch.randn(1, 4)
-    expected = torch.nn.functional.softplus(-network(columns)[0, 0])
-    torch.testing.assert_close(acceptance_loss(network, (columns, torch.ones(1, 2), known))[0], expected)

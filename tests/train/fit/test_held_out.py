@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from specstop.collect.store import Trace
@@ -114,14 +113,3 @@ def test_evaluation_on_training_prompts_is_refused(sides: tuple[Trace, Trace], f
     with pytest.warns(Warning, match="not held-out"):
         evaluate(sides[0], profile, [policy], allow_overlap=True)
     evaluate(sides[1], profile, [policy])
-
-
-def test_labels_that_are_noise_have_no_auc(arrays: TraceArrays, full_profile: Profile) -> None:
-    generator = torch.Generator().manual_seed(0)
-    accepted = torch.randint(0, arrays.depth + 1, arrays.accepted.shape, generator=generator)
-    noise = dataclasses.replace(arrays, accepted=accepted)
-    options = TrainOptions(threshold=0.5, report_share=0.3, passes=1)
-    policy, _ = fit_policy(Plan(make_head("xgboost"), "survival", NAMES, options=options), noise, full_profile)
-    metrics = policy.metadata.metrics
-    error = np.sqrt(1.0 / (3.0 * metrics["held_out_rounds"]))  # at least that of Hanley and McNeil at .5
-    assert abs(metrics["accept_auc"] - 0.5) < 4 * error

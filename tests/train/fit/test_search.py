@@ -13,7 +13,7 @@ from specstop.policies.errors import InputError
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import Plan, TrainOptions
-from specstop.train.fit.run import fit_policy, train
+from specstop.train.fit.run import train
 from specstop.train.fit.tune import TUNE_FOLDS, search
 from specstop.train.heads import make_head
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
@@ -60,20 +60,6 @@ def test_every_candidate_is_tried_with_its_defaults_first_and_seeds_repeat(
     runs = [searched(arrays, full_profile, 3, heads=("logistic", "xgboost"))[1] for _ in range(2)]
     assert runs[0] == runs[1]
     assert {("logistic", None), ("xgboost", None)} <= {(row["policy"], row["parameters"]) for row in runs[0]}
-
-
-def test_a_trial_that_is_behind_after_the_first_fold_is_pruned(
-    arrays: TraceArrays, full_profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never_drafts(plan: Plan, part: TraceArrays, profile: Profile) -> Any:
-        policy, files = fit_policy(plan, part, profile)
-        return (policy.limited(0) if plan.rule == "any" else policy), files
-
-    monkeypatch.setattr("specstop.train.fit.tune.fit_policy", never_drafts)
-    rules = ("survival", "step", "derived", "batch", "any")
-    _, rows = searched(arrays, full_profile, 5, rules=rules)
-    folds = {row["rule"]: row["folds"] for row in rows}
-    assert folds["any"] == 1 and folds["survival"] == 2 and rows[-1]["rule"] == "any"
 
 
 def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: Profile, tmp_path: Path) -> None:
@@ -123,12 +109,3 @@ def test_options_that_cannot_be_searched_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=noun):
         train(sides[0], full_profile, **options)
-
-
-def test_a_search_needs_a_prompt_for_each_fold_and_a_trial_that_runs(
-    arrays: TraceArrays, full_profile: Profile
-) -> None:
-    with pytest.raises(InputError, match="prompts"):
-        searched(arrays.subset([0]), full_profile, 1)
-    with pytest.raises(InputError, match=r"no trial could be run: .*prompts"):
-        searched(arrays.subset([0, 1, 2]), full_profile, 2)

@@ -43,6 +43,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_the_rule_for_batches_keeps_costs_and_acceptance(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
+    full_profile = full_profile.with_decisions({"logistic?rule=batch": 1e-5})  # else it is timed
     made = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
     again = load_policy_folder(tmp_path / "p")
     assert again.joint and again.rule.to_dict() == {"kind": "batch", "send": "best"}
@@ -99,18 +100,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     assert first["weights.safetensors"] != third["weights.safetensors"]
 
 
-def test_metrics_say_what_was_learned(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    metrics = train(sides[0], full_profile).metrics
-    counts = [metrics[f"{name}_prompts"] for name in ("fit", "select", "report")]
-    assert sum(counts) == trace_arrays(sides[0]).sequences > 20 and min(counts) > 2
-    assert metrics["rows"] > 100
-    assert 0.5 < metrics["accept_auc"] <= 1
-    assert metrics["accept_log_loss"] < metrics["accept_log_loss_constant"]
-    assert metrics["held_out_ratio_to_best_fixed"] == pytest.approx(
-        metrics["held_out_tokens_per_s"] / metrics["held_out_best_fixed_tokens_per_s"]
-    )
-
-
 def test_a_trained_policy_decodes_the_targets_text_as_replayed(
     pair: Pair, sides: tuple[Trace, Trace], full_profile: Profile
 ) -> None:
@@ -156,24 +145,6 @@ def test_a_wrong_option_is_refused_with_a_hint_before_anything_is_written(
     assert not (tmp_path / "p").exists()
 
 
-def test_a_folder_in_use_is_refused_or_replaced(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    out = tmp_path / "p"
-    out.mkdir()
-    (out / "mine.txt").write_text("keep")
-    with pytest.raises(InputError, match=r"not empty.*`overwrite`"):
-        train(sides[0], full_profile, out=out)
-    with pytest.raises(InputError, match=r"mine\.txt is not among the files that specstop wrote there"):
-        train(sides[0], full_profile, out=out, overwrite=True)
-    assert (out / "mine.txt").read_text() == "keep"
-    (out / "mine.txt").unlink()
-    train(sides[0], full_profile, out=out, overwrite=True, cross_fit=False)
-    train(sides[0], full_profile, out=out, overwrite=True, cross_fit=False, name="again")
-    again = load_policy_folder(out)
-    assert (again.name, again.max_depth, again.source) == ("again", DEPTH, out)
-
-
 def test_a_policy_never_replaces_what_it_is_made_from(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
@@ -192,28 +163,10 @@ def test_a_policy_never_replaces_what_it_is_made_from(
     assert files(place) == before
 
 
-def test_a_failed_run_keeps_the_policy_it_was_to_replace(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    train(sides[0], full_profile, out=tmp_path / "p", cross_fit=False)
-    before = files(tmp_path / "p")
-    few = Trace(sides[0].folder, sides[0].header, sides[0].rows.select(range(20)))
-    with pytest.raises(TraceError):
-        train(few, full_profile, out=tmp_path / "p", overwrite=True)
-    assert files(tmp_path / "p") == before
-
-
 def test_too_few_prompts_are_refused(pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
     trace = collect(pair, make_prompts(3, "few", 5), tmp_path / "t", depth=3, max_new_tokens=12)
     with pytest.raises(TraceError, match="at least 4 different prompts"):
         train(trace, full_profile)
-
-
-def test_traces_of_cut_rounds_only_have_no_row(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    trace = sides[1]
-    rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
-    with pytest.raises(TraceError, match="collect more prompts or longer texts"):
-        train(Trace(trace.folder, trace.header, rows), full_profile)
 
 
 def test_a_draft_that_is_never_wrong_can_be_trained_on(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from specstop.decode.run import decode
 from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import DraftStep, StopPolicy
+from specstop.policies.contract import DraftStep
 from specstop.policies.display import silent
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
@@ -32,18 +31,15 @@ from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import PathCalibrator, TreeGain
 from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.plan import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
 from specstop.train.fit.settle import settle_for
-from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, solve_tree, tree_seconds
+from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, tree_seconds
 from specstop.train.heads.rows import Visits
-from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
-from specstop.train.replay.bounds import StaticTree, best_static_tree, likeliest_nodes, on_subtree, subtree
-from specstop.train.replay.rounds import Rounds
-from specstop.train.replay.run import replay, replay_many
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.bounds import StaticTree, best_static_tree, on_subtree, subtree
+from specstop.train.replay.run import replay
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -102,17 +98,6 @@ def test_the_live_loop_plays_what_replay_says(
         assert played.log[played.log[:, 0] == s, 1:].tolist() == live
         sizes |= {(r.drafted, r.verified) for r in rounds}
     assert len({drafted for drafted, _ in sizes}) > 2 and any(drafted > verified > 0 for drafted, verified in sizes)
-
-
-def test_training_leaves_a_folder_that_plays_the_same(
-    forest: dict[float, Trace], trained: dict[float, Trained], profile: Profile
-) -> None:
-    made = trained[0.7]
-    assert made.path is not None
-    loaded = load_policy_folder(made.path)
-    arrays = trace_arrays(forest[0.7])
-    assert torch.equal(replay(arrays, loaded, profile).log, replay(arrays, made.policy, profile).log)
-    assert loaded.metadata.provenance["tree"] == TREE and loaded.metadata.rho > 0.0
 
 
 def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
@@ -249,57 +234,22 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
     assert seconds["draft_s"][1] == pytest.approx(later + 5e-5, rel=0.05)  # children a branch are a mean
 
 
-def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profile: Profile) -> None:
-    arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
-    assert arrays.tree.is_chain
-    seconds = tree_seconds(arrays, profile, 0.0)
-    costs = np.diff(profile.chain_costs(typical_context(arrays), 0.0, depth=3)).tolist()
-    for length in (2, 3):  # padded to the cheaper size
-        more = seconds["verify_s"][length] - seconds["verify_s"][length - 1]
-        assert costs[length - 1] == pytest.approx(seconds["draft_s"][0] + more)
-
-
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
 ) -> None:
     filtered = SamplingParams(top_k=2)  # for which a third sibling is never there
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "progress": silent}
-    large = collect(pair, prompts, tmp_path / "large", tree=TREE, shaping=filtered, **options)
-    for trace, shaping in ((forest[0.7], SamplingParams()), (large, filtered)):
+    large = collect(pair, prompts, tmp_path / "large", tree=TREE, sampling=filtered, **options)
+    for trace, sampling in ((forest[0.7], SamplingParams()), (large, filtered)):
         small = on_subtree(trace_arrays(trace), SMALL)
-        name, folder = subtree(trace.header.tree, SMALL).name, tmp_path / f"small {shaping.options}"
-        whole = trace_arrays(collect(pair, prompts, folder, tree=name, shaping=shaping, **options))
+        name, folder = subtree(trace.header.tree, SMALL).name, tmp_path / f"small {sampling.options}"
+        whole = trace_arrays(collect(pair, prompts, folder, tree=name, sampling=sampling, **options))
         assert small.tree.parent == whole.tree.parent and small.path is not None and whole.path is not None
         same = ~whole.cut & ~small.cut  # how near the end a round is cut depends on the depth
         assert torch.equal(small.path[same], whole.path[same])
         assert torch.equal(small.accepted[same], whole.accepted[same])
         for feature in TREE_FEATURES:
             torch.testing.assert_close(small.column(feature), whole.column(feature), atol=1e-5, rtol=1e-5, msg=feature)
-
-
-def test_of_smaller_trees_the_fastest_is_kept(
-    forest: dict[float, Trace], profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def priced(costs: Profile, policies: Sequence[StopPolicy], vocabulary: int, **_: object) -> Profile:
-        return costs.with_decisions({policy.cost_name: 1e-5 for policy in policies})
-
-    # Timed anew for each, the fastest would be a matter of luck.
-    monkeypatch.setattr("specstop.train.fit.tree_rules.add_decisions", priced)
-    options: dict[str, Any] = {"rule": "gain", "passes": 1, "progress": silent}
-    made = train(forest[0.7], profile, nodes=[1, 4], out=tmp_path / "policy", **options)
-    arrays = trace_arrays(forest[0.7])
-    arrays, _ = split_report(arrays, REPORT_SHARE, 0)
-    best, _ = best_static_tree(arrays, profile)
-    static = len(best.nodes)
-    alone = [train(forest[0.7], profile, nodes=[size], **options) for size in (1, 4)]
-    as_large = subtree(arrays.tree, likeliest_nodes(arrays, static, best.max_depth)).name
-    assert made.metrics["tree"] in {as_large, *(one.metrics["tree"] for one in alone)}
-    assert made.policy.metadata.rho >= max(one.policy.metadata.rho for one in alone)
-    rule = made.policy.rule
-    assert isinstance(rule, TreeRule)
-    assert sum(map(len, rule.children)) <= 1 + max(4, static)  # the root and as many as were allowed
-    assert made.metrics["trees tried"] == len({1, 4, static})
-    assert load_policy_folder(tmp_path / "policy").metadata.provenance["tree"] == made.metrics["tree"]
 
 
 def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(
@@ -327,36 +277,6 @@ def test_what_it_cannot_be_asked_for(
 ) -> None:
     with pytest.raises((InputError, ValueError), match=message):
         train(forest[0.0], profile, rule="gain", **options)  # type: ignore[arg-type]
-
-
-def test_no_decision_begins_after_the_deepest_depth_that_was_reached(
-    forest: dict[float, Trace], trained: dict[float, Trained], profile: Profile
-) -> None:
-    policy = trained[0.7].policy
-    assert isinstance(policy, TreeGain) and len(policy.rule.acceptance) > 2
-    short = policy.with_rule(dataclasses.replace(policy.rule, acceptance=policy.rule.acceptance[:2], first=1))
-    solved, rate = solve_tree(short, trace_arrays(forest[0.7]), profile)
-    assert rate > 0.0 and solved.rule.first <= 2
-
-
-def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
-    forest: dict[float, Trace], profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played: dict[int, set[str]] = {}
-
-    def watched(arrays: TraceArrays, policies: Sequence[StopPolicy], costs: Profile) -> list[Rounds]:
-        for policy in policies:
-            assert isinstance(policy, TreeGain)
-            played.setdefault(id(policy.head), set()).update(arrays.clusters)
-        return replay_many(arrays, policies, costs)
-
-    monkeypatch.setattr("specstop.train.fit.rules.replay_many", watched)
-    made = train(forest[0.0], profile.with_decisions({"tree": 1e-5}), rule="gain", passes=1, folds=3).policy
-    # Each head plays the prompts that it was not fitted on, the saved one those of selection.
-    assert isinstance(made, TreeGain) and len(played) == 3
-    assert played[id(made.head)] == set(made.metadata.prompts["select"])
-    one, two, three = played.values()
-    assert not (one & two or one & three or two & three)
 
 
 def test_traces_that_cannot_be_replayed_are_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 from contract_policies import DEPTH
@@ -26,7 +25,6 @@ from specstop.train.fit.rules import (
     replayed_rates,
     tune_confidence,
 )
-from specstop.train.fit.run import train
 from specstop.train.fit.settle import retune, solve_rate
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
@@ -63,19 +61,6 @@ def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Prof
     assert [r.rate for r in grid] == rates
     assert [r.name for r in grid] == [f"fixed:{k}" for k in range(DEPTH + 1)]
     assert best_of(grid) is grid[rates.index(max(rates))]
-
-
-def test_expensive_drafts_shorten_the_best_fixed_length(arrays: TraceArrays, profile: Profile) -> None:
-    best = [int(best_of(fixed_grid(arrays, with_draft_times(profile, f))).name.split(":")[1]) for f in (0.01, 1.0, 8.0)]
-    assert best == sorted(best, reverse=True)
-    assert best[0] > best[2]
-
-
-def test_a_profile_that_ends_above_the_trace_limits_the_grid(arrays: TraceArrays, profile: Profile) -> None:
-    low, high = (dataclasses.replace(t, verify_s=t.verify_s[:3]) for t in (profile.low, profile.high))
-    short = dataclasses.replace(profile, low=low, high=high)
-    assert [r.name for r in fixed_grid(arrays, short)] == ["fixed:0", "fixed:1", "fixed:2"]
-    assert tune_confidence(arrays, short).max_depth == 2
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0])
@@ -144,19 +129,6 @@ def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
     assert alone.head is heads[0] and alone.arrays.sequences == len(folds.sequences(0))
 
 
-def test_another_first_decision_has_to_be_clearly_better(
-    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
-) -> None:
-    for better, expected in ((1.0 + MIN_GAIN / 2, 1), (1.0 + 2 * MIN_GAIN, 0)):
-
-        def rates(policies: Sequence[LearnedPolicy], better: float = better) -> list[float]:
-            return [100.0 * (better if policy.rule.first == 0 else 1.0) for policy in policies]
-
-        solved, rate = solve_rate(learned, arrays, full_profile, learned.metadata.acceptance, rates=rates)
-        assert solved.rule.first == expected
-        assert rate == (100.0 if expected else 100.0 * better)
-
-
 def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speeds(
     arrays: TraceArrays, full_profile: Profile, learned: LearnedPolicy
 ) -> None:
@@ -185,16 +157,3 @@ def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
     solved, rate = solve_rate(learned, arrays, full_profile, acceptance)
     assert rate == replay(arrays, solved, full_profile).rate > 0.0
     assert solved.rule.first <= before + 1
-
-
-def test_an_expensive_decision_comes_later(sides: tuple[Trace, Trace], profile: Profile) -> None:
-    """Where deciding costs as much as drafting, the rule drafts first and asks then; where it is free, it asks at once."""
-    arrays = trace_arrays(sides[0])
-    policy = train(sides[0], profile.with_decisions({"logistic": 0.0}), head="logistic").policy
-    firsts = []
-    for seconds in (0.0, 2.0e-3):
-        costs = profile.with_decisions({"logistic": seconds})
-        solved, rate = solve_rate(policy, arrays, costs, policy.metadata.acceptance)
-        assert rate == pytest.approx(replay(arrays, solved, costs).rate)
-        firsts.append(solved.first)
-    assert firsts[0] < firsts[1] <= max(FIRST)

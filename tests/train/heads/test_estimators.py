@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ import xgboost as xgb
 from scipy.special import expit, logit
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from specstop.collect.store import Trace
 from specstop.decode.engines.settings import check_engine_policy
 from specstop.policies.contract import DraftStep
-from specstop.policies.errors import InputError, PolicyError, TraceError
+from specstop.policies.errors import InputError, TraceError
 from specstop.policies.heads import HEADS as INFERENCE_HEADS
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
@@ -29,12 +27,9 @@ from specstop.policies.rules import Threshold
 from specstop.train import train
 from specstop.train.heads import HEADS, head_class, make_head
 from specstop.train.heads.boosted import XGBoostEstimator, flatten
-from specstop.train.heads.calibration import auc
-from specstop.train.heads.linear import LogisticEstimator, TokensEstimator
+from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator, ResNet
 from specstop.train.heads.rows import FitRows
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.run import replay
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows
 
 torch.set_num_threads(1)
@@ -88,18 +83,6 @@ def test_a_policy_decides_as_the_estimator_predicts(name: str) -> None:
     np.testing.assert_array_equal(keep[clear, 0], model.predict_proba(x)[clear, 1] > 0.4)
 
 
-def test_scikit_learn_cross_validates_by_prompt() -> None:
-    x, y = accept_rows(900)
-    groups = np.arange(900) % 30
-    scores = cross_val_score(LogisticEstimator(NAMES), x, y, groups=groups, cv=GroupKFold(3), scoring="neg_log_loss")
-    constant = y.mean() * np.log(y.mean()) + (1 - y.mean()) * np.log(1 - y.mean())
-    assert scores.mean() > constant + 0.1
-    with pytest.raises(InputError, match="features: expected the names of 3"):
-        LogisticEstimator(("top1",)).fit(x, y)
-    with pytest.raises(PolicyError, match="features="):
-        LogisticEstimator().fit(x, y).export()
-
-
 # The registry
 
 
@@ -128,22 +111,6 @@ def test_every_head_has_a_form_that_policies_run_and_a_search_space(name: str) -
 def test_invalid_parameters_are_refused_by_name(name: str, params: Any, trainer: Any, noun: str) -> None:
     with pytest.raises(InputError, match=noun):
         make_head(name, params, trainer)
-
-
-class Strict(LogisticEstimator):
-    """A plugin."""
-
-
-def test_a_plugin_adds_a_head(monkeypatch: pytest.MonkeyPatch, parts: Parts) -> None:
-    point = EntryPoint("strict", f"{__name__}:Strict", "specstop.heads")
-    monkeypatch.setattr("specstop.policies.registry.entry_points", lambda group: [point])
-    assert "strict" in HEADS.names()
-    head = make_head("strict", {"C": 0.01}).set_params(features=NAMES).fit(parts[0], stop_rows=parts[1]).export()
-    assert head.kind == "logistic"
-    odd = EntryPoint("odd", f"{__name__}:accept_rows", "specstop.heads")
-    monkeypatch.setattr("specstop.policies.registry.entry_points", lambda group: [odd])
-    with pytest.raises(InputError, match="odd"):
-        make_head("odd")
 
 
 # Networks
@@ -200,18 +167,6 @@ def test_a_request_to_terminate_reaches_the_caller(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert calls == (["handled"] if is_handled else [signal.SIGTERM])
-
-
-def test_an_interrupted_fit_raises_and_restores_handlers_and_random_state(parts: Parts) -> None:
-    def interrupt(task: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    state = torch.get_rng_state()
-    with pytest.raises(KeyboardInterrupt):
-        MLPEstimator(NAMES, epochs=3).fit(parts[0], stop_rows=parts[1], progress=interrupt)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -286,30 +241,6 @@ def test_rare_tokens_are_fitted_as_far_as_frequent_ones() -> None:
     model = LogisticRegression(C=0.5, solver="newton-cholesky", tol=1e-10, max_iter=1000)
     expected = logit(model.fit(x, rows.labels[:, 0].numpy()).predict_proba(x)[:, 1])
     assert np.abs(head.scores(rows.features.numpy(), 1)[:, 0] - expected).max() < 0.15  # 3.0 where the fit ends early
-
-
-def test_pairs_predict_what_neither_token_does() -> None:
-    def drawn(count: int, seed: int) -> FitRows:
-        ids = torch.randint(0, 8, (count, 2), generator=torch.Generator().manual_seed(seed))
-        chance = torch.where(ids.sum(1) % 2 == 0, 0.9, 0.1)
-        return token_rows(ids, chance, 1.0 - chance, seed + 10)
-
-    names, held = ("drawn_token", "above_token"), drawn(1000, 2)
-    scores = {}
-    for buckets in (0, 97):
-        head = TokensEstimator(names, buckets=buckets).fit(drawn(3000, 0), stop_rows=drawn(500, 1)).export()
-        scores[buckets] = auc(head.scores(held.features.numpy(), 1)[:, 0], held.labels[:, 0].numpy()) or 0.0
-    assert scores[0] < 0.6 and scores[97] > 0.85
-
-
-def test_tokens_are_fitted_twice_on_requested_features(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    profile = full_profile.with_decisions({"tokens": 30e-6})
-    names = ["drawn_token", "above_token", "depth"]
-    default, once, twice = (
-        train(sides[0], profile, head="tokens", features=names, passes=n, cross_fit=False) for n in (None, 1, 2)
-    )
-    assert default.metrics == twice.metrics != once.metrics and default.policy.features == tuple(names)
-    assert replay(trace_arrays(sides[0]), default.policy, profile).rate > 0.0
 
 
 # Engines

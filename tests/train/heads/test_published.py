@@ -27,7 +27,7 @@ from specstop.train.heads import HEADS, head_class
 from specstop.train.heads.base import HeadEstimator
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
-from specstop.train.heads.networks import ResNet, ResNetEstimator, acceptance_loss, batch_loader, flagged_columns
+from specstop.train.heads.networks import ResNet, ResNetEstimator, acceptance_loss, flagged_columns
 from specstop.train.heads.published import (
     AcceptanceNetwork,
     DynaSDHardEstimator,
@@ -194,31 +194,6 @@ def test_the_published_network_uses_one_block_in_all_places() -> None:
         y = y + torch.nn.functional.silu(network.blocks.layers[0](y))
     logits = network.leave(y)
     torch.testing.assert_close(network(x), logits[:, 1:] - logits[:, :1])
-
-
-@pytest.mark.parametrize("build", [ResNetEstimator, DynaSDSoftEstimator, SpecDecEstimator])
-def test_equal_seeds_give_equal_weights_and_keep_random_states(build: type[HeadEstimator]) -> None:
-    rows = published_rows(300, 8)[0]
-    before = torch.get_rng_state()
-    heads = [fitted(build(epochs=2, random_state=seed), rows, rows).tensors() for seed in (0, 0, 1)]  # type: ignore[call-arg]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(np.array_equal(value, heads[1][name]) for name, value in heads[0].items())
-    assert any(not np.array_equal(value, heads[2][name]) for name, value in heads[0].items())
-    if build is not ResNetEstimator:
-        with pytest.raises(TraceError, match="draft_hidden"):
-            fitted(build(), dataclasses.replace(rows, hidden={}), rows)
-
-
-@pytest.mark.parametrize("seed", [3, None])
-def test_a_loader_yields_every_row_once_in_whole_batches(seed: int | None) -> None:
-    rows = torch.arange(10)
-    first, second = ([batch[0].tolist() for batch in batch_loader((rows, rows), 4, seed)] for _ in range(2))
-    assert (
-        list(map(len, first)) == [4, 4, 2]
-        and sorted(at for part in first for at in part) == rows.tolist()
-        and first == second
-    )
-    assert (first == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]) is (seed is None)
 
 
 # Rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -70,12 +69,6 @@ class AboveMean(StopPolicy):
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         assert len(np.unique(outcome.seconds[outcome.active])) == 1, "all streams wait for the round"
         return np.where(outcome.active, outcome.seconds, state)
-
-
-class LateDecisions(AboveMean):
-    """Decides if one or two streams are left, and drafts a fixed length in larger batches."""
-
-    unasked: ClassVar[dict[int, int]] = {3: 2, 4: 2}
 
 
 BY_SIZE = learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(1, 1.0), (2, 1.8), (4, 2.5)]))
@@ -169,18 +162,6 @@ def test_a_decision_about_all_streams_of_a_batch_is_priced_once(arrays: Arrays, 
     assert torch.equal(free.log, paid.log)
     per_call = torch.zeros(int(free.call.max()) + 1).scatter_reduce(0, free.call, free.decisions.float(), "amax")
     assert float(paid.seconds.sum() - free.seconds.sum()) == pytest.approx(2.0 * float(per_call.sum()), rel=EXACT)
-
-
-def test_a_fixed_length_is_drafted_in_batches_in_which_a_policy_does_not_decide(arrays: Arrays, timed: Profile) -> None:
-    fixed, late, always = (
-        served(arrays[0.7], policy, timed.with_decisions({"above-mean": 1.0}), 4)
-        for policy in (FixedLength(2), LateDecisions(), AboveMean())
-    )
-    until = int((late.call.bincount() < 3).nonzero()[0])  # the first round of two streams
-    assert until > 5
-    assert torch.equal(late.log[late.call < until], fixed.log[fixed.call < until])
-    assert not late.decisions[late.call < until].any() and late.decisions.any()
-    assert always.decisions[always.call < until].any()
 
 
 @pytest.mark.parametrize("policy", [FixedLength(3), TEST_POLICIES["trimming"]])

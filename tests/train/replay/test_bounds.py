@@ -22,7 +22,7 @@ from specstop.decode.topology import parse_tree
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.tree_rules import Gain
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
@@ -136,16 +136,6 @@ def test_a_perfect_draft_reaches_its_closed_form(
         assert replay(arrays, FixedLength(k), profile).seconds >= bound - SUMS
 
 
-def test_rounds_that_stop_wrongly_are_early_or_late() -> None:
-    table = CostTable(8.0, (0.1, 0.1), 0.0, (1.0, 1.0, 1.0, 1.0))
-    costs = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    arrays = synthetic_trace([[2, 1, 0] * 3], 3)  # rounds of three tokens are ideal
-    plan = oracle_plan(arrays, costs)
-    for length, early, late in ((2, [False], [False]), (1, [True, False], [False, True]), (3, [False], [True])):
-        regret = judge(arrays, replay(arrays, FixedLength(length), costs), plan, costs)
-        assert regret.early.tolist() == early * 3 and regret.late.tolist() == late * 3
-
-
 class ByRound(StopPolicy):
     """Drafts a given length in each round of a text."""
 
@@ -237,16 +227,6 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees: Tra
         likeliest_nodes(trees, trees.tree.nodes, 1)
 
 
-def test_a_smaller_tree_has_the_margin_to_the_best_sibling_left_out(trees: TraceArrays) -> None:
-    part = on_subtree(trees, [0, 1, 3])
-    margin, score = trees.columns["noisy_margin"], trees.columns["noisy_score"]
-    expected = torch.minimum(margin[:, [0, 1]], score[:, [0, 1]] - score[:, [2]])
-    drawn = trees.tokens[:, 2] >= 0
-    assert torch.equal(part.columns["noisy_margin"][drawn][:, :2], expected[drawn])
-    assert part.accepted.tolist() == [max(int(a), 2 * int(b)) for a, b in zip(
-        (trees.path[:, 0] | trees.path[:, 1]), trees.path[:, 3], strict=True)]  # type: ignore[index]  # fmt: skip
-
-
 def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Profile) -> None:
     """It verifies what it would as part of the recorded tree, and pays for no other candidates."""
     costly = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)
@@ -263,13 +243,3 @@ def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Prof
     never = dataclasses.replace(profile, step_s=1.0, tree_outside_s=(1e-4, 1e-5, 1.0))
     policy, rounds = best_static_tree(trees, never)
     assert not policy.nodes and rounds.rate == pytest.approx(replay(trees, FixedLength(0), never).rate)
-
-
-def test_regret_of_decisions_is_their_price(chains: TraceArrays, profile: Profile) -> None:
-    policy, plan = Confidence(0.4, DEPTH), oracle_plan(chains, profile)
-    rounds = replay(chains, policy, profile)
-    price = profile.decision("confidence")
-    assert price > 0
-    assert judge(chains, rounds, plan, profile).decision_s.tolist() == pytest.approx(
-        [price * n for n in rounds.decisions.tolist()]
-    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from specstop.collect.store import Trace
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyFailure
 from specstop.policies.profile import Profile
-from specstop.policies.published.bandit import Bandit
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
@@ -59,44 +56,3 @@ def test_a_failure_is_one_line_that_names_the_policy(
         replay(arrays, policy, profile)
     (failure,) = evaluate(traces[0.7], profile.with_decisions({"mine": 1e-5}), [policy]).failed
     assert failure.policy == "mine" and failure.file == __file__ and failure.line
-
-
-def test_an_arm_of_a_bandit_that_fails_is_named(arrays: TraceArrays, profile: Profile) -> None:
-    with pytest.raises(PolicyFailure, match="SystemExit: bye"):
-        replay(arrays, Bandit(arms=[type("Bad", (Good,), {"keep": fail})()]), profile)
-
-
-def scribbling(write: Callable[[Any], Any]) -> StopPolicy:
-    """The good policy, which then writes into all that it was shown."""
-
-    class Scribbles(Good):
-        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-            answer = super().keep(step, state)
-            for shown in (step.parent, step.features, step.alive):
-                write(shown)
-            step.alive[answer[0]] = True  # what it takes away there it has not kept
-            return answer
-
-        def select(self, tree: Any, state: State) -> Array:
-            answer: Array = tree.drawn.copy()
-            for shown in vars(tree).values():
-                write(shown)
-            return answer
-
-        def observe(self, outcome: RoundOutcome, state: State) -> State:
-            for shown in vars(outcome).values():
-                write(shown)
-            return state
-
-    return Scribbles()
-
-
-@pytest.mark.parametrize("value", [0, 1])
-def test_what_a_plugin_writes_into_its_arguments_changes_nothing(
-    arrays: TraceArrays, profile: Profile, value: int
-) -> None:
-    good, bad = (
-        replay(arrays, policy, profile) for policy in (Good(), scribbling(lambda argument: argument.fill(value)))
-    )
-    for name in ("tokens", "seconds", "log", "history"):
-        assert torch.equal(getattr(good, name), getattr(bad, name)), name

@@ -14,10 +14,9 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.policies.published.kangaroo import MaxProb
 from specstop.policies.published.online import Online
 from specstop.policies.rules import Threshold
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
@@ -52,17 +51,6 @@ def equal(one: Rounds, other: Rounds) -> bool:
     """Whether all columns and prices are equal."""
     names = [name for name in (*BY_ROUND, "tokens", "seconds") if getattr(one, name) is not None]
     return one.name == other.name and all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
-
-
-def test_sums_are_those_of_the_rounds(chains: TraceArrays, profile: Profile) -> None:
-    rounds = replay(chains, Confidence(0.3, DEPTH), profile)
-    assert len(rounds) == len(rounds.log) and rounds.tokens.tolist() == chains.text_tokens.tolist()
-    assert torch.equal(rounds.by_sequence(rounds.committed).long() + chains.first_anchor, chains.text_tokens)
-    assert rounds.rate == pytest.approx(int(rounds.tokens.sum()) / float(rounds.seconds.sum()))
-    frame = rounds.to_pandas()
-    assert frame.loc[0, "rounds"] == len(rounds) and frame.loc[0, "texts"] == chains.sequences
-    assert frame.loc[0, "tokens_per_call"] == pytest.approx(float(rounds.committed.double().mean()))
-    assert frame.loc[0, "drafted"] == pytest.approx(float(rounds.drafted.double().mean()))
 
 
 @pytest.mark.parametrize("kind", ["chains", "trees"])
@@ -121,37 +109,21 @@ def test_thresholds_replayed_side_by_side_are_those_replayed_alone(
         assert equal(rounds, replay(arrays, policy, profile)), policy.name
 
 
-@pytest.mark.parametrize("most", [1 << 26, 16 * 4 * 2 * 8, 1])
 def test_a_sweep_of_policies_with_hidden_states_runs_in_parts(
-    trees: TraceArrays, profile: Profile, monkeypatch: pytest.MonkeyPatch, most: int
+    trees: TraceArrays, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", most)
+    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", 16 * 4 * 2 * 8)
     policies = [ReadsStates(), ReadsStates(), Confidence(0.3, DEPTH)]
     for policy, rounds in zip(policies, replay_many(trees, policies, profile), strict=True):
         assert equal(rounds, replay(trees, policy, profile))
 
 
-class Sure(StopPolicy):
-    """Stops after a token that the draft is not sure of."""
-
-    features, name = ("top1",), "sure"
-
-    def __init__(self, threshold: float, length: int) -> None:
-        self.threshold, self.max_depth = threshold, length
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.features[..., 0] >= self.threshold), state
-
-
-@pytest.mark.parametrize("thresholds", [(0.2, 0.35, 0.6)])
-def test_known_lengths_have_the_rounds_of_the_policy(
-    thresholds: tuple[float, ...], chains: TraceArrays, profile: Profile
-) -> None:
-    length = min(chains.depth, profile.max_depth)
-    sure = [(chains.column("top1") >= threshold).long().cumprod(1).sum(1) for threshold in thresholds]
-    drafted = torch.stack([(count + 1).clamp_max(length) for count in sure])
+def test_known_lengths_have_the_rounds_of_the_policy(chains: TraceArrays, profile: Profile) -> None:
+    thresholds, length = (0.2, 0.35, 0.6), min(chains.depth, profile.max_depth)
+    certain = [(chains.column("top1") >= threshold).long().cumprod(1).sum(1) for threshold in thresholds]
+    drafted = torch.stack([(count + 1).clamp_max(length) for count in certain])
     for threshold, rounds in zip(thresholds, replay_lengths(chains, drafted, drafted, profile), strict=True):
-        policy = replay(chains, Sure(threshold, length), profile)
+        policy = replay(chains, MaxProb(threshold, max_depth=length), profile)
         assert torch.equal(rounds.log, policy.log) and torch.equal(rounds.backlog, policy.backlog)
         torch.testing.assert_close(rounds.seconds, policy.seconds, rtol=EXACT, atol=0.0)
 
@@ -172,11 +144,3 @@ def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) 
     empty = replay(short.subset([1]), FixedLength(2), profile)
     assert len(empty) == 0 and empty.tokens.tolist() == [1] and empty.history.shape == (0, 4)
     assert empty.seconds.tolist() == pytest.approx(profile.prefill_seconds(np.array([7])).tolist())
-
-
-def test_only_learned_policies_with_one_head_are_replayed_together(chains: TraceArrays, profile: Profile) -> None:
-    """Equal rules over different heads decide differently."""
-    one, other = learned_policy(rule=Threshold("survival", 0.3)), learned_policy(rule=Threshold("survival", 0.3))
-    assert isinstance(one, LearnedPolicy) and one.head is not other.head
-    for policy, rounds in zip((one, other), replay_many(chains, [one, other], profile), strict=True):
-        assert equal(rounds, replay(chains, policy, profile))

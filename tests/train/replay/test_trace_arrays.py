@@ -26,13 +26,10 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.rows import fit_rows, visits
-from specstop.train.replay import columns as columns_module
 from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
 from specstop.train.replay.bounds import on_subtree
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
-from specstop.train.replay.columns import seen_states
 from specstop.train.replay.run import replay
-from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from synthetic import synthetic_trace
 
 TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"
@@ -78,12 +75,6 @@ def test_a_policy_that_the_trace_cannot_answer_is_refused(
 ) -> None:
     with pytest.raises(TraceError, match=noun):
         replay(arrays, policy, profile)
-
-
-def test_a_profile_that_ends_above_the_policy_is_refused(arrays: TraceArrays, profile: Profile) -> None:
-    sides = {n: dataclasses.replace(getattr(profile, n), verify_s=(1.0, 2.0, 3.0)) for n in ("low", "high")}
-    with pytest.raises(TraceError, match="profile ends at 2"):
-        replay(arrays, FixedLength(3), dataclasses.replace(profile, **sides))
 
 
 def test_a_feature_that_was_not_recorded_is_refused_by_name(traces: dict[float, Trace], profile: Profile) -> None:
@@ -133,15 +124,6 @@ def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataOb
         assert one.find(np.array([0]), np.array([0])).tolist() == [-1], "the first anchor is 1"
 
 
-def test_columns_of_nodes_are_looked_up_without_a_copy(arrays: TraceArrays) -> None:
-    names = ["entropy", "top1"]
-    whole = arrays.tensors(arrays.header.features)[1]
-    assert whole.untyped_storage().data_ptr() == arrays.columns["top1"].untyped_storage().data_ptr()
-    for picked in (names, names[::-1], ["top1"], ["top1", "top1"]):
-        expected = torch.stack([arrays.columns[name] for name in picked], -1)
-        assert torch.equal(arrays.tensors(picked)[1], expected)
-
-
 def test_traces_with_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
     part, other = arrays.subset([0, 1]), arrays.subset([2, 3])
     same_text = dataclasses.replace(part, prompt_ids=["x", "y"])
@@ -158,10 +140,10 @@ def test_hidden_states_are_read_on_first_use_and_shared(
     states: dict[str | None, Trace], monkeypatch: pytest.MonkeyPatch, tree: str | None
 ) -> None:
     trace, read = states[tree], []
+    whole = Trace(trace.folder, trace.header, trace.rows)
     batches = Trace.batches
-    monkeypatch.setattr(Trace, "batches", lambda self, names, rows: read.extend(names) or batches(self, names, rows))
-    monkeypatch.setattr(columns_module, "_BLOCK_BYTES", 2 * 16 * 11 * 7)
-    arrays, in_memory = trace_arrays(trace), trace_arrays(Trace(trace.folder, trace.header, trace.rows))
+    monkeypatch.setattr(Trace, "batches", lambda self, names, *more: read.extend(names) or batches(self, names, *more))
+    arrays, in_memory = trace_arrays(load_trace(trace.folder)), trace_arrays(whole)
     assert read and not set(read) & set(HIDDEN_STATES)
     read.clear()
     rows = trace.rows.with_format("numpy")
@@ -177,8 +159,6 @@ def test_hidden_states_are_read_on_first_use_and_shared(
                 assert state.dtype == torch.float16
                 assert torch.equal(state, expected[at] if node is None else expected[at, node])
     assert [read.count(name) for name in HIDDEN_STATES] == [2, 2], "once for each trace, whole or in part"
-    before = seen_states(arrays.hidden_state("draft_hidden"), torch.tensor([4]), None)
-    assert before.shape == (1, 1, 16) and not before.any()
 
 
 def test_fit_rows_have_the_states_that_a_policy_receives(states: dict[str | None, Trace], profile: Profile) -> None:
@@ -230,17 +210,6 @@ def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Pr
     assert joined.sequences > len(owner) > 20, "a prompt is in one fold at all temperatures"
 
 
-def test_joined_hidden_states_are_those_of_each_part(states: dict[str | None, Trace]) -> None:
-    trace = states[None]
-    joined, alone = joined_arrays([trace, trace]), trace_arrays(trace)
-    count = len(alone.accepted)
-    row, node = torch.tensor([3, count + 3, count + 5, 0]), torch.tensor([0, 0, 1, 2])
-    state = alone.hidden_state("draft_hidden").at(row % count, node)
-    assert torch.equal(joined.hidden_state("draft_hidden").at(row, node), state)
-    part = joined.subset([alone.sequences + 1]).hidden_state("target_hidden")
-    assert torch.equal(part.at(torch.tensor([0])), alone.hidden_state("target_hidden").at(alone.offset[1:2]))
-
-
 @pytest.mark.parametrize(
     ("change", "noun"),
     [
@@ -290,15 +259,6 @@ def test_a_smaller_tree_keeps_first_candidates_and_parents(states: dict[str | No
         with pytest.raises(TraceError, match="smaller tree"):
             on_subtree(arrays, nodes)
     assert replay(on_subtree(arrays, []), FixedLength(0), profile).block_efficiency == 1.0
-
-
-def test_single_rounds_read_hidden_states(pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Any) -> None:
-    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live"}
-    trace = collect(pair, prompts, tmp_path / "x", **options, verification="rejection", hidden=tuple(HIDDEN_STATES))
-    rounds = evaluate_rounds(trace_arrays(load_trace(trace.folder), extra=ROUND_COLUMNS), ReadsStates(), profile)
-    assert len(rounds) > 20 and 0 < float(rounds.drafted.double().mean()) < DEPTH
-    with pytest.raises(TraceError, match="does not hold"):
-        evaluate_rounds(trace_arrays(trace, extra=ROUND_COLUMNS, hidden=()), ReadsStates(), profile)
 
 
 def test_a_trace_of_mixed_texts_has_positions_only(profile: Profile) -> None:
