@@ -169,7 +169,6 @@ def test_standard_input(
 
 
 MODULE = """
-import numpy as np
 from specstop.policies import StopPolicy
 
 class Raiser(StopPolicy):
@@ -179,97 +178,77 @@ class Raiser(StopPolicy):
         self.method, self.left = method, after
 
     def act(self, method):
+        if self.method == "print":
+            print("noise")
         if method == self.method:
             self.left -= 1
             if self.left < 0:
-                raise ValueError("boom")  # here
+                raise ValueError("boom")
 
-    def start(self, streams, keys):
-        self.act("start")
-
-    def keep(self, step, state):  # keep
+    def keep(self, step, state):
         self.act("keep")
-        if self.method == "shape":
-            return np.zeros((9, 9), dtype=bool), state
-        if self.method == "print":
-            print("noise")
         return step.alive, state
-
-    def select(self, tree, state):
-        self.act("select")
 
     def observe(self, outcome, state):
         self.act("observe")
 """
+LINE = next(at for at, line in enumerate(MODULE.splitlines(), 1) if "boom" in line)
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The module of an installed plugin."""
-    site = tmp_path / "site"
-    info = site / "raiser-1.dist-info"
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The file of an installed plugin."""
+    info = tmp_path / "site" / "raiser-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: raiser\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[specstop.policies]\nraiser = raiser_plugin:Raiser\n")
-    (site / "raiser_plugin.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(site)
+    (tmp_path / "site" / "raiser_plugin.py").write_text(MODULE)
+    (tmp_path / "p.txt").write_text("w7 w8\nw9 w20 w8\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
     importlib.invalidate_caches()
-    yield site / "raiser_plugin.py"
+    yield str(tmp_path / "site" / "raiser_plugin.py")
     sys.modules.pop("raiser_plugin", None)
 
 
-def place_of(module: Path, method: str) -> tuple[str, int]:
-    """Return the file and the line at which the policy fails."""
-    mark = "# keep" if method == "shape" else "# here"
-    return str(module), next(at for at, line in enumerate(MODULE.splitlines(), 1) if line.endswith(mark))
-
-
-@pytest.mark.parametrize("method", ["start", "keep", "select", "observe", "shape"])
+@pytest.mark.parametrize("method", ["keep", "observe"])
 def test_a_policy_that_fails_is_named_with_its_place(
-    models: list[str], tmp_path: Path, module: Path, method: str
+    models: list[str], tmp_path: Path, module: str, method: str
 ) -> None:
-    (tmp_path / "p.txt").write_text("w7 w8\nw9 w20 w8\n")
     policies = ["--policy", f"raiser?method={method}", "--policy", "fixed:2"]
     bench = ["bench", *models, *policies, "--prompts", tmp_path / "p.txt", "--no-library", "--quiet"]
     answer = cli(*bench, "--json")
     plain, failed, fixed = json.loads(answer.out)["lines"]
-    file, line = place_of(module, method)
-    assert answer.code == 2 and f"{file}:{line}" in answer.err
-    assert (failed["failed"], failed["file"], failed["line"], failed["ratio"]) == (True, file, line, None)
+    assert answer.code == 2 and f"{module}:{LINE}" in answer.err
+    assert (failed["failed"], failed["file"], failed["line"], failed["ratio"]) == (True, module, LINE, None)
     assert not plain["failed"] and not fixed["failed"] and fixed["ratio"] > 0
     answer = cli("decode", "w7 w8", *models, *policies[:2], "--json")
     result = json.loads(answer.out)
-    assert (answer.code, result["failed"], result["line"]) == (0, True, line)
+    assert (answer.code, result["failed"], result["line"]) == (0, True, LINE)
     assert result["texts"] == decoded(models, "--policy", "fixed:0", prompts=["w7 w8"])["texts"]
-    if method == "keep":
-        answer = cli(*bench)
-        assert answer.code == 2 and "FAILED" in answer.out
-        assert "FAILED" in cli("decode", "w7 w8", *models, *policies[:2]).out
+    for command in (bench, ["decode", "w7 w8", *models, *policies[:2]]):
+        assert "FAILED" in cli(*command).out
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize("method", ["keep", "observe"])
 def test_evaluate_leaves_out_a_policy_that_fails(
-    traces: dict[float, Trace], profile: Profile, tmp_path: Path, module: Path, method: str
+    traces: dict[float, Trace], profile: Profile, tmp_path: Path, module: str
 ) -> None:
     profile.with_decisions({"raiser": 1e-5, "confidence": 1e-5}).save(tmp_path / "profile.json")
     command = ["evaluate", "--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json",
-               "--policy", f"raiser?method={method}", "--policy", "confidence:0.7", "--out"]  # fmt: skip
+               "--policy", "raiser", "--policy", "confidence:0.7", "--out"]  # fmt: skip
     answer = cli(*command, tmp_path / "report", "--json")
     report = json.loads(answer.out)
-    file, line = place_of(module, method)
-    assert answer.code == 2 and f"{file}:{line}" in answer.err
-    assert (report["failed"][0]["file"], report["failed"][0]["line"]) == (file, line)
+    assert answer.code == 2 and f"{module}:{LINE}" in answer.err
+    assert (report["failed"][0]["file"], report["failed"][0]["line"]) == (module, LINE)
     names = [entry["name"] for entry in report["lines"]]
     assert "confidence:0.7" in names and not any("raiser" in name for name in names)
     assert "raiser" in (tmp_path / "report/report.md").read_text() and (tmp_path / "report/run.yaml").exists()
-    assert "raiser" in refused(*command, tmp_path / "other", "--primary", f"raiser?method={method}", "--quiet")
+    assert "raiser" in refused(*command, tmp_path / "other", "--primary", "raiser", "--quiet")
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.usefixtures("module")
 def test_no_trace_and_no_price_is_recorded_under_its_name(models: list[str], tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("w7 w8\nw9 w20 w8\n")
     common = [*models[:-2], "--prompts", tmp_path / "p.txt", "--depth", 4, "--quiet"]
     live = ["--collector", "live", "--policy", "raiser?after=5", "--max-new-tokens", 12, "--out", tmp_path / "live"]
     assert "raiser: " in refused("collect", *common, *live)
@@ -279,7 +258,6 @@ def test_no_trace_and_no_price_is_recorded_under_its_name(models: list[str], tmp
 
 @pytest.mark.usefixtures("module")
 def test_what_a_policy_prints_leaves_the_results_readable(models: list[str], tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("w7 w8\n")
     for command in (["decode", "w7 w8"], ["bench", "--no-library", "--prompts", tmp_path / "p.txt"]):
         answer = cli(*command, *models, "--policy", "raiser?method=print", "--json")
         assert answer.code == 0 and "noise" in answer.err and json.loads(answer.out)

@@ -183,14 +183,15 @@ def test_a_process_collects_and_decodes_in_silence_in_any_locale(
     (tmp_path / "p.jsonl").write_text('{"prompt": "w7 w8", "id": "é", "group": "größe"}', encoding="utf-8")
     collect = ["collect", "--out", tmp_path / "t", "--prompts", tmp_path / "p.jsonl", *models, "--max-new-tokens", 5,
                "--depth", 2, "--quiet"]  # fmt: skip
-    decode = ["decode", "w7 w8 w9", "--policy", home / "policy", *models, "--max-new-tokens", 9, "--json"]
+    options = [*models, "--max-new-tokens", 9, "--temperature", 0.7, "--verification", "match"]
+    decode = ["decode", "w7 w8 w9", "--policy", home / "policy", *options, "--json"]
     commands = [[str(word) for word in words] for words in (collect, ["info", tmp_path / "t", "--json"], decode)]
     call = [sys.executable, "-c", EACH, json.dumps(commands)]
     run = subprocess.run(call, capture_output=True, text=True, check=False, env=ascii_locale())
     assert (run.returncode, run.stderr) == (0, "")
     facts, texts = map(json.loads, run.stdout.splitlines()[-2:])
     assert facts["groups"] == "1: größe" and load_trace(tmp_path / "t").rows["group"][0] == "größe"
-    assert texts["texts"] == parsed("decode", "w7 w8 w9", *models, "--max-new-tokens", 9)["texts"]
+    assert texts["texts"] == parsed("decode", "w7 w8 w9", *options)["texts"]
 
 
 # The demo

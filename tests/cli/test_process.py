@@ -261,5 +261,7 @@ def test_an_interrupted_drafter_continues_from_its_checkpoints_with_the_same_com
     (tmp_path / "p.txt").write_text("w7 w8\nw9 w10\n")
     during(monkeypatch, fit, "record_texts")
     command = ["train-drafter", "--kind", "medusa", "--target", pair_folder / "target", "--prompts", tmp_path / "p.txt"]
-    answer = cli(*command, "--out", tmp_path / "out", "--checkpoints", tmp_path / "kept", "--quiet")
+    answer = cli(
+        *command, "--out", tmp_path / "out", "--checkpoints", tmp_path / "kept", "--max-new-tokens", 12, "--quiet"
+    )
     assert answer.code == 130 and "same command" in answer.err and "--resume" not in answer.err

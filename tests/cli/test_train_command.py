@@ -171,10 +171,3 @@ def test_a_drafter_is_trained_and_used_by_every_command(home: Path, pair_folder:
     answer = cli("evaluate", "--traces", "traces-test", "--policy", "learned", "--profile", "costs.json", "--quiet")
     assert answer.code == 0, answer.err
     assert parsed("decode", "w7 w8 w9", *target, *few, *spec, "--policy", "learned")["texts"] == texts["texts"]
-    # Rounds that stay shorter than requested are named.
-    short, cut = "proposes 3 tokens at most", "nodes deeper than 1 are left out"
-    for number, (options, expected) in enumerate({"3": [], "4": [short], "1 --tree 2,1": [cut]}.items()):
-        more = ("--depth", *options.split(), "--prompts", "test.jsonl", "--limit", 2, *few, "--out", f"t{number}")
-        answer = cli("collect", *target, *spec, *more, "--quiet")
-        assert answer.code == 0, answer.err
-        assert [text for text in (short, cut) if text in answer.err] == expected

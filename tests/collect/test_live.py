@@ -32,13 +32,10 @@ from specstop.policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from specstop.policies.features import ANCHOR_FEATURES, HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
-from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.importance import importance_estimate
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import joined_arrays, trace_arrays
-from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
 from trace_rows import by_anchor, numpy_rows
 from transformers.generation.logits_process import LogitsProcessor
@@ -172,28 +169,6 @@ def test_exploring_leaves_the_other_rounds_and_the_text_as_they_are(
         for name in ("drawn", "sent", "tokens", "committed", "decisions"):
             assert np.array_equal(plain[key][name], mixed[key][name])
     assert {k[0]: r["text_tokens"] for k, r in plain.items()} == {k[0]: r["text_tokens"] for k, r in mixed.items()}
-
-
-def test_a_policy_without_costs_goes_by_the_profile_that_it_is_recorded_with(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {
-        "temperature": 0.7,
-        "max_new_tokens": NEW,
-        "depth": 3,
-        "collector": "live",
-        "explore": 0.3,
-    }
-    bare, known = (
-        collect(pair, prompts, tmp_path / name, policy=policy, profile=profile, **options)
-        for name, policy in (("bare", SmartSpec(max_depth=3)), ("known", SmartSpec(profile=profile, max_depth=3)))
-    )
-    rows = [trace_arrays(trace) for trace in (bare, known)]
-    assert torch.equal(rows[0].tokens, rows[1].tokens) and torch.equal(rows[0].accepted, rows[1].accepted)
-    assert bare.header.facts["profile digest"] == known.header.facts["profile digest"]
-    for costs, is_replayable in ((profile, True), (scaled(profile, draft=100.0), False)):
-        estimate = importance_estimate(bare, FixedLength(1), costs, recorded=SmartSpec(max_depth=3))
-        assert any("stops elsewhere" in caveat for caveat in estimate.caveats) is not is_replayable
 
 
 @pytest.mark.parametrize("verification", ["rejection", "rejection_replace", "block", "typical"])

@@ -233,6 +233,12 @@ def test_records_name_prompt_and_sample(
     assert [(prompt.id, prompt.sample) for prompt in read_prompts(write_records(tmp_path, records))] == expected
 
 
+def test_a_column_of_samples_may_hold_their_texts(tmp_path: Path) -> None:
+    path = write_records(tmp_path, [record("a", sample="w7 w8"), record("b", "b", sample="w9")])
+    assert [(p.sample, p.completion) for p in read_prompts(path, completion="sample")] == [("", "w7 w8"), ("", "w9")]
+    assert [(p.sample, p.text) for p in read_prompts(path, column="sample")] == [("", "w7 w8"), ("", "w9")]
+
+
 @pytest.mark.parametrize(
     "records",
     [

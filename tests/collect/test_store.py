@@ -169,26 +169,6 @@ def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
     assert trace.to_pandas(["anchor"])["anchor"].tolist() == table["anchor"].to_pylist()
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"temperature": 0.0}, ["temperature"]),
-        ({"topology": chain(4)}, ["topology"]),
-        ({"max_new_tokens": 10, "shards": 3}, ["max_new_tokens", "shards"]),
-        ({"prompts_hash": "00"}, ["prompts_hash"]),
-        ({"pair": {"target": "xx", "draft": "cd"}}, ["pair"]),
-        ({"facts": {"dtype": "float64", "policy digest": "a"}}, ["dtype", "policy digest"]),
-    ],
-)
-def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], named: list[str]) -> None:
-    write(tmp_path)
-    before, other = (tmp_path / "header.json").read_bytes(), dataclasses.replace(HEADER, **changes)
-    assert [text.partition(" (")[0] for text in HEADER.differences(other)] == named
-    with pytest.raises(TraceError, match=f"resume: .*{named[0]}"):
-        open_for_writing(tmp_path, other, resume=True)
-    assert (tmp_path / "header.json").read_bytes() == before
-
-
 def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
     write(tmp_path / "t")
     with pytest.raises(InputError, match="not empty"):
