@@ -38,7 +38,7 @@ from specstop.train.fit.settle import settle_for
 from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, tree_seconds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.bounds import StaticTree, best_static_tree, on_subtree, subtree
+from specstop.train.replay.bounds import on_subtree, subtree
 from specstop.train.replay.run import replay
 
 TREE = "3,2,1,1,1"
@@ -250,16 +250,6 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
         assert torch.equal(small.accepted[same], whole.accepted[same])
         for feature in TREE_FEATURES:
             torch.testing.assert_close(small.column(feature), whole.column(feature), atol=1e-5, rtol=1e-5, msg=feature)
-
-
-def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(
-    forest: dict[float, Trace], trained: dict[float, Trained], profile: Profile
-) -> None:
-    arrays = trace_arrays(forest[0.7])
-    static, played = best_static_tree(arrays, profile)
-    assert isinstance(static, StaticTree)
-    costs = profile.with_decisions({"tree": 1e-5})
-    assert replay(arrays, trained[0.7].policy, costs).rate > 0.97 * played.rate
 
 
 @pytest.mark.parametrize(
