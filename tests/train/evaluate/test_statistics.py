@@ -50,15 +50,6 @@ def test_the_tail_is_that_of_students_t_and_nears_the_nominal_one() -> None:
     assert tails[-1] == pytest.approx(NORMAL_TAIL, abs=1e-5)
 
 
-def test_speed_is_a_ratio_of_sums_with_prompts_drawn_together() -> None:
-    boot = Resamples(range(4))
-    slow = boot.total([2.0, 4.0, 6.0, 8.0])
-    even = boot.interval(slow / boot.total([1.0, 2.0, 3.0, 4.0]))
-    assert (even.value, even.low, even.high) == pytest.approx((2.0, 2.0, 2.0))
-    uneven = boot.interval(slow / boot.total([1.0, 2.0, 3.0, 8.0]))
-    assert uneven.value == pytest.approx(20 / 14) and uneven.low < uneven.value < uneven.high
-
-
 def test_undefined_resamples_are_skipped_and_one_prompt_has_no_interval() -> None:
     boot = Resamples(["a", "b", "c"], replicates=500)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -313,20 +313,6 @@ def test_a_table_is_for_the_drafter_of_vllm(drafter: str, entries: dict[str, Any
     assert vllm_drafter(dataclasses.replace(traces[0.0].header, draft=draft, facts=facts)) == entries
 
 
-@pytest.mark.parametrize("engine", ["trtllm", "sglang", "llama.cpp"])
-def test_pages_name_a_drafter_that_the_engine_cannot_run(
-    engine: str, sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    trace = copy.copy(sides[0])
-    facts = {**trace.header.facts, "drafter": "suffix+model", "draft model": "small"}
-    trace.header = dataclasses.replace(trace.header, draft="suffix+model", facts=facts)
-    deploy(engine, tmp_path / "out", traces=trace, profile=full_profile)
-    assert "of the drafter `suffix+model`, which" in (tmp_path / "out" / "README.md").read_text()
-    if engine == "trtllm":
-        config = yaml.safe_load((tmp_path / "out" / "speculative_config.yaml").read_text())
-        assert config["speculative_config"]["speculative_model"] == "small"
-
-
 def test_acceptance_coefficients_are_recovered() -> None:
     """Labels drawn from a slope and intercepts, as vLLM reads them; 40,000 rounds recover them within .05 and .1."""
     slope, intercepts = 0.8, [0.3, -0.2, -0.6]

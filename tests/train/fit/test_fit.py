@@ -20,7 +20,6 @@ from specstop.decode.hf import generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
-from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, PAST_WEIGHT, Kind
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
@@ -159,11 +158,6 @@ def test_a_prompt_is_always_on_one_side(seed: int) -> None:
     assert not sides[0] & sides[1]
     assert split_prompts(trace, 0.25, seed) == (fit, held)
     assert split_prompts(trace, 0.25, seed + 10)[1] != held
-
-
-def test_too_few_prompts_to_split_are_refused() -> None:
-    with pytest.raises(TraceError, match="at least 4 different prompts to split, got 3"):
-        split_prompts(synthetic_trace([[0]] * 3, DEPTH), 0.25, 0)
 
 
 # Heads

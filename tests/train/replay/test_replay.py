@@ -237,17 +237,6 @@ def test_a_text_is_replayed_alike_with_any_others(recorded: Trees, profile: Prof
         assert torch.equal(whole.subset([5, 2]).seconds, part.seconds)
 
 
-def test_a_chain_is_a_tree_of_width_one(traces: dict[float, Trace], profile: Profile) -> None:
-    """A chain with accepted nodes instead of accepted lengths has the same rounds."""
-    import dataclasses
-
-    arrays = trace_arrays(traces[0.7])
-    path = torch.arange(arrays.depth) < arrays.accepted[:, None]
-    for policy in (p for p in POLICIES.values() if not p.hidden):
-        one, other = (replay(a, policy, profile) for a in (arrays, dataclasses.replace(arrays, path=path)))
-        assert torch.equal(one.log, other.log) and torch.equal(one.seconds, other.seconds), policy.name
-
-
 class Recording(StopPolicy):
     """Drafts all it may and records (row, depth, features)."""
 
@@ -282,13 +271,6 @@ def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Prof
         assert features.tolist() == table[at[r], depth].tolist()
     assert bool((table[:, 0, [1, 4]] > 0).any())
     assert not table[:, 0, [2, 3, 5]].any(), "depth 0 has ANCHOR and HISTORY features only"
-
-
-def test_a_fixed_length_of_zero_is_plain_decoding(recorded: Trees, profile: Profile) -> None:
-    arrays = recorded(None, 0.7)
-    plain = replay(arrays, FixedLength(0), profile)
-    assert len(plain) == int((arrays.text_tokens - arrays.first_anchor).sum())
-    assert plain.block_efficiency == 1.0 and plain.tokens.tolist() == arrays.text_tokens.tolist()
 
 
 EXACT = 1e-12
