@@ -123,8 +123,8 @@ def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None
 def test_expected_tokens_of_rejection_and_block(profile: Profile, verification: str, survival: Any) -> None:
     arrays = three_tokens([[True, True, False]], [[1, 2, 3]], verification)
     for k in range(4):
-        found = observed_rounds(arrays, FixedLength(k), profile)
-        assert found.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
+        result = observed_rounds(arrays, FixedLength(k), profile)
+        assert result.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
 
 
 def censored(full: TraceArrays, own: Tensor, explored: Tensor, share: float) -> TraceArrays:
@@ -164,32 +164,32 @@ def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     full, share = few_rounds(read(live(verification="rejection")), 2, 3), 0.3
     truth = observed_rounds(full, policy, profile)
     base = observed_rounds(full, LOGGING, profile, is_recorded=True)
-    own = torch.from_numpy(base.drafted)
+    length = torch.from_numpy(base.drafted)
     reaches = (base.drafted >= truth.drafted) & (base.verified >= truth.verified)
     assert not reaches.all(), "some rounds must need exploration"
     assert reaches.any()
     sums, ratio = np.zeros(3), 0.0
-    for outcome in itertools.product((False, True), repeat=len(own)):
+    for outcome in itertools.product((False, True), repeat=len(length)):
         explored = torch.tensor(outcome)
-        arrays = censored(full, own, explored, share)
+        arrays = censored(full, length, explored, share)
         rounds = observed_rounds(arrays, policy, profile)
         again = observed_rounds(arrays, LOGGING, profile, is_recorded=True) if knows_logging else None
         weight, _ = importance_weights(arrays, rounds, again)
         chance = share ** sum(outcome) * (1 - share) ** (len(outcome) - sum(outcome))
         sums += chance * np.array([weight.sum(), (weight * rounds.tokens).sum(), (weight * rounds.seconds).sum()])
         ratio += chance * (weight * rounds.tokens).sum() / max(weight.sum(), 1e-300)
-    assert sums == pytest.approx([len(own), truth.tokens.sum(), truth.seconds.sum()], rel=EXACT)
+    assert sums == pytest.approx([len(length), truth.tokens.sum(), truth.seconds.sum()], rel=EXACT)
     assert ratio != pytest.approx(truth.tokens.mean(), rel=1e-4), "the ratio is not unbiased in few rounds"
 
 
 def test_a_trace_at_full_depth_needs_no_weights(live: Any, profile: Profile) -> None:
     trace = live()
-    found = importance_estimate(trace, Confidence(0.4, DEPTH), profile)
+    result = importance_estimate(trace, Confidence(0.4, DEPTH), profile)
     rounds = observed_rounds(read(trace), Confidence(0.4, DEPTH), profile)
-    assert (found.observed, found.by_exploration) == (1.0, 0)
-    assert found.effective_rounds == pytest.approx(len(rounds.tokens))
-    assert found.tokens.value == pytest.approx(rounds.tokens.mean(), rel=EXACT)
-    assert found.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
+    assert (result.observed, result.by_exploration) == (1.0, 0)
+    assert result.effective_rounds == pytest.approx(len(rounds.tokens))
+    assert result.tokens.value == pytest.approx(rounds.tokens.mean(), rel=EXACT)
+    assert result.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
 
 
 def test_with_an_unknown_recorded_policy_only_explored_rounds_count(live: Any, profile: Profile) -> None:
@@ -211,8 +211,8 @@ def test_with_an_unknown_recorded_policy_only_explored_rounds_count(live: Any, p
 )
 def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a name was looked for"))
-    found = _builtin_policy(name)
-    assert (found.name if found else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
+    result = _builtin_policy(name)
+    assert (result.name if result else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
 
 
 def test_the_wrong_recorded_policy_is_not_used(live: Any, profile: Profile) -> None:
@@ -257,11 +257,11 @@ def rejected(
     pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str | None, TraceArrays]:
     options = {"temperature": 0.7, "max_new_tokens": NEW, "collector": "live", "verification": "rejection"}
-    made: dict[str | None, TraceArrays] = {}
+    output: dict[str | None, TraceArrays] = {}
     for tree in (None, "2,2,1"):
         folder: Path = tmp_path_factory.mktemp("rejected")
-        made[tree] = trace_arrays(collect(pair, prompts, folder, depth=4, tree=tree, **options), extra=ROUND_COLUMNS)
-    return made
+        output[tree] = trace_arrays(collect(pair, prompts, folder, depth=4, tree=tree, **options), extra=ROUND_COLUMNS)
+    return output
 
 
 def test_single_rounds_are_expectations_over_the_stored_probabilities(
@@ -270,7 +270,7 @@ def test_single_rounds_are_expectations_over_the_stored_probabilities(
     arrays = rejected[None]
     rows = [i for i in range(len(arrays.cut)) if not arrays.cut[i]]
     for k in (0, 1, 3):
-        found = evaluate_rounds(arrays, FixedLength(k), profile)
+        result = evaluate_rounds(arrays, FixedLength(k), profile)
         expected = []
         for i in rows:
             p, q = arrays.extra["target_prob"][i], arrays.extra["draft_prob"][i]
@@ -278,9 +278,9 @@ def test_single_rounds_are_expectations_over_the_stored_probabilities(
             expected.append(
                 1 + sum(float(torch.tensor(chances[:j], dtype=torch.float64).prod()) for j in range(1, k + 1))
             )
-        assert sorted(found.committed.tolist()) == pytest.approx(sorted(expected), rel=1e-5)
-        assert (found.drafted == k).all()
-        assert len(found.committed) == len(rows) > 30
+        assert sorted(result.committed.tolist()) == pytest.approx(sorted(expected), rel=1e-5)
+        assert (result.drafted == k).all()
+        assert len(result.committed) == len(rows) > 30
     whole = evaluate_rounds(arrays, FixedLength(4), profile)
     drawn = (arrays.accepted[~arrays.cut].double() + 1).mean()
     assert float(whole.committed.mean()) == pytest.approx(float(drawn), rel=0.15)
@@ -292,12 +292,12 @@ def test_single_rounds_of_trees_are_as_they_were_drawn(
     rejected: dict[str | None, TraceArrays], profile: Profile
 ) -> None:
     arrays = rejected["2,2,1"]
-    found = evaluate_rounds(arrays, FixedLength(3), profile)
-    assert float(found.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
-    assert any("as it was drawn" in text for text in found.caveats)
+    result = evaluate_rounds(arrays, FixedLength(3), profile)
+    assert float(result.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
+    assert any("as it was drawn" in text for text in result.caveats)
     early = evaluate_rounds(arrays, Confidence(0.5, 3), profile)
-    assert early.committed.sum() < found.committed.sum()
-    assert early.seconds.sum() < found.seconds.sum()
+    assert early.committed.sum() < result.committed.sum()
+    assert early.seconds.sum() < result.seconds.sum()
 
 
 def test_a_rejection_trace_is_not_replayed_and_a_dense_one_has_no_single_rounds(

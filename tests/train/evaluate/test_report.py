@@ -210,8 +210,8 @@ def test_the_rate_is_solved_again_for_another_profile_only(
     arrays = trace_arrays(sides[1])
     costs = other(full_profile)
     saved = replay(arrays, learned, costs).rate
-    here = evaluate(sides[1], full_profile, [learned], train_traces=sides[0])["logistic"]
-    assert here.note == ""
+    current = evaluate(sides[1], full_profile, [learned], train_traces=sides[0])["logistic"]
+    assert current.note == ""
     blind = evaluate(sides[1], costs, [learned])["logistic"]
     assert "as saved" in blind.note
     assert blind.tokens_per_s == pytest.approx(saved, rel=EXACT)
@@ -231,10 +231,10 @@ def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(
     steep = dataclasses.replace(full_profile, step_s=10 * full_profile.low.verify_s[0])
     steep = steep.with_decisions({"smartspec": 1e-6, "confidence": 1e-6})
     bare = evaluate(sides[1], steep, [SmartSpec(max_depth=DEPTH)])["smartspec:0.7"]
-    told = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)])["smartspec:0.7"]
-    assert dataclasses.replace(bare, note="") == told and bare.note == "decides by the costs of this profile"
-    own = SmartSpec(draft=0.11, max_depth=DEPTH)
-    assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [own])["smartspec:0.7"].tokens_per_s
+    priced = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)])["smartspec:0.7"]
+    assert dataclasses.replace(bare, note="") == priced and bare.note == "decides by the costs of this profile"
+    length = SmartSpec(draft=0.11, max_depth=DEPTH)
+    assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [length])["smartspec:0.7"].tokens_per_s
 
 
 def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
@@ -447,9 +447,9 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
     arrays = trace_arrays(live, extra=ROUND_COLUMNS)
     rounds = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
     assert len(rounds.sequence) == len(rounds.committed) == report.facts["rounds"]
-    found = report["confidence:0.7"]
-    assert found.tokens_per_s == pytest.approx(rounds.rate)
-    assert found.block_efficiency == pytest.approx(float(rounds.committed.mean()))
+    result = report["confidence:0.7"]
+    assert result.tokens_per_s == pytest.approx(rounds.rate)
+    assert result.block_efficiency == pytest.approx(float(rounds.committed.mean()))
     assert report.caveats == rounds.caveats
     bound = report["oracle bound"]
     assert bound.tokens_per_s >= max(x.tokens_per_s for x in report.lines)

@@ -77,8 +77,8 @@ def trees(tree_trace: Trace) -> TraceArrays:
 
 @pytest.fixture(scope="module", params=["chains", "trees"])
 def arrays(request: pytest.FixtureRequest) -> TraceArrays:
-    found: TraceArrays = request.getfixturevalue(request.param)
-    return found
+    result: TraceArrays = request.getfixturevalue(request.param)
+    return result
 
 
 # Rounds
@@ -171,13 +171,13 @@ def test_calibration_counts_accepted_tokens(
     arrays = trace_arrays(sides[1])
     learned = for_batches(learned, profile=full_profile) if rule == "batch" else learned
     played = replay(arrays, learned, full_profile)
-    found = reliability("x", arrays, played, 0)
+    result = reliability("x", arrays, played, 0)
     log = played.log
     row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
     length = arrays.accepted[row][~arrays.cut[row]]
-    assert found["rounds"] == len(length)
+    assert result["rounds"] == len(length)
     first = max(learned.first, 1)
-    for depth in found["depths"]:
+    for depth in result["depths"]:
         known = length >= first - 1
         every, bins = depth["all"], depth["bins"]
         assert every["count"] == int(known.sum())

@@ -55,8 +55,8 @@ def test_undefined_resamples_are_skipped_and_one_prompt_has_no_interval() -> Non
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = boot.total([1.0, 3.0, 0.0]) / boot.total([1.0, 1.0, 0.0])
     assert not np.isfinite(ratio).all()
-    found = boot.interval(ratio)
-    assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
+    result = boot.interval(ratio)
+    assert (result.value, result.low, result.high) == (2.0, 1.0, 3.0)
     alone = Resamples(["a", "a"], replicates=10)
     assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None)
 
@@ -287,8 +287,8 @@ def test_the_closed_form_of_a_round_is_what_rounds_bring_on_average(coverage: Mo
 def test_a_sample_of_worlds_is_covered(coverage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 worlds: at 95% each, 6 or fewer hits of 10 in a row of figures happen once in 900; over rows they hang together."""
     monkeypatch.setattr(coverage, "LENGTHS", np.array([12, 18, 28]))
-    found = [one for seed in range(10) for one in coverage.dense_world(seed)]
-    hits = {what: [f.covered for f in found if f.what == what] for what in {f.what for f in found}}
+    result = [one for seed in range(10) for one in coverage.dense_world(seed)]
+    hits = {what: [f.covered for f in result if f.what == what] for what in {f.what for f in result}}
     assert set(map(len, hits.values())) == {10}
     assert len(hits) == 4
     assert min(map(sum, hits.values())) >= 7, hits
@@ -296,9 +296,9 @@ def test_a_sample_of_worlds_is_covered(coverage: ModuleType, monkeypatch: pytest
 
 def test_a_sample_of_live_worlds_is_covered_without_bias(coverage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "LIVE_SIZES", (40,))
-    found = [one for seed in range(20) for one in coverage.live_world(seed)]
+    result = [one for seed in range(20) for one in coverage.live_world(seed)]
     for what in ("tokens", "seconds", "rate", "to recorded"):
-        mine = [f for f in found if (f.method, f.what) == ("importance", what)]
+        mine = [f for f in result if (f.method, f.what) == ("importance", what)]
         errors = np.array([f.error for f in mine])
         assert len(mine) == 20
         assert sum(f.covered for f in mine) >= 14, what

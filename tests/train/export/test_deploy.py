@@ -354,9 +354,9 @@ def test_onnxruntime_answers_as_the_policy_does(kind: str, ranged: bool) -> None
     x[:3, 1] = [0.0, 1.0, 0.5]
     if kind == "xgboost":
         x[50:90, 2] = np.nan
-    found = session.run(list(OUTPUTS), {"features": x})
+    result = session.run(list(OUTPUTS), {"features": x})
     expected = [*policy.probabilities(x, 1), policy.probabilities(x, 0)[1]]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
     facts = json.loads({p.key: p.value for p in build_onnx(policy).metadata_props}["specstop"])
     assert facts["features"] == list(NAMES) and facts["rule"] == policy.rule.to_dict()

@@ -117,8 +117,8 @@ def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
     heads, policy = [Certain(0.0), Certain(30.0), Certain(-30.0)], as_they_are(learned)
     rules = [Threshold("step", threshold) for threshold in (0.3, 0.6)]
     parts = left_out_parts(arrays, folds, heads)
-    found = replayed_rates(parts, full_profile)([policy.with_rule(rule) for rule in rules])
-    for rule, rate in zip(rules, found, strict=True):
+    result = replayed_rates(parts, full_profile)([policy.with_rule(rule) for rule in rules])
+    for rule, rate in zip(rules, result, strict=True):
         played = [
             replay(arrays.subset(folds.sequences(fold)), with_head(policy.with_rule(rule), heads[fold]), full_profile)
             for fold in (0, 1, 2)
@@ -197,11 +197,11 @@ def test_what_was_settled_stays_where_only_decisions_have_another_price(
     name = for_batches(free, profile=timed).cost_name
     settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
     cheap = timed.with_decisions({name: 1e-9})
-    kept, told = settle_for(settled, None, cheap)
-    assert isinstance(kept, BatchStop) and (kept.unasked, told) == (settled.unasked, "")
+    kept, note = settle_for(settled, None, cheap)
+    assert isinstance(kept, BatchStop) and (kept.unasked, note) == (settled.unasked, "")
     assert kept.profile.decision(name) == cheap.decision(name)
-    again, told = settle_for(settled, held, cheap)
-    assert "on the training traces" in told
+    again, note = settle_for(settled, held, cheap)
+    assert "on the training traces" in note
     assert again.rule.to_dict() == settle_batch(settled, [Part(held)], cheap, MIN_GAIN_IN_SAMPLE).rule.to_dict()  # type: ignore[attr-defined]
     everything = for_batches(settled, "all")
     assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send

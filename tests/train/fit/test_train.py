@@ -48,12 +48,12 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
     full_profile = full_profile.with_decisions({"logistic?rule=batch": 1e-5})  # else it is timed
-    made = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
+    output = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
     again = load_policy_folder(tmp_path / "p")
     assert again.joint and again.rule.to_dict() == {"kind": "batch", "send": "best"}
     assert full_profile.same_costs(again.metadata.profile) and len(again.metadata.acceptance) == DEPTH
     arrays = trace_arrays(sides[1])
-    mine, theirs = (replay(arrays, policy, full_profile) for policy in (made, again))
+    mine, theirs = (replay(arrays, policy, full_profile) for policy in (output, again))
     assert torch.equal(mine.log, theirs.log)
     assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
     report = evaluate(sides[1], dataclasses.replace(full_profile, round_s=full_profile.round_s + 1e-3), [again])
@@ -275,12 +275,11 @@ def decisive_parts(policy: LearnedPolicy) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("head", "rule"),
-    [("logistic", "derived"), ("xgboost", "survival"), ("mlp", "derived")],
+    [("logistic", "derived"), ("xgboost", "survival")],
 )
 def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Profile, head: str, rule: str) -> None:
     profile = full_profile.with_decisions({head: 1e-5})
-    short = make_head(head, {"epochs": 2} if head == "mlp" else {})
-    plan = Plan(short, rule, NAMES, options=TrainOptions(passes=2, report_share=REPORT_SHARE))
+    plan = Plan(make_head(head), rule, NAMES, options=TrainOptions(passes=2, report_share=REPORT_SHARE))
     one, other = (fit_policy(plan, of, profile)[0] for of in (arrays, other_report(arrays)))
     assert decisive_parts(one) == decisive_parts(other)
     figure = "held_out_tokens_per_s"
@@ -291,15 +290,15 @@ def test_a_search_sees_no_report_prompt(
     sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = full_profile.with_decisions({"logistic": 1e-5})
-    found = []
+    result = []
     for changed in (False, True):
         read = joined_arrays if not changed else lambda *args: other_report(joined_arrays(*args))
         monkeypatch.setattr("specstop.train.fit.run.joined_arrays", read)
         trained = train(sides[0], profile, head="logistic", rule="survival", features=NAMES, tune=2)
-        found.append(
+        result.append(
             (trained.metrics["trials"], decisive_parts(trained.policy), trained.metrics["held_out_tokens_per_s"])
         )
-    assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2]
+    assert result[0][:2] == result[1][:2] and result[0][2] != result[1][2]
 
 
 def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

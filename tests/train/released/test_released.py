@@ -139,7 +139,7 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Makes the file `mark` when it is unpickled by a loader that calls what it is told to."""
+    """Makes the file `mark` when it is unpickled by a loader that calls what it names."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
