@@ -34,7 +34,7 @@ from specstop.decode.prompts import encode_prompts
 import specstop as ss
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
-BOTH = "suffix?sure=0.8+model"
+BOTH = "suffix?confidence=0.8+model"
 DRAFTERS = ("model", "lookup", "suffix", *TRAINED, BOTH)
 DEPTH, TREE, SIZES = 4, "medusa-63", (8, 24, 63)
 MINUTES, NODES, ERROR, TOGETHER = 10.0, 1.05, 0.07, 0.99

@@ -163,10 +163,10 @@ def sampled(run: Run) -> None:
 
 def filters(run: Run) -> None:
     """Replay heads that were trained with and without a top-p filter, with the filter."""
-    counts, shaping = run.choose((200, 200), (5, 3)), SamplingParams(top_p=0.9)
+    counts, sampling = run.choose((200, 200), (5, 3)), SamplingParams(top_p=0.9)
     options = {"temperature": 0.7, "verification": "match"}
     plain, _ = _traces(run, "plain", (counts[0], 2), **options)
-    train, test = _traces(run, "filtered", counts, shaping=shaping, **options)
+    train, test = _traces(run, "filtered", counts, sampling=sampling, **options)
     profile = _profile(run, 0.7, [])
     with_filter, without = (
         ss.train(traces, profile, head="logistic", name=name).policy

@@ -51,7 +51,7 @@ ENVIRONMENT = {
 
 COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run; sys.exit(run())")
 CLASS = "specstop.decode.engines.vllm.Proposer"
-BOTH = "suffix?sure=0.8+model"
+BOTH = "suffix?confidence=0.8+model"
 SIZES, PROMPTS, TOKENS, DEPTH, LENGTHS = (1, 4, 8, 16), 40, 128, 8, (1, 2, 3, 4, 5)
 TIE, SAMPLES, FIRST, KILLS, ERROR = 1e-3, 20_000, 3, 10, 0.1
 

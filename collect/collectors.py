@@ -119,7 +119,7 @@ def _engine_collector(
     reason = "--through vllm"
     _require_defaults(options, NOT_IN_ENGINES, reason)
     supported = ("auto", "point") if settings.temperature else ("auto", "match", "point")
-    if settings.verification not in supported or hidden or settings.shaping.to_dict():
+    if settings.verification not in supported or hidden or settings.sampling.to_dict():
         raise InputError(
             f"--verification, --hidden, --sampling: cannot be used with {reason}; leave them out, and give "
             "--no-model-defaults if the target's generation_config sets sampling options"

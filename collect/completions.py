@@ -133,7 +133,7 @@ def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = F
 def sampled_rows(pair: Pair, settings: Settings, prompt: Sequence[int], text: Sequence[int], rows: Tensor) -> Tensor:
     """Return [L, V], the processed `target_rows` from which each token of the text is sampled."""
     temperature = settings.temperature
-    sampler = Sampler(settings.shaping.build(temperature, prompt, pair.eos, pair.device), temperature)
+    sampler = Sampler(settings.sampling.build(temperature, prompt, pair.eos, pair.device), temperature)
     return sampler(rows, lambda: [[*prompt, *text[:at]] for at in range(len(text))])
 
 
@@ -206,7 +206,7 @@ def check_completions(
     if settings.temperature == 0.0:
         return {}
     result = sampling_balance(pair, settings, prompts, completions, most)
-    sampling = sampling_text(settings.temperature, settings.shaping.to_dict())
+    sampling = sampling_text(settings.temperature, settings.sampling.to_dict())
     mean, error = result["mean"], result["standard_error"]
     if result["texts"] < MIN_TEXTS:
         _warn(f"{result['texts']} texts are too few to tell whether they were sampled from the target at {sampling}")

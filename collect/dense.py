@@ -187,7 +187,7 @@ class DenseCollector:
             part = batch[start : start + at_once]
             texts = plain_texts(
                 self.pair, [one.tokens for one in part], [one.key for one in part], longest, self.temperature,
-                hidden=TARGET_HIDDEN in self.hidden, noise=with_noise, shaping=self.settings.shaping,
+                hidden=TARGET_HIDDEN in self.hidden, noise=with_noise, sampling=self.settings.sampling,
             )  # fmt: skip
             for at, (prompt, tokens) in enumerate(zip(part, texts.tokens, strict=True)):
                 length, used = min(len(tokens), new), slice(len(tokens))
@@ -254,7 +254,7 @@ def mixed_columns(of: DenseCollector, text: TargetText, columns: Mapping[str, An
     model = CachedModel(pair.draft_model, len(ids), pair.vocabulary, keeps_states, reading=pair.readings[1])
     logits = model.read(torch.tensor([ids], device=device), rows=len(proposed))[0]
     check_rows(logits, "draft")
-    sampler = Sampler(of.settings.shaping.build(temperature, prompt, pair.eos, device), temperature)
+    sampler = Sampler(of.settings.sampling.build(temperature, prompt, pair.eos, device), temperature)
     sampled = sampler(logits, lambda: [ids[: len(prompt) + 1 + row] for row in range(len(logits))])
     # The noise that Y was drawn with, at the same positions.
     scores = match_scores(sampled, None if text.noise is None else text.noise[1 : text.length])

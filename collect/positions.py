@@ -106,7 +106,7 @@ class PositionsCollector(LiveCollector):
         self._limit, self._eos, self._depth = settings.max_new_tokens, pair.eos, tree.deepest
         drawn = 1
         if settings.temperature > 0:  # also the scores with noise; with filters those before and after them
-            drawn = 4 if settings.shaping.to_dict() else 2
+            drawn = 4 if settings.sampling.to_dict() else 2
         # A text keeps K + 1 rounds: rows of the nodes with children, and the raw and processed row of the target.
         rows = (tree.deepest + 1) * (sum(map(bool, tree.children)) * drawn + 2)
         text_bytes = rows * pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8

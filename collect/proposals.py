@@ -129,7 +129,7 @@ class Proposals:
         self.first, self.last = int(text.anchor[0]), int(text.anchor[-1])
         self.places = min(len(text.tokens), self.last + depth - 1) - self.first + 1
         self.start = len(text.prompt.tokens) + self.first  # number of tokens before place 0
-        processors = collector.settings.shaping.build(temperature, text.prompt.tokens, pair.eos, device)
+        processors = collector.settings.sampling.build(temperature, text.prompt.tokens, pair.eos, device)
         self._sampler = Sampler(processors, temperature)
         self._choices = partial(collector.choices, text.prompt.key, draw)
         self._columns = Columns(collector.features)

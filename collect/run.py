@@ -64,7 +64,7 @@ class CollectOptions:
             samples of the draft, as in the training of SpecDec++. 0 = the text as it is.
         completions: texts (or token ids) after the prompts, by prompt id or by (prompt id, sample), that are labelled
             instead of the target's own; above temperature 0 they must be samples of the target with this `temperature`
-            and `shaping`.
+            and `sampling`.
         hidden: hidden states to record (`features.hidden_states`) in float16.
         draws: number of draws of drafts and acceptances per text; several reduce the variance of replay.
         memory: MiB for the scores of positions that the dense collector unrolls together. Default: a share of the free
@@ -72,7 +72,7 @@ class CollectOptions:
         batch: number of texts that a live run decodes in parallel. Default: 1, and 8 inside vLLM.
         through: "vllm" = a live trace of rounds inside vLLM.
         profile: of a live run, see `Speculator`.
-        shaping: other options that change the sampled distribution: top-p, a repetition penalty, logits processors.
+        sampling: other options that change the sampled distribution: top-p, a repetition penalty, logits processors.
 
     Raises:
         InputError: an option is out of range.
@@ -100,7 +100,7 @@ class CollectOptions:
     batch: int | None = None
     through: str | None = None
     profile: Profile | None = None
-    shaping: SamplingParams = MODEL_DEFAULTS
+    sampling: SamplingParams = MODEL_DEFAULTS
 
     def __post_init__(self) -> None:
         check_limits({"depth": 1, "max_new_tokens": 2}, **vars(self))  # a text needs two tokens to have an anchor
@@ -151,7 +151,7 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     options, all_prompts = CollectOptions(**changes), as_prompts(prompts)
     settings = Settings(
         options.temperature, options.max_new_tokens, options.depth, verification=options.verification,
-        tree=options.tree, shaping=options.shaping,
+        tree=options.tree, sampling=options.sampling,
     ).for_pair(pair)  # fmt: skip
     policy = None if options.policy is None else as_policy(options.policy)
     settings = settings if policy is None else settings.for_policy(policy)
@@ -195,7 +195,7 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     header = Header(
         target=options.target, draft=options.draft, pair=pair.fingerprint, vocabulary=pair.vocabulary, eos=pair.eos,
         temperature=options.temperature, topology=parents(tree), max_new_tokens=options.max_new_tokens, seed=options.seed,
-        shards=shards, prompts=len(readable), hidden=widths, shaping=settings.shaping.to_dict(), facts=facts,
+        shards=shards, prompts=len(readable), hidden=widths, sampling=settings.sampling.to_dict(), facts=facts,
         # A run can be resumed with exactly the same prompts only (`Header.differences`).
         prompts_hash=short_hash([[p.id, p.sample, p.group, tokens] for p, tokens in zip(readable, ids, strict=True)]),
         **fields,

@@ -88,7 +88,7 @@ def _check_topology(parents: tuple[int, ...]) -> tuple[int, ...]:
     return parents
 
 
-def _check_shaping(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_sampling(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for option, value in options.items():
         limit = LIMITS.get(option.replace("_", "-"))
         if limit and (requirement := limit.requirement(value)):
@@ -138,7 +138,7 @@ class Header:
     draws: Annotated[int, _limited("draws")] = 1  # drafts and acceptances drawn per text, as consecutive sequences
     hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=1 << 20)]] = Field(default_factory=dict)  # width of each
     # Other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
-    shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
+    sampling: Annotated[Mapping[str, Any], AfterValidator(_check_sampling)] = Field(default_factory=dict)
     schema: Literal[7] = SCHEMA_VERSION
     facts: Mapping[str, Any] = Field(default_factory=dict)  # device, dtype, threads, versions and other provenance
 
@@ -192,7 +192,7 @@ class Header:
     def conditions(self) -> Conditions:
         """Conditions that policies are checked against."""
         known = None if self.shown_temperature == UNKNOWN_TEMPERATURE else self.temperature
-        return Conditions(known, self.shaping, self.verification, self.pair)
+        return Conditions(known, self.sampling, self.verification, self.pair)
 
     @property
     def shown_temperature(self) -> float | str:

@@ -385,7 +385,7 @@ def _is_tie(pair: Pair, settings: Settings, prompt: Sequence[int], generated: Se
     text = [*prompt, *generated]
     cache = CachedModel(pair.target, len(text), pair.vocabulary, device=pair.device, reading=pair.readings[0])
     logits = cache.read(torch.tensor([text], device=pair.device), 1)[0]
-    processors = settings.shaping.build(0.0, prompt, () if settings.ignore_eos else pair.eos, pair.device)
+    processors = settings.sampling.build(0.0, prompt, () if settings.ignore_eos else pair.eos, pair.device)
     best = Sampler(processors, 0.0, ())(logits, lambda: [text]).topk(2, -1).values[0]
     spread = logits[logits.isfinite()].std(correction=0)
     return bool(best[0] - best[1] <= ROUNDING.get(pair.target.dtype, ROUNDING[torch.bfloat16]) * spread)

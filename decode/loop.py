@@ -119,7 +119,7 @@ class Speculator:
         self._host.reset()
         if self._monitor is not None:
             self._monitor.reset()
-        self._drafter.renew()
+        self._drafter.reset()
 
     @torch.inference_mode()
     def prepare(self, lengths: Sequence[int]) -> None:

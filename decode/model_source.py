@@ -25,7 +25,7 @@ from .models.outputs import check_rows, start_check
 from .models.pair import Pair
 from .models.view import readable
 from .round_state import DraftScores, RoundState, Rows
-from .settings import Settings, shaping_of
+from .settings import Settings, sampling_of
 from .texts import Anchor, Request, Text
 from .topology import Topology
 from .verify.modes import Verification, is_trimming
@@ -128,10 +128,10 @@ class ModelSource:
     def open(self, stream: int, request: Request) -> Text:
         """Read a prompt with the target and draw its first token; the drafter reads when it first drafts."""
         device, prompt, read = self.pair.device, list(request.prompt), request.read
-        shaping = self.settings.shaping
-        if request.shaping is not None:
-            shaping = shaping_of(self.pair, request.shaping, self.settings.max_new_tokens)
-        processors = shaping.build(self._temperature, [*request.padding, *prompt], tuple(self.eos), device)
+        sampling = self.settings.sampling
+        if request.sampling is not None:
+            sampling = sampling_of(self.pair, request.sampling, self.settings.max_new_tokens)
+        processors = sampling.build(self._temperature, [*request.padding, *prompt], tuple(self.eos), device)
         if read is None:
             self.target.roll_back(0, stream)
             logits = self.target.read(upload([prompt], device), rows=1, stream=stream)[0]

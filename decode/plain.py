@@ -16,7 +16,7 @@ from .models.device import download
 from .models.outputs import broken, stored
 from .models.pair import Pair
 from .models.view import hidden_width
-from .settings import shaping_of
+from .settings import sampling_of
 from .verify.noise import gumbel, target_tokens
 from .verify.sampler import BatchSampler, require_token
 from .verify.sampling import MODEL_DEFAULTS, SamplingParams
@@ -52,7 +52,7 @@ def plain_texts(
     ignore_eos: bool = False,
     hidden: bool = False,
     noise: bool = False,
-    shaping: SamplingParams = MODEL_DEFAULTS,
+    sampling: SamplingParams = MODEL_DEFAULTS,
 ) -> PlainTexts:
     """Decode a batch of prompts with the target alone.
 
@@ -65,7 +65,7 @@ def plain_texts(
         ignore_eos: continue after the end-of-text token.
         hidden: return the hidden states too.
         noise: return the noise too.
-        shaping: other sampling parameters.
+        sampling: other sampling parameters.
 
     Raises:
         PairError: the target returns logits that are not finite.
@@ -80,8 +80,8 @@ def plain_texts(
     streams = torch.tensor(list(keys), device=device)[:, None]  # [B, 1]
     eos = () if ignore_eos else pair.eos
     ends = torch.tensor(eos, dtype=torch.int64, device=device)
-    shaping = shaping_of(pair, shaping, max_new_tokens)
-    sampler = BatchSampler(shaping, temperature, prompts, eos, device)
+    sampling = sampling_of(pair, sampling, max_new_tokens)
+    sampler = BatchSampler(sampling, temperature, prompts, eos, device)
     tokens = torch.zeros(batch, max_new_tokens, dtype=torch.int64, device=device)
     rows = torch.zeros(batch, max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
     all_noise = torch.zeros_like(rows) if noise and temperature > 0 else None

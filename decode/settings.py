@@ -30,7 +30,7 @@ class Settings:
         ignore_eos: continue after the end-of-text token.
         verification: name of a mode (`modes.MODES`), or `auto`, the fastest lossless one (`modes.resolve_mode`).
         tree: see `topology.parse_tree`; None = a chain, or the policy's tree (`for_policy`).
-        shaping: other sampling parameters.
+        sampling: other sampling parameters.
         stops: transformers' stopping criteria, called after each committed token; a text ends after the token at which the
             first one fires.
         drift: reaction when live acceptance leaves the band that a learned policy's calibration predicts: `warn`,
@@ -44,16 +44,16 @@ class Settings:
     ignore_eos: bool = False
     verification: str = "auto"
     tree: str | None = None
-    shaping: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stops: tuple[StoppingCriteria, ...] = ()
     drift: str = "off"
 
     def __post_init__(self) -> None:
         check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, max_depth=self.max_depth)
         check_limits(fallback=self.fallback)
-        if not isinstance(self.shaping, SamplingParams):
-            raise InputError(f"shaping: expected a `SamplingParams`, not {type(self.shaping).__name__}")
-        processors = self.shaping.processors
+        if not isinstance(self.sampling, SamplingParams):
+            raise InputError(f"sampling: expected a `SamplingParams`, not {type(self.sampling).__name__}")
+        processors = self.sampling.processors
         if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
             raise InputError("processors: expected a tuple of logits processors")
         check_mode_name(self.verification)
@@ -70,12 +70,12 @@ class Settings:
         return chain(self.max_depth) if self.tree is None else parse_tree(self.tree).limited(self.max_depth)
 
     def for_pair(self, pair: Pair) -> Settings:
-        """Return the settings with the sampling defaults of the pair's target where the shaping leaves it to them.
+        """Return the settings with the sampling defaults of the pair's target where the sampling leaves it to them.
 
         Raises:
             InputError: a default or a processor cannot be applied.
         """
-        return replace(self, shaping=shaping_of(pair, self.shaping, self.max_new_tokens))
+        return replace(self, sampling=sampling_of(pair, self.sampling, self.max_new_tokens))
 
     def for_policy(self, policy: StopPolicy) -> Settings:
         """Return the settings with the tree that a policy was trained for, unless they have one."""
@@ -83,18 +83,18 @@ class Settings:
         return self if tree is None or self.tree is not None else replace(self, tree=tree.name)
 
 
-def shaping_of(pair: Pair, shaping: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
-    """Return a shaping with the defaults of the pair's target (`SamplingParams.with_defaults`) and checked processors."""
+def sampling_of(pair: Pair, sampling: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
+    """Return a sampling with the defaults of the pair's target (`SamplingParams.with_defaults`) and checked processors."""
     config = getattr(pair.target, "generation_config", None)
-    return shaping.with_defaults(config, max_new_tokens).checked(pair.vocabulary, pair.device)
+    return sampling.with_defaults(config, max_new_tokens).checked(pair.vocabulary, pair.device)
 
 
 def inherited_text(pair: Pair, settings: Settings) -> str:
     """Return a sentence with the sampling defaults of the pair's target that a run has; "" if there are none."""
-    applied = settings.for_pair(pair).shaping.options
+    applied = settings.for_pair(pair).sampling.options
     if settings.temperature == 0:
         applied = {name: value for name, value in applied.items() if name not in WARPERS}
-    config = getattr(pair.target, "generation_config", None) if settings.shaping.model_defaults else None
+    config = getattr(pair.target, "generation_config", None) if settings.sampling.model_defaults else None
     words = [
         f"{name}={value!s:.60}" for name, value in sorted(model_defaults(config).items()) if applied.get(name) == value
     ]

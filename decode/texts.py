@@ -25,14 +25,14 @@ class Request:
         prompt: token ids, at least one.
         key: random key of the stream (`noise.stream_key`); no effect at temperature 0.
         padding: tokens to the left of the prompt that logits processors and stopping criteria receive and models do not.
-        shaping: sampling parameters of this text; None = those of the settings.
+        sampling: sampling parameters of this text; None = those of the settings.
         read: a prompt that the target has already read (`hf.prefill`); None = the loop reads the token ids.
     """
 
     prompt: Sequence[int]
     key: int = 0
     padding: Sequence[int] = ()
-    shaping: SamplingParams | None = None
+    sampling: SamplingParams | None = None
     read: ReadPrompt | None = None
 
     @property

@@ -145,7 +145,7 @@ class TrainingMetadata:
     """What a policy was trained for and how it performed; does not change decisions.
 
     Attributes:
-        temperature, verification, label, shaping: of the traces; several temperatures if the head reads the temperature.
+        temperature, verification, label, sampling: of the traces; several temperatures if the head reads the temperature.
         pair: hashes of target, draft and tokenizer.
         rho, acceptance: tokens per second, and a_1..a_K, that rules assume.
         profile: the latency profile as JSON, or empty.
@@ -163,7 +163,7 @@ class TrainingMetadata:
     profile: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
-    shaping: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
     prompts: dict[str, list[str]] = field(default_factory=dict)
 
     def covers(self, temperature: float) -> bool:
@@ -177,36 +177,36 @@ class Conditions:
     """Conditions under which a policy is used or a trace was recorded.
 
     Attributes:
-        temperature: 0 = greedy; None = unknown: neither it nor `shaping` is compared.
-        shaping: other options that change the distribution that is sampled from, by name.
+        temperature: 0 = greedy; None = unknown: neither it nor `sampling` is compared.
+        sampling: other options that change the distribution that is sampled from, by name.
         verification: mode; "" = any.
         pair: hashes of target, draft and tokenizer; empty = any.
         tree: name of the topology of rounds; "" = any.
     """
 
     temperature: float | None
-    shaping: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     verification: str = ""
     pair: Mapping[str, str] = field(default_factory=dict)
     tree: str = ""
 
 
-def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
+def sampling_options_text(sampling: Mapping[str, Any], temperature: float = 1.0) -> str:
     """Return the options that have an effect at a temperature as text: `top-p 0.9, min-p 0.05`, or `none`."""
     words = []
-    for name, value in sorted(shaping.items()):
+    for name, value in sorted(sampling.items()):
         if temperature > 0 or name not in _FILTERS:
             text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             words.append(f"{name.replace('_', '-')} {text}")
     return " ".join(", ".join(words).split())[:_MAX_CHARACTERS] or "none"  # values in files may have any length
 
 
-def sampling_text(temperature: float | str | Sequence[float], shaping: Mapping[str, Any]) -> str:
+def sampling_text(temperature: float | str | Sequence[float], sampling: Mapping[str, Any]) -> str:
     """Return `temperature 0.7, top-p 0.9`; with all temperatures if there are several."""
     if isinstance(temperature, str):
         return f"temperature {temperature}"
     temperatures = [temperature] if isinstance(temperature, float | int) else list(temperature)
-    options = shaping_text(shaping, max(temperatures))
+    options = sampling_options_text(sampling, max(temperatures))
     return f"temperature {', '.join(f'{t:g}' for t in temperatures)}" + (f", {options}" if options != "none" else "")
 
 
@@ -217,7 +217,7 @@ def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, An
         return []
     different = list[tuple[str, Any, Any]]()
     if used.temperature is not None:
-        filters = [shaping_text(options, used.temperature) for options in (trained.shaping, used.shaping)]
+        filters = [sampling_options_text(options, used.temperature) for options in (trained.sampling, used.sampling)]
         if not trained.covers(used.temperature):
             different.append(("temperature", trained.temperature, used.temperature))
         if filters[0] != filters[1]:
@@ -293,7 +293,7 @@ class LearnedPolicy(StopPolicy):
             "max depth": self.max_depth,
             "weights": sum(array.size for array in self.head.tensors().values()),
             "temperature": trained.temperature,
-            "filter": shaping_text(trained.shaping),
+            "filter": sampling_options_text(trained.sampling),
             "verification": trained.verification,
             **{f"pair: {role}": value for role, value in trained.pair.items()},
             "rho (tokens/s)": trained.rho,

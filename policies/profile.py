@@ -50,7 +50,7 @@ class Profile(Costs):
         facts: device, dtype, threads, versions, noise: for readers.
         measurements: what the costs were estimated from; empty for costs that were not measured.
         source: the file it was read from, if any.
-        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
+        sampling: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
         verification: the mode in which rounds of chains were timed; "" = unknown.
     """
 
@@ -58,7 +58,7 @@ class Profile(Costs):
     facts: Mapping[str, Any] = field(default_factory=dict)
     measurements: Measurements = field(default_factory=Measurements)
     source: Path | None = field(default=None, repr=False, compare=False)
-    shaping: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     verification: str = ""
 
     @staticmethod
@@ -68,7 +68,7 @@ class Profile(Costs):
         depth: int,
         temperature: float = 0.0,
         facts: Mapping[str, Any] | None = None,
-        shaping: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
         verification: str = "",
     ) -> Profile:
         """Return the profile that is estimated from measurements; it depends on nothing else.
@@ -78,14 +78,14 @@ class Profile(Costs):
             contexts: mean tokens in the cache at the short and the long context.
             depth: K, the longest chain timed.
             temperature: of the sampling.
-            facts, shaping, verification: kept in the profile.
+            facts, sampling, verification: kept in the profile.
 
         Raises:
             InputError: no round was timed.
         """
         costs = vars(estimate(measurements.pooled, contexts, depth))
         return Profile(
-            **costs, temperature=temperature, facts=facts or {}, measurements=measurements, shaping=shaping or {},
+            **costs, temperature=temperature, facts=facts or {}, measurements=measurements, sampling=sampling or {},
             verification=verification,
         )  # fmt: skip
 

@@ -226,7 +226,7 @@ def _card(policy: LearnedPolicy) -> str:
         "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
         "survival recalibrated at depths": ", ".join(map(str, depths)) or "none",
         "deepest draft": policy.max_depth,
-        "trained for": f"{metadata.verification}, {sampling_text(metadata.temperature, metadata.shaping)}",
+        "trained for": f"{metadata.verification}, {sampling_text(metadata.temperature, metadata.sampling)}",
         "assumed rate (rho)": f"{metadata.rho:.1f} tokens/s",
         **{f"pair: {role}": value for role, value in metadata.pair.items()},
         **{name: value for name, value in metadata.metrics.items() if not isinstance(value, list)},

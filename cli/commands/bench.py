@@ -56,7 +56,7 @@ def bench(
     settings = Settings(sampling.temperature, max_new_tokens, deepest, verification=verification, tree=tree)
     with progress_bars(quiet or json) as progress:
         pair, stock = _load(models, library, progress)
-        settings = replace(settings, shaping=sampling.params(pair))
+        settings = replace(settings, sampling=sampling.params(pair))
         if not quiet:
             options.print_model_defaults(pair, settings)
         settings = settings.for_pair(pair)
@@ -68,7 +68,7 @@ def bench(
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
     else:
-        sampled = sampling_text(settings.temperature, settings.shaping.to_dict())
+        sampled = sampling_text(settings.temperature, settings.sampling.to_dict())
         title = f"the first {len(prompts)} prompts (--limit), {sampled}, {describe(settings.verification)}"
         title += f", {batch} texts side by side" if batch > 1 else ""
         show(lines, f"{title}, engines {' and '.join(pair.engines)}", wide)

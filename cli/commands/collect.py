@@ -70,14 +70,14 @@ def collect(
         if stored is None:
             prompts = source.apply_template(prompts, pair)
         if not quiet:
-            settings = Settings(sampling.temperature, max_new_tokens, shaping=sampling.params())
+            settings = Settings(sampling.temperature, max_new_tokens, sampling=sampling.params())
             options.print_model_defaults(pair, settings)
         target, draft = models.names
         trace = run(
             pair, prompts, out, rank=rank, resume=resume, overwrite=overwrite, progress=progress, target=target,
             draft=(draft or "") if models.drafter == "model" else models.drafter, depth=depth, tree=tree,
             collector="dense" if collector == "dense" else "live", through="vllm" if collector == "vllm" else None,
-            policy=rule, verification=verification, temperature=sampling.temperature, shaping=sampling.params(pair),
+            policy=rule, verification=verification, temperature=sampling.temperature, sampling=sampling.params(pair),
             max_new_tokens=max_new_tokens, seed=seed, source=source.description(), prompt_options=selection,
             completions=completions and {(prompt.id, prompt.sample): prompt.completion or "" for prompt in prompts},
             **parameters,

@@ -58,8 +58,8 @@ def decode(
     settings_with()
     with progress_bars(quiet or json) as progress:
         pair = models.open(progress)
-    shaping = sampling.params(pair)
-    settings = settings_with(shaping=shaping, stops=stop_strings(pair, stop or ())).for_policy(rule)
+    params = sampling.params(pair)
+    settings = settings_with(sampling=params, stops=stop_strings(pair, stop or ())).for_policy(rule)
     if not quiet:
         options.print_model_defaults(pair, settings)
     shown = {prompt.id: prompt.text for prompt in prompts}  # without the chat template
@@ -76,7 +76,7 @@ def decode(
         batch=batch, on_text=write if streams else None,
     )  # fmt: skip
     tally = Tally(generations)
-    grammar: Any = next(iter(shaping.processors), None)
+    grammar: Any = next(iter(params.processors), None)
     cut = 0 if grammar is None else sum(not grammar.matches(one.tokens, pair.eos) for one in generations)
     if cut:
         say(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")

@@ -81,7 +81,7 @@ def show_report(report: Report, wide: bool = False) -> None:
 
     facts = report.facts
     if not report.places:
-        sampled = sampling_text(facts["temperature"], facts["shaping"])
+        sampled = sampling_text(facts["temperature"], facts["sampling"])
         write(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}")
     for section in sections(report.to_dict()):
         if report.places or section.id in (WIDE_TABLES if wide else TABLES):

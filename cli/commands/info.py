@@ -77,7 +77,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
     """Return the facts of a trace; `acceptance` has a row per depth."""
     from ...collect.acceptance import LENGTHS
     from ...collect.store import column_array, hidden_text, replay_text
-    from ...policies.learned import shaping_text
+    from ...policies.learned import sampling_options_text
 
     header, rows = trace.header, trace.acceptance_by_depth()
     columns = trace.table(["accepted_length", "cut", "prompt_id", "sample", "group"])
@@ -102,7 +102,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "verification": f"{header.verification} ({'LOSSY' if header.verification == 'typical' else 'lossless'})",
         "replay": replay_text(header),
         "temperature": header.shown_temperature,
-        "filter": shaping_text(header.shaping),
+        "filter": sampling_options_text(header.sampling),
         "depth": header.depth,
         "nodes": len(header.topology),
         "prompts": header.prompts,
@@ -133,7 +133,7 @@ def describe_model(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     from ...decode.verify.sampling import IGNORED, NEUTRAL, model_defaults
-    from ...policies.learned import shaping_text
+    from ...policies.learned import sampling_options_text
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -154,5 +154,5 @@ def describe_model(path: Path) -> dict[str, Any]:
         "architecture": ", ".join(config.architectures or []) or config.model_type,
         "vocabulary": config.get_text_config().vocab_size,
         "end-of-text tokens": str(defaults.eos_token_id),
-        **{name: shaping_text(part) for name, part in parts.items() if part or name == "sampling defaults"},
+        **{name: sampling_options_text(part) for name, part in parts.items() if part or name == "sampling defaults"},
     }

@@ -73,10 +73,10 @@ def profile(
             from ...decode.profile.measuring import Effort
             from ...decode.settings import Settings
 
-            settings = Settings(sampling.temperature, shaping=sampling.params())
+            settings = Settings(sampling.temperature, sampling=sampling.params())
             if not quiet:
                 options.print_model_defaults(pair, settings)
-            if through and (defaults := settings.for_pair(pair).shaping.to_dict()):
+            if through and (defaults := settings.for_pair(pair).sampling.to_dict()):
                 raise InputError(
                     f"--through vllm: expected no sampling defaults of the target, not {', '.join(defaults)}; give "
                     "--sampling model_defaults=false"
@@ -91,7 +91,7 @@ def profile(
                 measured = measure_vllm(models.names[0], pair.draft_name, tokens, **_engine_options(pair), **shared)
             else:
                 measured = measure_profile(
-                    pair, tokens, tree=tree, shaping=settings.shaping, verification=verification, **shared
+                    pair, tokens, tree=tree, sampling=settings.sampling, verification=verification, **shared
                 )
             if measured.noise is not None and measured.noise.is_noisy:
                 say(f"warning: {measured.noise.text}")

@@ -113,5 +113,5 @@ class Drafter:
     def prepare(self, lengths: Sequence[int]) -> None:
         """Do one-time work for chains in texts of these lengths before rounds are timed."""
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Forget all texts, including earlier ones that it keeps."""

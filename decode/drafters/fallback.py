@@ -52,10 +52,10 @@ class FallbackDrafter(Drafter):
         self._first.prepare(lengths)
         self._other.prepare(lengths)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """See `Drafter`."""
-        self._first.renew()
-        self._other.renew()
+        self._first.reset()
+        self._other.reset()
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""

@@ -38,7 +38,7 @@ class TextDrafter(Drafter):
 
     def __init__(self, pair: Pair, new_index: Callable[[], TextIndex]) -> None:
         self._device, self._dtype, self._new_index = pair.device, pair.logits_dtype, new_index
-        self.renew()
+        self.reset()
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
@@ -49,7 +49,7 @@ class TextDrafter(Drafter):
         """See `Drafter`."""
         self._indexes[stream] = self._new_index()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """See `Drafter`."""
         self.reserve(self._streams, 0)
 

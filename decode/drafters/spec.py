@@ -1,4 +1,4 @@
-"""Specs of drafters, such as `suffix:FILE?sure=0.6+hydra:PATH`: their syntax, and the drafters that they name."""
+"""Specs of drafters, such as `suffix:FILE?confidence=0.6+hydra:PATH`: their syntax, and the drafters that they name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DrafterSpec:
         text: the spec from this drafter on.
         name: of the drafter.
         options: by parameter, including the text after the colon; "" = it has no such parameter.
-        min_confidence: option `sure`, from which confidence on it is used instead of the next drafter.
+        min_confidence: option `confidence`, from which confidence on it is used instead of the next drafter.
     """
 
     text: str
@@ -87,7 +87,7 @@ class DrafterSpec:
             options["path"] = change_path(self.path)
         value = options.pop(_VALUES.get(self.name, ""), None)
         if self.min_confidence != MIN_CONFIDENCE:
-            options["sure"] = f"{self.min_confidence:g}"
+            options["confidence"] = f"{self.min_confidence:g}"
         query = "&".join(f"{key}={options[key]}" for key in sorted(options))
         return self.name + ("" if value is None else f":{value}") + (f"?{query}" if query else "")
 
@@ -106,7 +106,7 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     """Return the drafters of a spec, without a check that they exist.
 
     Raises:
-        InputError: an option is not `key=value` or is given twice, or `sure` is not between 0 and 1.
+        InputError: an option is not `key=value` or is given twice, or `confidence` is not between 0 and 1.
     """
     where, known = f"--drafter: {text!r}", DRAFTERS.names() if "+" in text else ()
     # Paths and values may contain plus signs: one counts after a bare name, or before a known one.
@@ -122,10 +122,10 @@ def parse_spec(text: str) -> list[DrafterSpec]:
         set_option(options, parameter, value if parameter == "path" else read_number(value), where)
     if end == len(text):
         return [DrafterSpec(text, name, options)]
-    sure = options.pop("sure", MIN_CONFIDENCE)
-    if not isinstance(sure, int | float) or not 0.0 <= sure <= 1.0:
-        raise InputError(f"{where}: expected for sure a probability between 0 and 1, not {sure!r}")
-    return [DrafterSpec(text, name, options, float(sure)), *parse_spec(text[end + 1 :])]
+    confidence = options.pop("confidence", MIN_CONFIDENCE)
+    if not isinstance(confidence, int | float) or not 0.0 <= confidence <= 1.0:
+        raise InputError(f"{where}: expected for confidence a probability between 0 and 1, not {confidence!r}")
+    return [DrafterSpec(text, name, options, float(confidence)), *parse_spec(text[end + 1 :])]
 
 
 def check_drafter(name: str) -> None:
@@ -167,7 +167,7 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
 
     Args:
         name: `model`, `lookup`, `lookup:4` (at most four tokens of context), `suffix`, `suffix:FILE`, a trained drafter such
-            as `medusa:PATH`, a plugin `name?key=value`, or two: `suffix+model`, `suffix:FILE?sure=0.6+medusa:PATH`
+            as `medusa:PATH`, a plugin `name?key=value`, or two: `suffix+model`, `suffix:FILE?confidence=0.6+medusa:PATH`
             (`FallbackDrafter`).
         pair: that it drafts for.
 

@@ -179,11 +179,11 @@ class SuffixDrafter(TextDrafter):
             self._file = list(map(int, pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]))
         super().__init__(pair, lambda: SuffixIndex(self._shared))
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """See `Drafter`; the file stays known."""
         self._indexes, self._shared = [], SuffixAutomaton()
         self._shared.add_text(self._file)
-        super().renew()
+        super().reset()
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""

@@ -56,7 +56,7 @@ class Assisted:
     Args:
         pair: loaded with `engine="plain"`.
         setting: of the assistant.
-        settings: temperature, limit, end of text and `shaping` of the run.
+        settings: temperature, limit, end of text and `sampling` of the run.
         batch: number of plain texts decoded side by side.
 
     Raises:
@@ -72,13 +72,13 @@ class Assisted:
                 f"tokens and the draft {sizes[1]}; measure with --no-library"
             )
         self._pair, self._setting, self._batch = pair, setting, 1 if setting.tokens else batch
-        shaping, temperature = settings.for_pair(pair).shaping, settings.temperature
+        sampling, temperature = settings.for_pair(pair).sampling, settings.temperature
         # Neutral values are passed too: otherwise defaults of the model or the library would apply.
-        self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **shaping.options}
+        self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **sampling.options}
         self._options["no_repeat_ngram_size"] = self._options.pop("no_repeat_ngram")
         self._options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": temperature > 0}
         self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(WARPERS)
-        self._processors = shaping.processors
+        self._processors = sampling.processors
         if settings.ignore_eos:
             self._options["eos_token_id"] = None
 

@@ -95,11 +95,11 @@ def specstop_generate(
     check_arguments(model, generation_config, model_kwargs, input_ids)
     if text_streamer is not None and len(input_ids) > 1:
         raise refuse("text_streamer", "a streamer shows one text; expected a batch of one")
-    shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
+    sampling, temperature = _sampling(logits_processor, bool(generation_config.do_sample))
     max_length, eos, stops = _limits(stopping_criteria or (), generation_config)
     rule, new_tokens = with_costs(as_policy(policy), profile), max_length - input_ids.shape[1]
     settings = Settings(
-        temperature, new_tokens, verification=verification, tree=tree, shaping=shaping, stops=stops
+        temperature, new_tokens, verification=verification, tree=tree, sampling=sampling, stops=stops
     ).for_policy(rule)
     pair = dataclasses.replace(join(model, draft_model), eos=eos)
     warn_if_untrained(rule, settings, config=generation_config)
@@ -111,9 +111,9 @@ def specstop_generate(
     keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator
     requests = []
     for row, request in enumerate(prefill.requests(speculator.target, pair.readings[0].padded)):
-        row_shaping = shaping.with_processors(_of_row(one, row) for one in shaping.processors)
-        row_shaping = row_shaping.checked(pair.vocabulary, pair.device, len(keys))
-        requests.append(dataclasses.replace(request, key=keys[row], shaping=row_shaping))
+        row_sampling = sampling.with_processors(_of_row(one, row) for one in sampling.processors)
+        row_sampling = row_sampling.checked(pair.vocabulary, pair.device, len(keys))
+        requests.append(dataclasses.replace(request, key=keys[row], sampling=row_sampling))
     generations = speculator.run(requests, None if text_streamer is None else partial(_stream, text_streamer))
     if text_streamer is not None:
         text_streamer.end()
@@ -159,7 +159,7 @@ def _limits(
     return int(min(lengths, default=config.max_length)), eos, tuple(others)
 
 
-def _shaping(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple[SamplingParams, float]:
+def _sampling(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple[SamplingParams, float]:
     """Return the processors and the temperature: 0 for greedy decoding, 1 if the processors contain it."""
     match list(processors or ()):
         # A single temperature needs no prefix (`Sampler`). A value that `Settings` does not accept stays a processor, so that

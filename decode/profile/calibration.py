@@ -78,7 +78,7 @@ def measure_profile(
     progress: Progress = shown,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
-    shaping: SamplingParams = MODEL_DEFAULTS,
+    sampling: SamplingParams = MODEL_DEFAULTS,
     batch: Sequence[int] = (),
     verification: str = "auto",
 ) -> Profile:
@@ -97,7 +97,7 @@ def measure_profile(
         progress: see `Progress`.
         tree: a topology to time as well.
         clock: counts the budget.
-        shaping: what else changes the distribution that is sampled from; processing logits takes time, too.
+        sampling: what else changes the distribution that is sampled from; processing logits takes time, too.
         batch: batch sizes to time as well.
         verification: the mode to time; `auto` = the fastest lossless one (`modes.resolve_mode`).
 
@@ -109,7 +109,7 @@ def measure_profile(
     warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(
-        CalibrationRun, pair, tokens, depth=depth, temperature=temperature, tree=tree, shaping=shaping, batch=batch,
+        CalibrationRun, pair, tokens, depth=depth, temperature=temperature, tree=tree, sampling=sampling, batch=batch,
         verification=verification,
     )  # fmt: skip
     if effort.repetitions is None:
@@ -141,7 +141,7 @@ class CalibrationRun:
     same minutes as the profile that predicts it.
 
     Args:
-        pair, prompts, depth, temperature, new_tokens, tree, shaping, batch, verification: as of `measure_profile`.
+        pair, prompts, depth, temperature, new_tokens, tree, sampling, batch, verification: as of `measure_profile`.
 
     Attributes:
         settings: of the texts.
@@ -157,12 +157,12 @@ class CalibrationRun:
         temperature: float,
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
-        shaping: SamplingParams = MODEL_DEFAULTS,
+        sampling: SamplingParams = MODEL_DEFAULTS,
         batch: Sequence[int] = (),
         verification: str = "auto",
     ) -> None:
         check_limits(batch=max(batch, default=1))
-        options: dict[str, Any] = {"ignore_eos": True, "shaping": shaping, "verification": verification}
+        options: dict[str, Any] = {"ignore_eos": True, "sampling": sampling, "verification": verification}
         self.settings = Settings(temperature, new_tokens, depth, **options).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
@@ -228,7 +228,7 @@ class CalibrationRun:
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
         profile = Profile.measured(
             measurements or collected(self._timed), (short, long), self.settings.max_depth, self.settings.temperature,
-            shaping=self.settings.shaping.to_dict(), verification=self._script.mode.name,
+            sampling=self.settings.sampling.to_dict(), verification=self._script.mode.name,
         )  # fmt: skip
         noise = profile.noise.to_dict() if profile.noise else {}
         return dataclasses.replace(profile, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})

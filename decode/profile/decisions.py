@@ -112,9 +112,14 @@ def settings_of_profile(profile: Profile, policies: Sequence[StopPolicy], new_to
             check_mode(find_mode(verification, profile.temperature), policy, chain(profile.max_depth))
     except PolicyError:
         verification = "auto"
-    shaping = SamplingParams.from_dict(profile.shaping)
+    sampling = SamplingParams.from_dict(profile.sampling)
     return Settings(
-        profile.temperature, new_tokens, profile.max_depth, ignore_eos=True, verification=verification, shaping=shaping
+        profile.temperature,
+        new_tokens,
+        profile.max_depth,
+        ignore_eos=True,
+        verification=verification,
+        sampling=sampling,
     )
 
 

@@ -30,10 +30,10 @@ def warn_if_untrained(
         pair: of the run, with its drafter; None = not compared.
         config: of a `generate` call, which passes most of its sampling options as logits processors.
     """
-    temperature, options = settings.temperature, settings.shaping.to_dict()
+    temperature, options = settings.temperature, settings.sampling.to_dict()
     if config is not None:
         temperature = (config.temperature or 1.0) if config.do_sample else 0.0
-        others = [processor_name(one) for one in settings.shaping.processors if not isinstance(one, STATELESS)]
+        others = [processor_name(one) for one in settings.sampling.processors if not isinstance(one, STATELESS)]
         options = {name: value for name, value in model_defaults(config).items() if name in NEUTRAL}
         options |= {"processors": others} if others else {}
     mode = resolve_mode(settings.verification, policy, settings.topology, temperature) if temperature else ""

@@ -130,7 +130,7 @@ def test_the_next_command_times_the_rounds_of_the_trace(collect: list[object], h
         expected = f"--sampling top_p=0.8 --sampling repetition_penalty=1.2 {tree}--verification{rest} --prompts"
         assert "--temperature 0.7" in line and f"{expected} {home / 'bench.jsonl'} --out profile.json" in line
         header = load_trace(tmp_path / f"t{number}").header
-        assert header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+        assert header.sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
 
 
 def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:

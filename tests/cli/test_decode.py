@@ -103,7 +103,7 @@ def test_the_defaults_of_the_target_are_named_applied_and_turned_off(pair_folder
     (target / "generation_config.json").write_text(json.dumps(raw | {"repetition_penalty": 1.7, "top_k": 5}))
     models = ["--target", target, "--draft", pair_folder / "draft", "--dtype", "float64"]
     (tmp_path / "prompts.txt").write_text("w7 w8 w9\nw20 w8\n")
-    texts, shaping = [], []
+    texts, sampling = [], []
     for more in ([], ["--sampling", "model_defaults=false"], ["--sampling", "repetition_penalty=1.0"]):
         answer = cli("decode", "w7 w8 w9", "w20 w8", *models, "--max-new-tokens", 20, "--json", *more)
         assert ("repetition_penalty=1.7 (" in answer.err) == (not more), answer.err
@@ -111,10 +111,10 @@ def test_the_defaults_of_the_target_are_named_applied_and_turned_off(pair_folder
         out = tmp_path / f"t{len(texts)}"
         collect = ["collect", *models, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 8, "--depth", 2]
         assert cli(*collect, "--out", out, *more).code == 0
-        shaping.append(load_trace(out).header.shaping)
+        sampling.append(load_trace(out).header.sampling)
     assert texts[0] != texts[1] == texts[2]
-    assert shaping == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
-    assert "shaping" in refused(*collect, "--out", tmp_path / "t2", "--resume", "--quiet")
+    assert sampling == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
+    assert "sampling" in refused(*collect, "--out", tmp_path / "t2", "--resume", "--quiet")
     assert parsed("info", target)["sampling defaults"] == "repetition-penalty 1.7, top-k 5"
 
 

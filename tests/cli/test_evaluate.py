@@ -272,10 +272,10 @@ def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: lis
     filters = ["--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--temperature", 0.7]
     answer = cli(*profile_command, "--repeats", 1, "--depth", 2, *filters, "--out", tmp_path / "p.json")
     assert answer.code == 0, answer.err
-    shaping = {"top_p": 0.8, "repetition_penalty": 1.2}
-    assert Profile.load(tmp_path / "p.json").shaping == shaping
+    sampling = {"top_p": 0.8, "repetition_penalty": 1.2}
+    assert Profile.load(tmp_path / "p.json").sampling == sampling
     assert cli(*profile_command, "--policy", "confidence:0.4", "--profile", tmp_path / "p.json").code == 0
-    assert Profile.load(tmp_path / "p.json").shaping == shaping
+    assert Profile.load(tmp_path / "p.json").sampling == sampling
     raw = json.loads((tmp_path / "p.json").read_text())
-    (tmp_path / "odd.json").write_text(json.dumps(raw | {"shaping": {"colour": 1}}))
+    (tmp_path / "odd.json").write_text(json.dumps(raw | {"sampling": {"colour": 1}}))
     assert "colour" in refused(*profile_command, "--policy", "confidence:0.4", "--profile", tmp_path / "odd.json")

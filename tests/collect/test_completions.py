@@ -173,11 +173,11 @@ def test_the_noise_is_not_that_which_the_same_key_samples_with() -> None:
 
 
 def write(
-    pair: Pair, prompt: list[int], limit: int, temperature: float, shaping: SamplingParams, seed: int
+    pair: Pair, prompt: list[int], limit: int, temperature: float, sampling: SamplingParams, seed: int
 ) -> list[int]:
     """Return a text as any engine would sample it: token by token, with a generator of its own."""
     generator, text = torch.Generator().manual_seed(seed), list[int]()
-    processors = shaping.build(temperature, prompt, (EOS,), torch.device("cpu"))
+    processors = sampling.build(temperature, prompt, (EOS,), torch.device("cpu"))
     with torch.inference_mode():
         model, unread = CachedModel(pair.target, len(prompt) + limit, pair.vocabulary), prompt
         while len(text) < limit and EOS not in text:
@@ -199,10 +199,10 @@ def written(pair: Pair) -> dict[str, dict[str, list[int]]]:
     """Texts of eight prompts by prompt id, sampled plainly and under filters."""
     return {
         name: {
-            p.id: write(pair, ids, NEW + DEPTH, TEMPERATURE, shaping, at)
+            p.id: write(pair, ids, NEW + DEPTH, TEMPERATURE, sampling, at)
             for at, (p, ids) in enumerate(encoded(pair, make_prompts(8, "given", 31)))
         }
-        for name, shaping in (("plain", SamplingParams()), ("filtered", TOP_P))
+        for name, sampling in (("plain", SamplingParams()), ("filtered", TOP_P))
     }
 
 
@@ -220,21 +220,21 @@ class GivenSource:
         return out
 
 
-@pytest.mark.parametrize(("kind", "shaping"), [("plain", SamplingParams()), ("filtered", TOP_P)])
+@pytest.mark.parametrize(("kind", "sampling"), [("plain", SamplingParams()), ("filtered", TOP_P)])
 @pytest.mark.parametrize("tree", [None, "3,2,1,1,1"])
 def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_given_text(
     pair: Pair, written: dict[str, dict[str, list[int]]], profile: Profile, tmp_path: Path, kind: str,
-    shaping: SamplingParams, tree: str | None,
+    sampling: SamplingParams, tree: str | None,
 ) -> None:  # fmt: skip
     prompts = make_prompts(8, "given", 31)
     texts, ids = written[kind], {p.id: tokens for p, tokens in encoded(pair, prompts)}
-    options = {"depth": DEPTH, "tree": tree, "temperature": TEMPERATURE, "max_new_tokens": NEW, "shaping": shaping}
+    options = {"depth": DEPTH, "tree": tree, "temperature": TEMPERATURE, "max_new_tokens": NEW, "sampling": sampling}
     trace = collect(pair, prompts, tmp_path / "trace", completions=texts, verification="match", **options)
     arrays = trace_arrays(trace)
     lengths = [min(len(texts[name]), NEW) for name in arrays.prompt_ids]
     assert trace.header.has_every_anchor and arrays.anchors is None
     assert arrays.rows.tolist() == [length - 1 for length in lengths], "all but the token that prefill gives"
-    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, shaping=shaping, verification="match")
+    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, sampling=sampling, verification="match")
     rounds = 0
     for policy in (FixedLength(DEPTH), TEST_POLICIES["trimming"]):
         log = replay(arrays, policy, profile).log
@@ -257,7 +257,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     pair: Pair, written: dict[str, dict[str, list[int]]], tmp_path: Path
 ) -> None:
     prompts, few = make_prompts(8, "given", 31), SamplingParams(top_k=6)
-    settings, impossible, expected = Settings(TEMPERATURE, NEW, shaping=few, verification="match"), 0, set()
+    settings, impossible, expected = Settings(TEMPERATURE, NEW, sampling=few, verification="match"), 0, set()
     for s, (p, ids) in enumerate(encoded(pair, prompts)):
         text = written["plain"][p.id][: NEW + 3]
         with torch.inference_mode():
@@ -268,7 +268,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
         ended = hole == len(text) and text[-1] == EOS
         expected |= {(s, anchor) for anchor in range(1, min(NEW, hole if ended else hole - 2))}
     assert impossible > 5
-    options: dict[str, Any] = {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW, "shaping": few}
+    options: dict[str, Any] = {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW, "sampling": few}
     with pytest.warns(SpecstopWarning, match="cannot be drawn"):
         trace = collect(pair, prompts, tmp_path / "a", completions=written["plain"], **options)
     assert f" {impossible} of " in trace.header.facts["completions"]
@@ -310,7 +310,7 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
     off = values - values.mean()
     sums = np.array([off[[owner == p.id for owner, _ in parts]].sum() for p, _ in named])
     error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
-    result = sampling_balance(plain_pair, Settings(0.9, 12, shaping=TOP_P, verification="match"), named, texts, 12)
+    result = sampling_balance(plain_pair, Settings(0.9, 12, sampling=TOP_P, verification="match"), named, texts, 12)
     assert (result["mean"], result["standard_error"]) == pytest.approx((values.mean(), error), rel=1e-9)
     assert (result["texts"], result["tokens"], result["impossible"]) == (9, len(values), 0)
 

@@ -65,12 +65,12 @@ class ByNoise(StopPolicy):
 
 
 def compared_rounds(
-    pair: Pair, prompts: Sequence[Prompt], tokens: int, shaping: SamplingParams, temperature: float, tree: str | None,
+    pair: Pair, prompts: Sequence[Prompt], tokens: int, sampling: SamplingParams, temperature: float, tree: str | None,
     profile: Profile, folder: Path,
 ) -> int:  # fmt: skip
     """Assert that replay of a dense trace gives the rounds of the live loop under several policies; return their number."""
     assert pair.tokenizer is not None
-    options: dict[str, Any] = {"tree": tree, "shaping": shaping, "verification": "match"}
+    options: dict[str, Any] = {"tree": tree, "sampling": sampling, "verification": "match"}
     trace = collect(pair, prompts, folder, depth=DEPTH, temperature=temperature, max_new_tokens=tokens, **options)
     arrays, rounds = trace_arrays(trace), 0
     assert all(torch.isfinite(values).all() for values in arrays.columns.values())
@@ -102,17 +102,19 @@ def compared_rounds(
 def test_replay_of_filtered_traces_is_the_live_loop(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, name: str, temperature: float, tree: str | None
 ) -> None:
-    shaping = SamplingParams(**{name: FILTERS[name]})
-    assert compared_rounds(pair, prompts[::2], NEW, shaping, temperature, tree, profile, tmp_path / "t") > 100
+    sampling = SamplingParams(**{name: FILTERS[name]})
+    assert compared_rounds(pair, prompts[::2], NEW, sampling, temperature, tree, profile, tmp_path / "t") > 100
 
 
 def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
     """And where one of the user's own reads the tokens before."""
-    shaping, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
-    compared_rounds(pair, prompts[::2], NEW, shaping, 0.7, tree, profile, tmp_path / "a")
-    again = collect(pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, shaping=shaping)
+    sampling, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
+    compared_rounds(pair, prompts[::2], NEW, sampling, 0.7, tree, profile, tmp_path / "a")
+    again = collect(
+        pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, sampling=sampling
+    )
     arrays = trace_arrays(again)
     missing = (arrays.tokens == NO_TOKEN).numpy()
     third = [2, 5, 8, 9, 10, 11]  # the third of each three siblings, and all below that of the first level
@@ -128,10 +130,10 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
     keys = [stream_key(0, p.id) for p in prompts]
     bare = plain_texts(pair, prompt_ids, keys, NEW, 0.7).tokens
     filters = [SamplingParams(**{name: value}) for name, value in FILTERS.items()]
-    for shaping in (*filters, SamplingParams(**ALL, processors=(Banning(),))):
+    for sampling in (*filters, SamplingParams(**ALL, processors=(Banning(),))):
         for temperature in (0.0, 0.7):
-            texts = plain_texts(pair, prompt_ids, keys, NEW, temperature, shaping=shaping).tokens
-            loop = Speculator(pair, FixedLength(0), Settings(temperature, NEW, shaping=shaping, verification="match"))
+            texts = plain_texts(pair, prompt_ids, keys, NEW, temperature, sampling=sampling).tokens
+            loop = Speculator(pair, FixedLength(0), Settings(temperature, NEW, sampling=sampling, verification="match"))
             assert texts == [list(loop.generate(i, k).tokens) for i, k in zip(prompt_ids, keys, strict=True)]
             assert temperature == 0.0 or texts != bare
 
@@ -142,7 +144,7 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(pair: Pair, prompts: list
         "depth": 1,
         "temperature": 0.7,
         "max_new_tokens": NEW,
-        "shaping": SamplingParams(top_k=1),
+        "sampling": SamplingParams(top_k=1),
     }
     mixed = by_anchor(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
     dense = by_anchor(collect(pair, prompts, tmp_path / "dense", **options))
@@ -171,8 +173,8 @@ def test_replay_under_a_grammar_is_the_live_loop(
     structured: tuple[Pair, Any, list[Prompt]], profile: Profile, tmp_path: Path, temperature: float, tree: str | None
 ) -> None:
     pair, grammar, prompts = structured
-    shaping = SamplingParams(processors=(grammar,))
-    assert compared_rounds(pair, prompts, 90, shaping, temperature, tree, profile, tmp_path / "trace") > 50
+    sampling = SamplingParams(processors=(grammar,))
+    assert compared_rounds(pair, prompts, 90, sampling, temperature, tree, profile, tmp_path / "trace") > 50
 
 
 @pytest.mark.parametrize("collector", ["dense", "live"])
@@ -181,32 +183,32 @@ def test_the_header_names_the_grammar_and_resuming_requires_the_same(
 ) -> None:
     pair, grammar, prompts = structured
     options = {"depth": 3, "max_new_tokens": 40, "temperature": 0.7, "collector": collector, "verification": "match"}
-    trace = collect(pair, prompts, tmp_path / "a", shaping=SamplingParams(processors=(grammar,)), **options)
-    assert trace.header.shaping == {"processors": [grammar.name]}
+    trace = collect(pair, prompts, tmp_path / "a", sampling=SamplingParams(processors=(grammar,)), **options)
+    assert trace.header.sampling == {"processors": [grammar.name]}
     other = type(grammar).from_text("root ::= [a-c]{5}", pair.tokenizer)
-    for shaping in (SamplingParams(), SamplingParams(processors=(other,))):
-        with pytest.raises(TraceError, match="shaping"):
-            collect(pair, prompts, tmp_path / "a", shaping=shaping, resume=True, **options)
+    for sampling in (SamplingParams(), SamplingParams(processors=(other,))):
+        with pytest.raises(TraceError, match="sampling"):
+            collect(pair, prompts, tmp_path / "a", sampling=sampling, resume=True, **options)
 
 
 def test_the_header_says_what_was_sampled_from_and_traces_of_different_filters_are_not_one(
     pair: Pair, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    shaping = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
+    sampling = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
     options = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6}
     traces = [
-        collect(pair, prompts[:2], tmp_path / str(at), shaping=s, **options) for at, s in enumerate((shaping, TOP_P))
+        collect(pair, prompts[:2], tmp_path / str(at), sampling=s, **options) for at, s in enumerate((sampling, TOP_P))
     ]
     header = traces[0].header
-    assert header.shaping == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
+    assert header.sampling == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
     assert Header.from_json(header.to_json(), "x") == header
-    with pytest.raises(TraceError, match="shaping"):
+    with pytest.raises(TraceError, match="sampling"):
         joined_arrays(traces)
 
 
 def test_sampling_parameters_come_back_from_their_dictionary() -> None:
-    shaping = SamplingParams(**ALL)
-    assert SamplingParams.from_dict(shaping.to_dict()).to_dict() == shaping.to_dict()
+    sampling = SamplingParams(**ALL)
+    assert SamplingParams.from_dict(sampling.to_dict()).to_dict() == sampling.to_dict()
     assert SamplingParams.from_dict({}).to_dict() == SamplingParams().to_dict() == {}
     for values, noun in (
         ({"colour": 1}, "colour"),
@@ -227,12 +229,12 @@ def test_a_policy_is_warned_about_under_other_filters_temperatures_and_verificat
 ) -> None:
     """A policy trained under top-p 0.8 at temperature 0.7."""
     options: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW}
-    fit = collect(pair, make_prompts(24, "fit", 21), tmp_path / "fit", shaping=TOP_P, verification="match", **options)
+    fit = collect(pair, make_prompts(24, "fit", 21), tmp_path / "fit", sampling=TOP_P, verification="match", **options)
     train(fit, full_profile, head="logistic", out=tmp_path / "policy", cross_fit=False)
     policy = load_policy_folder(tmp_path / "policy")
-    assert isinstance(policy, LearnedPolicy) and policy.metadata.shaping == {"top_p": 0.8}
+    assert isinstance(policy, LearnedPolicy) and policy.metadata.sampling == {"top_p": 0.8}
     assert "top-p 0.8" in (tmp_path / "policy" / "README.md").read_text()
-    plain, same = (Settings(0.7, 4, shaping=s, verification="match") for s in (SamplingParams(), TOP_P))
+    plain, same = (Settings(0.7, 4, sampling=s, verification="match") for s in (SamplingParams(), TOP_P))
     other = collect(pair, prompts, tmp_path / "plain", verification="match", **options)
     explored = collect(
         pair, prompts, tmp_path / "live", collector="live", policy=FixedLength(3), explore=0.5, **options
@@ -250,8 +252,8 @@ def test_a_policy_is_warned_about_under_other_filters_temperatures_and_verificat
         (lambda: evaluate(other, full_profile, [policy]), "another filter"),
         (lambda: evaluate(explored, full_profile, [policy]), "another filter"),
         (lambda: generate(top_k=7), "another filter"),
-        (lambda: warn_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match")), "temperature"),
-        (lambda: warn_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection")), "verification"),
+        (lambda: warn_if_untrained(policy, Settings(1.0, 4, sampling=TOP_P, verification="match")), "temperature"),
+        (lambda: warn_if_untrained(policy, Settings(0.7, 4, sampling=TOP_P, verification="rejection")), "verification"),
         (lambda: decode(pair, [prompts[0].text], policy, settings=same, drafter="lookup"), "another pair"),
     ):
         with pytest.warns(SpecstopWarning, match=words):

@@ -46,7 +46,7 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
 
 
 @pytest.mark.parametrize(
-    ("tree", "temperature", "shaping"),
+    ("tree", "temperature", "sampling"),
     [
         (None, 0.7, SamplingParams()), (TREE, 0.0, SamplingParams()), (TREE, 0.7, SamplingParams()),
         (None, 0.0, SamplingParams(repetition_penalty=1.5, min_new_tokens=NEW)), (None, 0.7, SamplingParams(top_p=0.7)),
@@ -54,9 +54,9 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
     ],
 )  # fmt: skip
 def test_dense_and_live_agree_at_the_anchors_that_both_have(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, shaping: SamplingParams
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, sampling: SamplingParams
 ) -> None:
-    options: dict[str, Any] = {"shaping": shaping, "hidden": tuple(HIDDEN_STATES)}
+    options: dict[str, Any] = {"sampling": sampling, "hidden": tuple(HIDDEN_STATES)}
     dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature, **options))
     policy = ReadsDraftStates() if tree is None else None
     live = by_anchor(

@@ -33,7 +33,7 @@ from trace_rows import assert_close, by_anchor, tasks
 DEPTH = 3
 SPECS = (
     *("lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer"),
-    *("suffix?sure=0.3+model", "lookup?sure=0.9+medusa"),
+    *("suffix?confidence=0.3+model", "lookup?confidence=0.9+medusa"),
 )
 
 
@@ -75,8 +75,8 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
 
 @pytest.mark.parametrize(
     ("kind", "temperature", "tree"),
-    [("suffix", 0.0, None), ("hydra", 0.7, "2,2,1"), ("suffix?sure=0.3+medusa", 0.7, None),
-     ("suffix?sure=0.3+medusa", 0.7, "2,2,1")],
+    [("suffix", 0.0, None), ("hydra", 0.7, "2,2,1"), ("suffix?confidence=0.3+medusa", 0.7, None),
+     ("suffix?confidence=0.3+medusa", 0.7, "2,2,1")],
 )  # fmt: skip
 def test_texts_side_by_side_give_the_rows_of_each_alone(
     pair: Pair, folders: Path, prompt_ids: list[list[int]], kind: str, temperature: float, tree: str | None
@@ -94,8 +94,10 @@ def test_texts_side_by_side_give_the_rows_of_each_alone(
 def test_as_many_texts_are_side_by_side_as_the_memory_holds(pair: Pair, prompts: list[Prompt]) -> None:
     suffix = with_drafter(pair, "suffix")
 
-    def batch(temperature: float, tree: str | None, memory: int, **shaping: float) -> int:
-        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=SamplingParams(**shaping), verification="match")
+    def batch(temperature: float, tree: str | None, memory: int, **sampling: float) -> int:
+        settings = Settings(
+            temperature, NEW, DEPTH, tree=tree, sampling=SamplingParams(**sampling), verification="match"
+        )
         return PositionsCollector(suffix, settings, (), memory).batch
 
     row = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8

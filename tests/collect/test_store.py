@@ -46,7 +46,7 @@ RAW: dict[str, Any] = json.loads(HEADER.to_json())
             "eos": strategies.lists(strategies.integers(0, 2**31 - 1)).map(tuple),
             "explore": strategies.just(0.0),
             "hidden": strategies.dictionaries(strategies.just("draft_hidden"), strategies.integers(1, 64)),
-            "shaping": strategies.dictionaries(strategies.just("top_p"), strategies.floats(0.1, 1.0)),
+            "sampling": strategies.dictionaries(strategies.just("top_p"), strategies.floats(0.1, 1.0)),
             "facts": strategies.dictionaries(strategies.text("ab"), strategies.integers() | strategies.text("cd")),
         },
     )
@@ -75,7 +75,7 @@ def test_text_that_is_no_header_is_refused(text: str | bytes) -> None:
         {"draws": 0}, {"batch": 0}, {"eos": [1 << 40]}, {"eos": [-1]}, {"eos": [True]}, {"eos": [1.5]}, {"eos": 5},
         {"shards": 10**9}, {"shards": 0}, {"prompts": 10**12}, {"prompts": -1}, {"temperature": 1e300},
         {"temperature": -1}, {"temperature": "0.7"}, {"temperature": float("nan")}, {"explore": float("inf")},
-        {"shaping": {"top_p": 5}}, {"shaping": {"top_k": "many"}}, {"shaping": {"min_p": -0.5}}, {"colour": 1},
+        {"sampling": {"top_p": 5}}, {"sampling": {"top_k": "many"}}, {"sampling": {"min_p": -0.5}}, {"colour": 1},
         {"verification": "../x"}, {"label": "none"}, {"collector": "sparse"}, {"texts": ""}, {"topology": [-1, 5]},
         {"topology": [-2]}, {"topology": [-1] * 5000}, {"features": ["top1", "top1"]}, {"features": ["no such"]},
         {"anchor_features": ["top1"]}, {"hidden": {"draft_hidden": 1 << 40}}, {"hidden": {"x": 1}}, {"seed": 1 << 70},

@@ -46,7 +46,7 @@ class Case:
         decider: name in `DECIDERS`.
         kind: of the table, see `Law`.
         seed: of the table.
-        shaping: name in `SHAPINGS`.
+        sampling: name in `SHAPINGS`.
         eos: whether the last token of the vocabulary ends a text.
         drafter: as of `find_drafter`.
         vocabulary, new, temperature, prompt: of the texts.
@@ -59,7 +59,7 @@ class Case:
     decider: str = "fixed"
     kind: str = "mixed"
     seed: int = 0
-    shaping: str = "plain"
+    sampling: str = "plain"
     eos: bool = False
     drafter: str = "model"
     vocabulary: int = 3
@@ -75,7 +75,7 @@ class Case:
             self.tree,
             self.decider,
             self.kind,
-            self.shaping,
+            self.sampling,
             self.drafter,
             "eos" if self.eos else "no eos",
         ]
@@ -88,14 +88,14 @@ class Case:
 
 def shaped(logits: Sequence[float], prefix: Sequence[int], case: Case) -> list[float]:
     """Return the probabilities that `case` samples from: written out again, so that it can differ from the loop's."""
-    shaping = SHAPINGS[case.shaping]
-    penalty = shaping.options.get("repetition_penalty", 1.0)
+    sampling = SHAPINGS[case.sampling]
+    penalty = sampling.options.get("repetition_penalty", 1.0)
     scores = [(x * penalty if x < 0 else x / penalty) if t in prefix else x for t, x in enumerate(logits)]
-    if shaping.processors:
+    if sampling.processors:
         scores = [x + more for x, more in zip(scores, added(prefix, case.vocabulary), strict=True)]
     scores = [x / case.temperature for x in scores]
-    if "top_k" in shaping.options:
-        least = sorted(scores, reverse=True)[shaping.options["top_k"] - 1]
+    if "top_k" in sampling.options:
+        least = sorted(scores, reverse=True)[sampling.options["top_k"] - 1]
         scores = [x if x >= least else float("-inf") for x in scores]
     return torch.softmax(torch.tensor(scores, dtype=torch.float64), -1).tolist()
 
@@ -109,12 +109,12 @@ def all_cases() -> Iterator[Case]:
     for decider in DECIDERS:
         for mode, trees in SHAPES.items():
             for tree in trees:
-                for shaping in SHAPINGS:
+                for sampling in SHAPINGS:
                     for eos in (False, True):
                         seed, prompt = chance.randrange(10**6), chance.choice(PROMPTS)
                         temperature, new = chance.choice((1.0, 1.0, 0.7)), 5 if eos and tree in CHAINS else 4
                         kind = "dense" if tree in (*CHAINS, "2") and chance.random() < 0.4 else "mixed"
-                        yield Case(mode, tree, decider, kind, seed, shaping, eos, "model", 3, new, temperature, prompt)
+                        yield Case(mode, tree, decider, kind, seed, sampling, eos, "model", 3, new, temperature, prompt)
 
 
 def other_cases() -> Iterator[Case]:

@@ -126,7 +126,7 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
     """
     pair = oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends, case.attention, case.draft_knows)
     settings = Settings(
-        case.temperature, case.new, fallback=1, verification=case.mode, tree=case.tree, shaping=SHAPINGS[case.shaping]
+        case.temperature, case.new, fallback=1, verification=case.mode, tree=case.tree, sampling=SHAPINGS[case.sampling]
     )
     source, proof = Enumerator(), Proof()
 

@@ -56,14 +56,14 @@ def noise_case(tree: str, drafter: str, policy: str, chance: random.Random) -> N
     """Return a case with a table, noise, prompt, temperature, processors and end of text by chance."""
     vocabulary = chance.randint(2, 6)
     prompt = tuple(chance.randrange(vocabulary) for _ in range(chance.randint(1, 6)))
-    shaping = chance.choice([name for name in SHAPINGS if name != "shaped" or vocabulary > 2])
+    sampling = chance.choice([name for name in SHAPINGS if name != "shaped" or vocabulary > 2])
     case = Case(
         "match",
         tree,
         policy,
         chance.choice(("dense", "mixed")) if vocabulary > 2 else "dense",
         chance.randrange(10**6),
-        shaping,
+        sampling,
         chance.random() < 0.3,
         drafter,
         vocabulary,
@@ -80,7 +80,7 @@ def speculate_on_noise(what: NoiseCase) -> Generation:
     case, noise = what.case, what.noise
     pair = oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends, case.attention)
     settings = Settings(
-        case.temperature, case.new, tree=case.tree, shaping=SHAPINGS[case.shaping], verification="match"
+        case.temperature, case.new, tree=case.tree, sampling=SHAPINGS[case.sampling], verification="match"
     )
     drafter = find_drafter(case.drafter, pair)
     policy = NOISE_POLICIES[case.decider]()

@@ -105,11 +105,13 @@ def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids:
 
 
 def test_processors_see_each_texts_own_prefix(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    for shaping in (
+    for sampling in (
         SamplingParams(repetition_penalty=1.3, top_p=0.9),
         SamplingParams(no_repeat_ngram=2, min_new_tokens=4),
     ):
-        same_in_batches(pair, prompt_ids[:4], FixedLength(2), Settings(0.7, NEW, shaping=shaping, verification="match"))
+        same_in_batches(
+            pair, prompt_ids[:4], FixedLength(2), Settings(0.7, NEW, sampling=sampling, verification="match")
+        )
 
 
 class Likely(StopPolicy):
@@ -122,8 +124,8 @@ class Likely(StopPolicy):
 
 
 def test_texts_of_a_batch_may_be_filtered_each_in_its_own_way(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    shapings = [None, SamplingParams(top_p=0.6), SamplingParams(repetition_penalty=1.3), None, SamplingParams(top_k=3)]
-    asked = [Request(own, at, shaping=some) for at, (own, some) in enumerate(zip(prompt_ids, shapings, strict=False))]
+    samplings = [None, SamplingParams(top_p=0.6), SamplingParams(repetition_penalty=1.3), None, SamplingParams(top_k=3)]
+    asked = [Request(own, at, sampling=some) for at, (own, some) in enumerate(zip(prompt_ids, samplings, strict=False))]
     settings = Settings(0.7, NEW, verification="match")
     alone = Speculator(pair, Likely(), settings).run(asked)
     assert len({r.drafted for g in alone for r in g.rounds}) > 2

@@ -159,7 +159,7 @@ def test_ctrl_c_stops_the_program_wherever_it_falls(pair: Pair, prompt_ids: list
 
 
 def test_a_policy_that_failed_can_be_asked_again(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    """`renew`, as alternating runs do."""
+    """`reset`, as alternating runs do."""
     speculator = Speculator(pair, broken("raises in observe"), Settings(0.0, NEW, 4))
     found = []
     for _ in range(2):

@@ -49,7 +49,7 @@ ODD = [
     ({"tree": ""}, "tree"),
     ({"drift": "on"}, "drift"),
     ({"stops": ("w9",)}, "stops"),
-    ({"shaping": None}, "shaping"),
+    ({"sampling": None}, "sampling"),
 ]
 
 
@@ -63,7 +63,7 @@ def test_settings_are_validated_at_construction(options: dict[str, Any], name: s
 @pytest.mark.parametrize("processors", [(1,), MinLengthLogitsProcessor(2, 0)])
 def test_processors_are_validated_at_construction(processors: Any) -> None:
     with pytest.raises(InputError, match="processors"):
-        Settings(shaping=SamplingParams(processors=processors))
+        Settings(sampling=SamplingParams(processors=processors))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_processors_are_validated_at_construction(processors: Any) -> None:
     [{"top_p": 2}, {"top_p": 0}, {"top_k": -1}, {"min_p": 5}, {"repetition_penalty": 0}, {"no_repeat_ngram": -1},
      {"min_new_tokens": 1.5}, {"top_k": float("nan")}],
 )  # fmt: skip
-def test_a_shaping_names_its_parameter(options: dict[str, Any]) -> None:
+def test_a_sampling_names_its_parameter(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(InputError, match=name) as caught:
         SamplingParams(**options)

@@ -135,7 +135,7 @@ def test_texts_are_those_of_plain_vllm(folder: Path) -> None:
     prompts = [[17 + (7 * i + j) % 31 for j in range(3 + 9 * (i % 3))] for i in range(8)]
     prompts[5] = list(prompts[2])  # requests of equal tokens
     plain = serve(folder, prompts)["texts"]
-    both = {"drafter": "suffix?sure=0.8+model"}
+    both = {"drafter": "suffix?confidence=0.8+model"}
     for policy, more in (("confidence:0.3", {}), ("fixed:4", both)):
         found = serve(folder, prompts, **ours(folder, policy, **more))
         assert found["texts"] == plain

@@ -51,7 +51,7 @@ DRAFTERS = [
     "suffix",
     "suffix:corpus?keep=1",
     "suffix+model",
-    "suffix:corpus?sure=0.6+medusa:medusa",
+    "suffix:corpus?confidence=0.6+medusa:medusa",
     "medusa:medusa",
     "hydra:hydra",
     "ctc:ctc",
@@ -191,7 +191,7 @@ def named(inputs: Inputs, policy: str) -> str:
 
 
 def more_texts(inputs: Inputs, small: bool = False) -> Cases:
-    """Texts under every policy, every shaping, every engine, and options that `texts` leaves alone."""
+    """Texts under every policy, every sampling, every engine, and options that `texts` leaves alone."""
     pair = inputs.compact
 
     def case(
@@ -224,10 +224,10 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
     for tree in (None, "2,1"):
         yield f"raising | {tree or 'chain'}", case(Raising(), tree=tree, fallback=2)
         yield f"raising | S=3 | {tree or 'chain'}", case(Raising(), 8, 3, tree=tree, fallback=3)
-    for (name, shaping), tree, temperature in itertools.product(SHAPINGS.items(), (None, "2,2,1"), (0.0, 0.8)):
+    for (name, sampling), tree, temperature in itertools.product(SHAPINGS.items(), (None, "2,2,1"), (0.0, 0.8)):
         for verification in ("match", "rejection") if temperature else ("match",):
-            label = f"shaping {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
-            options = {"temperature": temperature, "verification": verification, "tree": tree, "shaping": shaping}
+            label = f"sampling {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
+            options = {"temperature": temperature, "verification": verification, "tree": tree, "sampling": sampling}
             yield label, case("confidence:0.3", batch=3, **options)
     shared = {
         "float64 plain": inputs.plain,
@@ -292,8 +292,8 @@ def under_grammar(
 ) -> Any:
     """Return the lines of texts under a grammar."""
     build = Grammar.from_json_schema if is_schema else Grammar.from_text
-    shaping = SamplingParams(processors=(build(source, pair.tokenizer),))
-    settings = Settings(temperature, 16, verification=verification, tree=tree, shaping=shaping)
+    sampling = SamplingParams(processors=(build(source, pair.tokenizer),))
+    settings = Settings(temperature, 16, verification=verification, tree=tree, sampling=sampling)
     return lines(decode(pair, ["ab", "xyz", "{"], "confidence:0.2", settings=settings, batch=2))
 
 

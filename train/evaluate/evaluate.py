@@ -378,7 +378,7 @@ def _facts(place: _Place, compared: Compared) -> dict[str, Any]:
         "tokens": int(arrays.text_tokens.sum()) // header.draws,
         "anchors": len(arrays.accepted),
         "temperature": header.shown_temperature,
-        "shaping": dict(header.shaping),
+        "sampling": dict(header.sampling),
         "verification": header.verification,
         "mode": describe(header.verification) if header.verification in MODES else header.verification,
         "exactness": replay_text(header),

@@ -241,7 +241,7 @@ def _key_figures(data: Data) -> dict[str, Cell]:
 
 def _measured(facts: Data) -> list[str]:
     """Return how the figures were measured, one sentence each."""
-    sampled = sampling_text(facts["temperature"], facts.get("shaping", {}))
+    sampled = sampling_text(facts["temperature"], facts.get("sampling", {}))
     mode, shape = facts["mode"].replace(" (", " verification (", 1), str(facts.get("topology", ""))
     rounds = f", {facts['rounds']:,} single rounds" if "rounds" in facts else ""
     is_chain = not shape.replace("1", "").replace(",", "")

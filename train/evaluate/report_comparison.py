@@ -18,7 +18,17 @@ from .comparison import BEST, PLAIN
 from .records import REPORT_SCHEMA
 from .statistics import Resamples, Values
 
-FACTS = ("traces", "prompts", "temperature", "shaping", "verification", "depth", "topology", "clusters", "cluster unit")
+FACTS = (
+    "traces",
+    "prompts",
+    "temperature",
+    "sampling",
+    "verification",
+    "depth",
+    "topology",
+    "clusters",
+    "cluster unit",
+)
 MACHINE = ("device", "dtype", "threads")
 PARTS = {"pair": ("target", "draft", "tokenizer"), "profile": (*MACHINE, "created", "versions")}
 

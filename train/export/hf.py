@@ -121,7 +121,7 @@ def write_hf(
         needs_draft=needs_draft(spec),
         plugins=[part.name for part in parse_spec(spec) if part.name not in DRAFTERS],
         verification=learned.metadata.verification if learned else "",
-        sampling=sampling_text(learned.metadata.temperature, learned.metadata.shaping) if learned else "",
+        sampling=sampling_text(learned.metadata.temperature, learned.metadata.sampling) if learned else "",
         alone=(figures or {}).get("alone"),
         settled=(figures or {}).get("settled"),
         held_out=metrics.get("held_out_ratio_to_best_fixed"),

@@ -187,7 +187,7 @@ def fit_policy(
     prompts = training_prompts(arrays, folds, report, mixed)
     facts = {"drafter": header.facts.get("drafter"), "tree": metrics.get("tree")}
     policy.metadata = dataclasses.replace(
-        policy.metadata, verification=header.verification, label=header.label, shaping=dict(header.shaping),
+        policy.metadata, verification=header.verification, label=header.label, sampling=dict(header.sampling),
         pair=dict(header.pair), prompts=prompts, provenance={k: v for k, v in facts.items() if v is not None},
         metrics={**{f"{name}_prompts": len(names) for name, names in prompts.items()}, **metrics},
     )  # fmt: skip

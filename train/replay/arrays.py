@@ -357,7 +357,7 @@ def _row_order(trace: Trace) -> tuple[Array, Array, Array, Array, bool, Array]:
 
 
 _ALIKE = (
-    "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
+    "pair", "vocabulary", "eos", "sampling", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
     "mix", "draws",
 )  # fmt: skip
 

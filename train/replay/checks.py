@@ -14,7 +14,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning, TraceError
 from ...policies.features import check_sizes
 from ...policies.host import validate_policy
-from ...policies.learned import LearnedPolicy, shaping_text, warn_other_conditions
+from ...policies.learned import LearnedPolicy, sampling_options_text, warn_other_conditions
 from ...policies.profile import Profile
 from .arrays import TraceArrays
 
@@ -41,7 +41,7 @@ def check_fit(policy: StopPolicy, traces: Trace) -> None:
 
 def check_training_traces(training: Trace, trace: Trace) -> None:
     """Refuse training traces with another sampling filter; warn of another pair, temperature (if known) or verification."""
-    used, expected = (shaping_text(one.header.shaping, one.header.temperature) for one in (training, trace))
+    used, expected = (sampling_options_text(one.header.sampling, one.header.temperature) for one in (training, trace))
     if used != expected:
         raise TraceError(
             f"--train-traces: {training.folder} was sampled with the filter {used}, not {expected}; "

@@ -89,7 +89,7 @@ def test_a_round_reads_its_backlog(
 @pytest.mark.parametrize(
     ("collector", "spec"),
     [
-        *((c, s) for c in ("live", "dense") for s in ("model", "suffix?sure=0.4+model", "suffix+lookup+model")),
+        *((c, s) for c in ("live", "dense") for s in ("model", "suffix?confidence=0.4+model", "suffix+lookup+model")),
         ("dense", "suffix"),
     ],
 )

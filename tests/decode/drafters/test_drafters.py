@@ -157,7 +157,7 @@ def test_drafters_by_name(pair: Pair) -> None:
         ("lookup?longest=2.5", "lookup: expected for longest a whole number of 1 or more, not 2.5"),
         ("lookup:4?longest=4", "longest is given twice; give it once"),
         ("lookup?length=4", "got an unexpected keyword argument 'length'; it takes longest"),
-        ("suffix?sure=0.5", "got an unexpected keyword argument 'sure'; it takes path, keep"),
+        ("suffix?confidence=0.5", "got an unexpected keyword argument 'confidence'; it takes path, keep"),
         ("suffix?keep=false", "suffix: expected for keep 0 or 1, not 'false'"),
         ("suffix?keep=2", "suffix: expected for keep 0 or 1, not 2"),
         ("suffix?keep=1&keep=0", "keep is given twice; give it once"),
@@ -316,7 +316,7 @@ def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: 
     [
         ("model", "model"),
         ("lookup:4", "lookup"),
-        ("suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2", "suffix hydra"),
+        ("suffix:a+b.txt?confidence=0.6+hydra:c/d+hydra-v2", "suffix hydra"),
         ("hydra:/a/llama+hydra-v2", "hydra"),
         ("lookup+suffix+model", "lookup suffix model"),
         ("suffix:a+model", "suffix model"),
@@ -333,8 +333,8 @@ def test_paths_of_a_spec_are_changed() -> None:
 
     assert moved("suffix:notes.txt") == "suffix:/x/notes.txt"
     assert moved("suffix?path=a.txt&keep=1") == "suffix:/x/a.txt?keep=1"
-    both = moved("suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2")
-    assert both == "suffix:/x/a+b.txt?sure=0.6+hydra:/x/c/d+hydra-v2"
+    both = moved("suffix:a+b.txt?confidence=0.6+hydra:c/d+hydra-v2")
+    assert both == "suffix:/x/a+b.txt?confidence=0.6+hydra:/x/c/d+hydra-v2"
     assert paths_of(both) == ["/x/a+b.txt", "/x/c/d+hydra-v2"]
     for same in ("model", "lookup:4", "suffix?keep=1+model", "copycat?path=a"):
         assert moved(same) == same

@@ -77,12 +77,19 @@ def test_text_is_the_targets_alone_and_in_a_batch(pair: Pair, prompt_ids: list[l
 
 
 def test_they_are_found_by_name(pair: Pair) -> None:
-    found = find_drafter("suffix?sure=0.75+model", pair)
+    found = find_drafter("suffix?confidence=0.75+model", pair)
     assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
     assert isinstance(found._other, ModelDrafter) and found._min_confidence == 0.75
     three = find_drafter("suffix+lookup+model", pair)
     assert isinstance(three, FallbackDrafter) and isinstance(three._other, FallbackDrafter)
-    names = ("suffix+model", "suffix?sure=0.5+model", "suffix?sure=0.6+model", "suffix+lookup", "lookup+model", "model")
+    names = (
+        "suffix+model",
+        "suffix?confidence=0.5+model",
+        "suffix?confidence=0.6+model",
+        "suffix+lookup",
+        "lookup+model",
+        "model",
+    )
     hashes = [with_drafter(pair, name).fingerprint["draft"] for name in names]
     assert hashes[0] == hashes[1] and len(set(hashes)) == len(names) - 1
     assert [with_drafter(pair, name).draft is None for name in names] == [not needs_draft(name) for name in names]
@@ -94,8 +101,8 @@ def test_they_are_found_by_name(pair: Pair) -> None:
     [("2", "2"), ("-1", "-1"), ("much", "'much'"), ("", "''"), ("nan", "nan"), ("0.5+modle", "'0.5+modle'")],
 )
 def test_a_chance_that_is_none_is_refused(pair: Pair, given: str, came: str) -> None:
-    name = f"suffix?sure={given}+model"
-    expected = f"drafter: {name!r}: expected for sure a probability between 0 and 1, not {came}"
+    name = f"suffix?confidence={given}+model"
+    expected = f"drafter: {name!r}: expected for confidence a probability between 0 and 1, not {came}"
     with pytest.raises(InputError, match=re.escape(expected)):
         find_drafter(name, pair)
 
@@ -104,7 +111,7 @@ def test_the_first_has_options_of_its_own(pair: Pair, tmp_path: Path) -> None:
     """A file and what it is searched with, a length, and earlier texts; a plus sign may stand in a path."""
     file = tmp_path / "c++.txt"
     file.write_text("w7 w8 w11")
-    found = find_drafter(f"suffix:{file}?keep=1&sure=0.7+lookup:4+model", pair)
+    found = find_drafter(f"suffix:{file}?keep=1&confidence=0.7+lookup:4+model", pair)
     assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
     assert (found.carries, len(found._first._file), found._min_confidence) == (True, 3, 0.7)
     assert isinstance(found._other, FallbackDrafter) and isinstance(found._other._first, LookupDrafter)

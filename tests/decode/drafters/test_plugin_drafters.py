@@ -77,7 +77,7 @@ def test_they_are_named_as_policies_are(pair: Pair) -> None:
     assert isinstance(made, LookupDrafter) and made._indexes[0].longest == 2
     made = find_drafter("copycat?longest=5&share=0.5", pair)
     assert (made._indexes[0].longest, made.share) == (5, 0.5)
-    both = find_drafter("copycat?longest=5&sure=0.7+model", pair)
+    both = find_drafter("copycat?longest=5&confidence=0.7+model", pair)
     assert (
         isinstance(both, FallbackDrafter)
         and both._first._indexes[0].longest == 5

@@ -104,14 +104,14 @@ def test_earlier_texts_are_searched_if_asked(pair: Pair, tmp_path: Path) -> None
         drafter.reserve(1, 64)
         assert best(drafter, [20, 7, 8]) == expected
     assert drafter.carries, "and forgotten by the next run if told so"
-    drafter.renew()
+    drafter.reset()
     assert best(drafter, [20, 7, 8]) is None
     (tmp_path / "code.txt").write_text("w7 w8 w11\nw7 w8 w11")
     drafter = find_drafter(f"suffix:{tmp_path}/code.txt", pair)
     assert best(drafter, [20, 7, 8]) == 11
     drafter.reserve(1, 64)
     assert best(drafter, [20, 7, 8, 12, 20, 7, 8]) == 12, "the text's own match is longer"
-    drafter.renew()
+    drafter.reset()
     assert best(drafter, [20, 7, 8]) == 11, "the file stays"
     with pytest.raises(InputError, match=r"expected a text file, but .*none.txt cannot be read: No such file"):
         find_drafter(f"suffix:{tmp_path}/none.txt", pair)

@@ -24,7 +24,7 @@ from specstop.policies.registry import load_policy
 from torch import Tensor
 
 LEAST = 0.4
-DRAFTERS = ("model", "lookup", "lookup:1", "suffix", "suffix+model", "lookup?sure=0.9+model")
+DRAFTERS = ("model", "lookup", "lookup:1", "suffix", "suffix+model", "lookup?confidence=0.9+model")
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def remembering(drafter: str, folder: Path, **pair: str) -> Path:
     return save_policy(policy, folder)
 
 
-@pytest.mark.parametrize("before", ["", "suffix?sure=0.6+"])
+@pytest.mark.parametrize("before", ["", "suffix?confidence=0.6+"])
 def test_a_head_drafter_goes_with_the_policy_that_was_trained_on_its_drafts(
     before: str, pair: Pair, prompt_ids: list[list[int]], hydra: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

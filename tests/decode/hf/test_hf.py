@@ -111,7 +111,7 @@ def test_sampling_is_reproducible_by_torchs_seed_or_by_ours(pair: Pair, prompt_i
 
 
 @pytest.mark.parametrize(
-    ("temperature", "options", "shaping"),
+    ("temperature", "options", "sampling"),
     [
         (0.8, {}, SamplingParams()),
         (1.0, {}, SamplingParams()),
@@ -123,12 +123,14 @@ def test_sampling_is_reproducible_by_torchs_seed_or_by_ours(pair: Pair, prompt_i
     ],
 )  # fmt: skip
 def test_sampling_options_are_those_of_the_loop(
-    pair: Pair, prompt_ids: list[list[int]], temperature: float, options: dict[str, Any], shaping: SamplingParams
+    pair: Pair, prompt_ids: list[list[int]], temperature: float, options: dict[str, Any], sampling: SamplingParams
 ) -> None:
     """The same key gives the same text through `generate` and through the settings of the command line."""
     for prompt in prompt_ids[3:5]:
         made = ours(pair, [prompt], **{**SAMPLING, "temperature": temperature, **options}, seed=3)
-        speculator = Speculator(pair, FixedLength(3), Settings(temperature, NEW, verification="auto", shaping=shaping))
+        speculator = Speculator(
+            pair, FixedLength(3), Settings(temperature, NEW, verification="auto", sampling=sampling)
+        )
         assert made[0, len(prompt) :].tolist() == list(speculator.generate(prompt, stream_key(3, "0")).tokens)
 
 

@@ -186,5 +186,5 @@ def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
     ids=["a path that is not compacted", "siblings that see each other", "processors that see siblings"],
 )
 def test_trees_that_lose_their_paths(fault: tuple[Any, str, Any], monkeypatch: Patch) -> None:
-    case = Case("rejection", "2,1", kind="sparse", seed=4, shaping="by-prefix")
+    case = Case("rejection", "2,1", kind="sparse", seed=4, sampling="by-prefix")
     assert is_seen(case, monkeypatch, fault)

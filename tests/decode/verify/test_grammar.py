@@ -66,12 +66,12 @@ def test_texts_are_those_of_plain_constrained_decoding(
     bytes_pair: Pair, asks: list[list[int]], temperature: float, drafter: str
 ) -> None:
     grammar = person(bytes_pair.tokenizer)  # type: ignore[arg-type]
-    shaping = SamplingParams(processors=(grammar,))
+    sampling = SamplingParams(processors=(grammar,))
     keys = [stream_key(5, str(at)) for at in range(len(asks))]
-    expected = plain_texts(bytes_pair, asks, keys, NEW, temperature, shaping=shaping).tokens
+    expected = plain_texts(bytes_pair, asks, keys, NEW, temperature, sampling=sampling).tokens
     pair = with_drafter(bytes_pair, drafter)
     for depth, tree, batch in ((0, None, 1), (4, None, 1), (2, "2,2", 1), (3, None, 3), (2, "2,2", 3)):
-        settings = Settings(temperature, NEW, tree=tree, verification="match", shaping=shaping)
+        settings = Settings(temperature, NEW, tree=tree, verification="match", sampling=sampling)
         assert decoded(pair, asks, settings, depth, batch) == expected
     assert len(set(map(tuple, expected))) > 1
     for text in expected:
@@ -82,12 +82,12 @@ def test_texts_are_those_of_plain_constrained_decoding(
 @pytest.mark.parametrize("verification", ["rejection", "block", "rejection_replace", "typical"])
 def test_every_verification_keeps_to_the_grammar(bytes_pair: Pair, asks: list[list[int]], verification: str) -> None:
     grammar = person(bytes_pair.tokenizer)  # type: ignore[arg-type]
-    shaping = SamplingParams(processors=(grammar,), top_p=0.95, repetition_penalty=1.1)
+    sampling = SamplingParams(processors=(grammar,), top_p=0.95, repetition_penalty=1.1)
     for tree in (None, "2,2") if verification != "block" else (None,):
-        settings = Settings(0.7, NEW, tree=tree, shaping=shaping, verification=verification)
+        settings = Settings(0.7, NEW, tree=tree, sampling=sampling, verification=verification)
         for text in decoded(bytes_pair, asks, settings, 3, batch=2):
             assert grammar.matches(text, bytes_pair.eos)
-    greedy = Settings(0.0, NEW, shaping=SamplingParams(processors=(grammar,)), verification=verification)
+    greedy = Settings(0.0, NEW, sampling=SamplingParams(processors=(grammar,)), verification=verification)
     if verification != "typical":
         assert decoded(bytes_pair, asks, greedy, 3) == decoded(bytes_pair, asks, greedy, 0)
 
@@ -96,15 +96,15 @@ def test_candidates_obey_so_that_they_are_accepted_as_without_a_grammar(
     bytes_pair: Pair, asks: list[list[int]]
 ) -> None:
     same = join(bytes_pair.target, bytes_pair.target, bytes_pair.tokenizer)
-    shaping = SamplingParams(processors=(person(bytes_pair.tokenizer),))  # type: ignore[arg-type]
-    made = Speculator(same, FixedLength(4), Settings(0.0, NEW, shaping=shaping)).run([Request(asks[0])])
+    sampling = SamplingParams(processors=(person(bytes_pair.tokenizer),))  # type: ignore[arg-type]
+    made = Speculator(same, FixedLength(4), Settings(0.0, NEW, sampling=sampling)).run([Request(asks[0])])
     assert all(one.accepted == one.drafted or one.cut for one in made[0].rounds)
 
 
 @pytest.mark.parametrize("source", [EBNF, LARK])
 def test_a_grammar_in_ebnf_or_lark(bytes_pair: Pair, asks: list[list[int]], source: str) -> None:
     grammar = Grammar.from_text(source, bytes_pair.tokenizer)  # type: ignore[arg-type]
-    settings = Settings(0.7, 200, verification="match", shaping=SamplingParams(processors=(grammar,)))
+    settings = Settings(0.7, 200, verification="match", sampling=SamplingParams(processors=(grammar,)))
     for text in decoded(bytes_pair, asks, settings, 4):
         words = bytes_pair.tokenizer.decode(text, skip_special_tokens=True)  # type: ignore[union-attr]
         assert re.fullmatch(PATTERN, words) and text[-1] == END
@@ -280,13 +280,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 def test_options_that_leave_no_token_are_refused(bytes_pair: Pair, asks: list[list[int]]) -> None:
     """The grammar is complete, and no text may end yet: plain decoding would go on with token 0."""
     grammar = Grammar.from_text('root ::= "ab"', bytes_pair.tokenizer)  # type: ignore[arg-type]
-    shaping = SamplingParams(min_new_tokens=9, processors=(grammar,))
+    sampling = SamplingParams(min_new_tokens=9, processors=(grammar,))
     for depth, tree in ((0, None), (3, None), (2, "2,2")):
         for temperature in (0.0, 0.7):
             with pytest.raises(InputError, match="leave no token"):
-                decoded(bytes_pair, asks, Settings(temperature, NEW, tree=tree, shaping=shaping), depth)
+                decoded(bytes_pair, asks, Settings(temperature, NEW, tree=tree, sampling=sampling), depth)
     with pytest.raises(InputError, match="leave no token"):
-        plain_texts(bytes_pair, asks, [0] * 3, NEW, shaping=shaping)
+        plain_texts(bytes_pair, asks, [0] * 3, NEW, sampling=sampling)
 
 
 def test_ends_of_text_are_those_of_the_run(bytes_pair: Pair, asks: list[list[int]]) -> None:
@@ -296,13 +296,13 @@ def test_ends_of_text_are_those_of_the_run(bytes_pair: Pair, asks: list[list[int
     grammar = Grammar.from_text("root ::= [a-c]{5}", bytes_pair.tokenizer)  # type: ignore[arg-type]
     for seed in range(4):
         prompts = [[*prompt, seed + 40] for prompt in asks]
-        settings = Settings(1.0, NEW, shaping=SamplingParams(processors=(grammar,)))
+        settings = Settings(1.0, NEW, sampling=SamplingParams(processors=(grammar,)))
         for text in decoded(pair, prompts, settings, 3):
             assert text[-1] in (END, letter) and letter not in text[:-1]
             assert len(bytes_pair.tokenizer.decode(text[:-1])) == 5  # type: ignore[union-attr]
 
 
 def test_a_text_that_could_never_end_is_refused(bytes_pair: Pair, asks: list[list[int]]) -> None:
-    shaping = SamplingParams(processors=(person(bytes_pair.tokenizer),))  # type: ignore[arg-type]
+    sampling = SamplingParams(processors=(person(bytes_pair.tokenizer),))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="end-of-text"):
-        decoded(bytes_pair, asks, Settings(0.0, NEW, ignore_eos=True, shaping=shaping), 2)
+        decoded(bytes_pair, asks, Settings(0.0, NEW, ignore_eos=True, sampling=sampling), 2)

@@ -110,7 +110,7 @@ def test_greedy_text_is_that_of_generate(
         expected = generated(plain_pair, prompts)
         for drafter in ("model", "suffix") if tree is None else ("model",):
             assert decoded(plain_pair, prompts, Settings(0.0, NEW, tree=tree), drafter) == expected
-        bare = decoded(plain_pair, prompts, Settings(0.0, NEW, shaping=SamplingParams(model_defaults=False)))
+        bare = decoded(plain_pair, prompts, Settings(0.0, NEW, sampling=SamplingParams(model_defaults=False)))
         keys = [0] * len(prompts)
         assert plain_texts(plain_pair, prompts, keys, NEW).tokens == expected, "side by side"
     assert bare != expected, "the field changes the text"
@@ -135,8 +135,8 @@ def test_sampling_is_from_what_the_librarys_processors_leave(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=0.7, max_new_tokens=NEW,
             custom_generate=take, **options,
         )  # fmt: skip
-        shaping = Settings(0.7, NEW, verification="match").for_pair(plain_pair).shaping
-    made = shaping.build(0.7, prompt, (EOS,), torch.device("cpu"))
+        sampling = Settings(0.7, NEW, verification="match").for_pair(plain_pair).sampling
+    made = sampling.build(0.7, prompt, (EOS,), torch.device("cpu"))
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for more in ([], [9], [9, 10, *range(20, 43)]):
         expected, actual = logits.clone(), logits.clone()
@@ -154,27 +154,27 @@ def test_greedy_decoding_leaves_the_fields_of_sampling_aside(
 ) -> None:
     with configured(plain_pair, **{name: SAMPLED[name], "do_sample": True}):
         speculator = Speculator(plain_pair, FixedLength(2), Settings(0.0, 4))
-        assert not speculator.settings.shaping.build(0.0, [3], (EOS,), torch.device("cpu")), "and nothing is slower"
+        assert not speculator.settings.sampling.build(0.0, [3], (EOS,), torch.device("cpu")), "and nothing is slower"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_without_defaults_no_processor_is_built(plain_pair: Pair, temperature: float) -> None:
     with configured(plain_pair, do_sample=True, temperature=0.6, max_length=40):
-        shaping = Settings(temperature, 4, verification="match").for_pair(plain_pair).shaping
-    assert shaping.to_dict() == {} and not shaping.build(temperature, [3, 4, 5], (EOS,), torch.device("cpu"))
+        sampling = Settings(temperature, 4, verification="match").for_pair(plain_pair).sampling
+    assert sampling.to_dict() == {} and not sampling.build(temperature, [3, 4, 5], (EOS,), torch.device("cpu"))
 
 
 def test_options_override_single_fields(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
     prompts, defaults = prompt_ids[1::3], {**BOTH, "suppress_tokens": [20, 21, 22], "typical_p": 0.9}
     with configured(plain_pair, **defaults):
         own = SamplingParams(repetition_penalty=1.0, top_k=0, suppress_tokens=[])
-        settings = Settings(0.0, NEW, shaping=own)
-        assert settings.for_pair(plain_pair).shaping.to_dict() == {"typical_p": 0.9}
+        settings = Settings(0.0, NEW, sampling=own)
+        assert settings.for_pair(plain_pair).sampling.to_dict() == {"typical_p": 0.9}
         assert decoded(plain_pair, prompts, settings) == generated(
             plain_pair, prompts, repetition_penalty=1.0, suppress_tokens=None
         )
     with configured(plain_pair, min_length=30):
-        none = Settings(shaping=SamplingParams(min_new_tokens=0)).for_pair(plain_pair).shaping
+        none = Settings(sampling=SamplingParams(min_new_tokens=0)).for_pair(plain_pair).sampling
         assert none.to_dict() == {}, "`generate` measures the shortest text by one of both"
     with pytest.raises(InputError, match="temperature"):
         SamplingParams(temperature=0.7)
@@ -192,7 +192,10 @@ def test_what_cannot_be_applied_is_refused_by_name(
         with pytest.raises(InputError, match=name):
             collect(plain_pair, prompts, tmp_path / "t")
         decode(
-            plain_pair, "w7 w9", FixedLength(2), settings=Settings(0.0, 2, shaping=SamplingParams(model_defaults=False))
+            plain_pair,
+            "w7 w9",
+            FixedLength(2),
+            settings=Settings(0.0, 2, sampling=SamplingParams(model_defaults=False)),
         )
 
 
@@ -234,7 +237,7 @@ def test_collected_rows_are_of_the_text_with_the_defaults(
         keys = [stream_key(0, prompt.id) for prompt in prompts]
         texts = plain_texts(plain_pair, prompt_ids, keys, 12, temperature).tokens
     facts = {"repetition_penalty": 1.3, "top_k": 5, "encoder_no_repeat_ngram_size": 2, "suppress_tokens": [20, 21]}
-    assert trace.header.shaping == facts
+    assert trace.header.sampling == facts
     lengths = {row["prompt_id"]: row["text_tokens"] for row in trace.table(["prompt_id", "text_tokens"]).to_pylist()}
     assert lengths == {p.id: len(t) for p, t in zip(prompts, texts, strict=True) if p.id in lengths}
     rows = trace.table(["prompt_id", "anchor", "tokens", "accepted", "observed"]).to_pylist()
@@ -246,7 +249,7 @@ def test_collected_rows_are_of_the_text_with_the_defaults(
             assert row["accepted"][0] == (row["tokens"][0] == text[row["anchor"]])
             checked += 1
     assert checked > 5
-    with pytest.raises(TraceError, match="shaping"):  # resumed without the model's defaults
+    with pytest.raises(TraceError, match="sampling"):  # resumed without the model's defaults
         collect(pair, prompts, tmp_path / "t", depth=2, resume=True, **options)
 
 
@@ -255,9 +258,9 @@ def test_bench_profile_and_facts_have_the_effective_values(plain_pair: Pair, pro
         lines = bench(plain_pair, prompt_ids[2:5], ["fixed:2"], settings=Settings(0.0, 12), library=plain_pair)
         assert len(lines) > 4 and all(line.same_text == 3 for line in lines)
         profile = measure_profile(plain_pair, prompt_ids[4:], depth=2, new_tokens=8, effort=Effort(repetitions=1))
-    assert profile.shaping == {"repetition_penalty": 1.7, "typical_p": 0.9}
-    assert SamplingParams.from_dict(profile.shaping).to_dict() == profile.shaping
-    assert Conditions(0.0, profile.shaping).shaping == profile.shaping
+    assert profile.sampling == {"repetition_penalty": 1.7, "typical_p": 0.9}
+    assert SamplingParams.from_dict(profile.sampling).to_dict() == profile.sampling
+    assert Conditions(0.0, profile.sampling).sampling == profile.sampling
 
 
 def test_generate_applies_the_defaults_once(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:

@@ -116,11 +116,11 @@ def generated(plain_pair: Pair, prompt_ids: list[list[int]]) -> Texts:
 def test_greedy_text_is_that_of_generate_with_the_same_options(
     pair: Pair, prompt_ids: list[list[int]], generated: Texts, name: str, tree: str | None
 ) -> None:
-    shaping, prompts = GREEDY[name][0], prompt_ids[1::3]
+    sampling, prompts = GREEDY[name][0], prompt_ids[1::3]
     expected, bare = generated(name), generated("")
     for mode in ("match", "rejection"):
         for policy in (FixedLength(3), Confidence(0.4))[: 1 if mode == "rejection" else 2]:
-            settings = Settings(0.0, NEW, tree=tree, shaping=shaping, verification=mode)
+            settings = Settings(0.0, NEW, tree=tree, sampling=sampling, verification=mode)
             assert speculate(pair, prompts, policy, settings) == expected
     assert sum(a != b for a, b in zip(expected, bare, strict=True)) >= 1, "the option changes the text"
 
@@ -187,7 +187,7 @@ def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(
     pair: Pair, prompt_ids: list[list[int]], sampled: Texts, bare: list[list[int]], name: str, tree: str | None
 ) -> None:
     prompts, expected = prompt_ids[1::3], sampled(name)
-    settings = Settings(HOT, NEW, tree=tree, shaping=SAMPLED[name][0], verification="match")
+    settings = Settings(HOT, NEW, tree=tree, sampling=SAMPLED[name][0], verification="match")
     for policy in (FixedLength(4), Confidence(0.3)):
         assert speculate(pair, prompts, policy, settings) == expected
     assert bare != expected, "the processors change the text"
@@ -214,8 +214,8 @@ def test_a_forbidden_token_never_appears_under_rejection(
     """Among them trees that ask for more candidates than the processors leave."""
     prompts = prompt_ids[2:6:3]
     cases = {**SAMPLED, "top-2": (SamplingParams(top_k=2), lambda n: [TopKLogitsWarper(2)])}
-    for name, (shaping, _) in cases.items():
-        settings = Settings(1.3, 8, tree=tree, shaping=shaping, verification=mode)
+    for name, (sampling, _) in cases.items():
+        settings = Settings(1.3, 8, tree=tree, sampling=sampling, verification=mode)
         texts = speculate(pair, prompts, FixedLength(3), settings)
         for prompt, text in zip(prompts, texts, strict=True):
             made = LogitsProcessorList(cases[name][1](len(prompt)))
@@ -232,8 +232,8 @@ def test_the_support_check_can_fail(pair: Pair, plain_pair: Pair, prompt_ids: li
 
 def test_warpers_do_not_touch_greedy_text(pair: Pair, prompt_ids: list[list[int]]) -> None:
     bare = speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW))
-    shaping = SamplingParams(top_k=3, top_p=0.5, min_p=0.3)
-    assert speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW, shaping=shaping)) == bare
+    sampling = SamplingParams(top_k=3, top_p=0.5, min_p=0.3)
+    assert speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW, sampling=sampling)) == bare
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -242,14 +242,14 @@ def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature: float) -
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, VOCABULARY, generator=generator, dtype=torch.float64)
     prefixes = [[5, 6], [7], [6, 5], [9, 9, 9]]
-    shaping = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX, Alternating()))
+    sampling = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX, Alternating()))
     for padding in ([], [0, 0, 3]):
-        sampler = Sampler(shaping.build(temperature, [5], (EOS,), torch.device("cpu")), temperature, padding)
+        sampler = Sampler(sampling.build(temperature, [5], (EOS,), torch.device("cpu")), temperature, padding)
         before = logits.clone()
         together = sampler(logits, lambda: prefixes)
         assert torch.equal(logits, before), "the raw logits are left as they are"
         for row, prefix in enumerate(prefixes):
-            chain = shaping.build(temperature, [5], (EOS,), torch.device("cpu"))
+            chain = sampling.build(temperature, [5], (EOS,), torch.device("cpu"))
             assert torch.equal(
                 together[row], chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0]
             )

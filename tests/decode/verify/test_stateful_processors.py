@@ -125,10 +125,10 @@ def test_state_that_depends_on_the_tokens_follows_every_candidate(
         )  # fmt: skip
         assert made[0].tolist() == text.tolist()
         expected.append(text[len(prompt) :].tolist())
-    settings = Settings(0.0, NEW, tree=tree, shaping=SamplingParams(processors=(processor,)))
+    settings = Settings(0.0, NEW, tree=tree, sampling=SamplingParams(processors=(processor,)))
     texts = Speculator(plain_pair, FixedLength(4), settings, batch=3).run([Request(prompt) for prompt in prompts])
     assert [list(text.tokens) for text in texts] == expected
-    plain = plain_texts(plain_pair, prompts, [0] * 3, NEW, shaping=settings.shaping)
+    plain = plain_texts(plain_pair, prompts, [0] * 3, NEW, sampling=settings.sampling)
     assert plain.tokens == expected
     # It was called on copies.
     assert repr(before) == repr(vars(processor)) or name == "function with state"
@@ -223,7 +223,7 @@ class Locked(LogitsProcessor):
     ("kind", "why"), [(Random, "random numbers"), (Averaging, "earlier scores"), (Shared, "share"), (Locked, "copied")]
 )
 def test_what_candidates_cannot_follow_is_refused_by_name(pair: Pair, kind: type[LogitsProcessor], why: str) -> None:
-    settings = Settings(0.7, 4, shaping=SamplingParams(processors=(kind(),)))
+    settings = Settings(0.7, 4, sampling=SamplingParams(processors=(kind(),)))
     with pytest.raises(InputError, match=f"logits processor {kind.__name__} .*{why}") as error:
         Speculator(pair, FixedLength(2), settings)
     assert "\n" not in str(error.value)

@@ -38,9 +38,9 @@ def test_a_profile_of_another_drafter_is_told_of(profile: Profile) -> None:
     assert not told(profile, 0.0, "suffix"), "costs that nobody measured"
     model = replace(profile, facts={"device": "cpu"})
     hydra = replace(profile, facts={"device": "cpu", "drafter": "hydra:some/where"})
-    both = replace(profile, facts={"device": "cpu", "drafter": "suffix?sure=0.3+medusa:here"})
+    both = replace(profile, facts={"device": "cpu", "drafter": "suffix?confidence=0.3+medusa:here"})
     assert not told(model, 0.0, "model") and not told(hydra, 0.0, "hydra:else/where")
-    assert not told(both, 0.0, "suffix?sure=0.6+medusa:there")
+    assert not told(both, 0.0, "suffix?confidence=0.6+medusa:there")
     (text,) = told(hydra, 0.0, "model")
     assert "rounds of the drafter hydra, this run plays those of model" in text and "`drafter` model" in text
     assert told(model, 0.0, "suffix:file.txt") and told(both, 0.0, "suffix")

@@ -45,7 +45,7 @@ def weights(pair: Pair, prefix: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("shaping", "kept"),
+    ("sampling", "kept"),
     [
         (SamplingParams(), lambda w: w > -torch.inf),
         (SamplingParams(top_k=1), lambda w: w >= w.max()),
@@ -55,11 +55,11 @@ def weights(pair: Pair, prefix: list[int]) -> Tensor:
     ids=["all", "top-k 1", "top-k 5", "min-p"],
 )
 def test_a_token_that_a_filter_left_out_counts_without_noise(
-    pair: Pair, prompt_ids: list[list[int]], shaping: SamplingParams, kept: object
+    pair: Pair, prompt_ids: list[list[int]], sampling: SamplingParams, kept: object
 ) -> None:
     policy = Margins()
     made = Speculator(
-        pair, policy, Settings(TEMPERATURE, 16, 4, shaping=shaping, ignore_eos=True, verification="match")
+        pair, policy, Settings(TEMPERATURE, 16, 4, sampling=sampling, ignore_eos=True, verification="match")
     ).generate(prompt_ids[4], KEY)
     checked = 0
     drafted = [record for record in made.rounds if record.drafted]
@@ -86,7 +86,7 @@ def test_what_a_grammar_forbids_is_no_rival(pair: Pair, prompt_ids: list[list[in
     only = PrefixConstrainedLogitsProcessor(lambda batch, ids: [20 + len(ids) % 5], num_beams=1)
     policy = Margins()
     made = Speculator(
-        pair, policy, Settings(TEMPERATURE, 12, 4, shaping=SamplingParams(processors=(only,)), verification="match")
+        pair, policy, Settings(TEMPERATURE, 12, 4, sampling=SamplingParams(processors=(only,)), verification="match")
     ).generate(prompt_ids[4], KEY)
     assert all(features[0].tolist() == [BOUND, BOUND] for shown, _ in policy.rounds for features in shown)
     assert all(record.accepted == record.drafted for record in made.rounds)
@@ -97,7 +97,7 @@ def test_siblings_and_filters(pair: Pair, prompt_ids: list[list[int]], tree: str
     """Every margin stays within the lead over what was left out, and finite."""
     policy = Margins()
     Speculator(
-        pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, shaping=SamplingParams(top_k=3), verification="match")
+        pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, sampling=SamplingParams(top_k=3), verification="match")
     ).generate(prompt_ids[4], KEY)
     margins = torch.cat([torch.from_numpy(features) for shown, _ in policy.rounds for features in shown])
     assert len(margins) > 10 and bool((margins.abs() <= BOUND).all())

@@ -273,7 +273,7 @@ def test_a_policy_that_vllm_cannot_run_is_not_written(
     ("drafter", "settings"),
     [
         ("suffix", {"drafter": "suffix"}),
-        ("suffix?sure=0.8+model", {"drafter": "suffix?sure=0.8+model", "draft": "small"}),
+        ("suffix?confidence=0.8+model", {"drafter": "suffix?confidence=0.8+model", "draft": "small"}),
     ],
 )
 def test_vllm_runs_the_drafter_of_the_traces(

@@ -239,11 +239,11 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
 ) -> None:
     filtered = SamplingParams(top_k=2)  # for which a third sibling is never there
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "progress": silent}
-    large = collect(pair, prompts, tmp_path / "large", tree=TREE, shaping=filtered, **options)
-    for trace, shaping in ((forest[0.7], SamplingParams()), (large, filtered)):
+    large = collect(pair, prompts, tmp_path / "large", tree=TREE, sampling=filtered, **options)
+    for trace, sampling in ((forest[0.7], SamplingParams()), (large, filtered)):
         small = on_subtree(trace_arrays(trace), SMALL)
-        name, folder = subtree(trace.header.tree, SMALL).name, tmp_path / f"small {shaping.options}"
-        whole = trace_arrays(collect(pair, prompts, folder, tree=name, shaping=shaping, **options))
+        name, folder = subtree(trace.header.tree, SMALL).name, tmp_path / f"small {sampling.options}"
+        whole = trace_arrays(collect(pair, prompts, folder, tree=name, sampling=sampling, **options))
         assert small.tree.parent == whole.tree.parent and small.path is not None and whole.path is not None
         same = ~whole.cut & ~small.cut  # how near the end a round is cut depends on the depth
         assert torch.equal(small.path[same], whole.path[same])
