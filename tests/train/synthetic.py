@@ -85,9 +85,9 @@ def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceAr
     lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
     arrays = synthetic_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
     left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)[None]).clamp_min(-1).float()
-    return told(arrays, left, arrays.accepted.float())
+    return with_signal(arrays, left, arrays.accepted.float())
 
 
-def told(arrays: TraceArrays, nodes: torch.Tensor, anchor: torch.Tensor) -> TraceArrays:
+def with_signal(arrays: TraceArrays, nodes: torch.Tensor, anchor: torch.Tensor) -> TraceArrays:
     depth = torch.arange(1.0, nodes.shape[1] + 1).expand(nodes.shape)
     return dataclasses.replace(arrays, columns={"entropy": nodes, "anchor_entropy": anchor, "depth": depth})

@@ -1,7 +1,4 @@
-"""`deploy`: what is chosen, files as the engines read them, figures of the files that are written, and the page.
-
-Formats are transcribed here as facts.
-"""
+"""Deployment: files as the engines read them, figures of these files, and ONNX models."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,35 +15,47 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from commands import cli
+from head_tensors import HIGH, LOW, NAMES, Array, features
+from learned_policies import learned
 from specstop.collect.schema import drafter_of
 from specstop.collect.store import Trace
 from specstop.decode.engines.settings import read_settings
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.costs import BatchCosts, BatchTable
-from specstop.policies.errors import InputError, TraceError
+from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.heads import build_head
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train import train
 from specstop.train.evaluate.batches import by_batch
+from specstop.train.export import onnx_model
 from specstop.train.export.basis import Basis, largest_share, replay_thresholds
 from specstop.train.export.deploy import deploy
 from specstop.train.export.engines import (
     ENGINES,
     fit_acceptance,
-    length_ranges,
     log_odds,
     vllm_drafter,
     vllm_obstacle,
     vllm_policy,
 )
+from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
 
 PARTS = ("## Use", "## Expected speed", "## What is lost", "## Assumptions", "## Origin")
 EXACT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def slow(full_profile: Profile) -> Profile:
+    """Another profile: drafting is four times as expensive."""
+    return scaled(full_profile, draft=4.0)
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +64,6 @@ def timed(full_profile: Profile) -> Profile:
     verify = {n: ((n, 4e-3), (2 * n, 5e-3), (7 * n, 6e-3 + 2e-3 * n)) for n in (2, 4)}
     side = BatchTable(8.0, ((1, 8e-4), (4, 1.5e-3)), verify)
     return dataclasses.replace(full_profile, batch=BatchCosts(side, dataclasses.replace(side, context=40.0)))
-
-
-@pytest.fixture(scope="module")
-def slow(full_profile: Profile) -> Profile:
-    """Another profile: drafting is four times as expensive."""
-    low, high = (
-        dataclasses.replace(table, draft_s=(4 * table.draft_s[0], 4 * table.draft_s[1]))
-        for table in (full_profile.low, full_profile.high)
-    )
-    return dataclasses.replace(full_profile, low=low, high=high)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +131,6 @@ def test_pages_have_the_figures(written: dict[str, tuple[Path, dict[str, Any]]])
         assert "`confidence:0.3`" in page and "0.7, drafts" in page.replace("\n", " ")
         for file in re.findall(r"[$(]cat ([\w.]+)", page):
             assert (folder / file).is_file(), (name, file)
-
-
-def test_ranges_join_equal_lengths() -> None:
-    table = [{"batch": 1, "length": 4}, {"batch": 2, "length": 4}, {"batch": 4, "length": 2}, {"batch": 8, "length": 0}]
-    assert length_ranges(table) == [(1, 3, 4), (4, 7, 2), (8, 8, 0)]
 
 
 def reference(arrays: TraceArrays, p_min: float, n_max: int) -> list[tuple[int, int]]:
@@ -318,20 +313,6 @@ def test_a_table_is_for_the_drafter_of_vllm(drafter: str, entries: dict[str, Any
     assert vllm_drafter(dataclasses.replace(traces[0.0].header, draft=draft, facts=facts)) == entries
 
 
-@pytest.mark.parametrize("engine", ["trtllm", "sglang", "llama.cpp"])
-def test_pages_name_a_drafter_that_the_engine_cannot_run(
-    engine: str, sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    trace = copy.copy(sides[0])
-    facts = {**trace.header.facts, "drafter": "suffix+model", "draft model": "small"}
-    trace.header = dataclasses.replace(trace.header, draft="suffix+model", facts=facts)
-    deploy(engine, tmp_path / "out", traces=trace, profile=full_profile)
-    assert "of the drafter `suffix+model`, which" in (tmp_path / "out" / "README.md").read_text()
-    if engine == "trtllm":
-        config = yaml.safe_load((tmp_path / "out" / "speculative_config.yaml").read_text())
-        assert config["speculative_config"]["speculative_model"] == "small"
-
-
 def test_acceptance_coefficients_are_recovered() -> None:
     """Labels drawn from a slope and intercepts, as vLLM reads them; 40,000 rounds recover them within .05 and .1."""
     slope, intercepts = 0.8, [0.3, -0.2, -0.6]
@@ -353,3 +334,60 @@ def test_acceptance_coefficients_are_recovered() -> None:
         cut=torch.zeros(4, dtype=torch.bool),
     )  # fmt: skip
     assert fit_acceptance(few, 2) is None  # type: ignore[arg-type]
+
+
+def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:
+    head = build_head(policy.head.kind, NAMES, tensors)
+    return LearnedPolicy("mine", NAMES, head, policy.accept, policy.next, policy.rule, 4, policy.metadata)
+
+
+@pytest.mark.parametrize("ranged", [False, True], ids=["any number", "ranges"])
+@pytest.mark.parametrize("kind", ["logistic", "mlp", "xgboost"])
+def test_onnxruntime_answers_as_the_policy_does(kind: str, ranged: bool) -> None:
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    policy = learned(kind)
+    if ranged:
+        policy = with_head(policy, policy.head.tensors() | {"low": LOW, "high": HIGH})
+    session = runtime.InferenceSession(build_onnx(policy).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = features(300)
+    x[:3, 1] = [0.0, 1.0, 0.5]
+    if kind == "xgboost":
+        x[50:90, 2] = np.nan
+    result = session.run(list(OUTPUTS), {"features": x})
+    expected = [*policy.probabilities(x, 1), policy.probabilities(x, 0)[1]]
+    for ours, theirs in zip(result, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
+    facts = json.loads({p.key: p.value for p in build_onnx(policy).metadata_props}["specstop"])
+    assert facts["features"] == list(NAMES) and facts["rule"] == policy.rule.to_dict()
+
+
+def test_the_command_writes_what_it_has_checked(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    folder = save_policy(learned("mlp"), tmp_path / "p")
+    answer = cli("deploy", "--policy", folder, "--to", "onnx", "--out", tmp_path / "m.onnx", "--json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["difference"] <= TOLERANCE
+    assert (tmp_path / "m.onnx").stat().st_size == json.loads(answer.out)["bytes"]
+    assert cli("deploy", "--policy", folder, "--out", tmp_path / "m.onnx").code == 2
+
+
+def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    policy = learned()
+    other = LearnedPolicy("mine", NAMES, policy.head, Calibrator("temperature", 3.0), policy.next, policy.rule, 4)
+    monkeypatch.setattr(onnx_model, "build_onnx", lambda policy: build_onnx(other))
+    with pytest.raises(PolicyError, match="nothing was written"):
+        export_onnx(policy, tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    folder = save_policy(learned(), tmp_path / "p")
+    answer = cli("deploy", "--policy", folder, "--out", tmp_path / "m.onnx")
+    assert answer.code == 2
+    assert 'pip install "specstop[onnx]"' in answer.err
+    assert not (tmp_path / "m.onnx").exists()

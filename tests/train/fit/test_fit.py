@@ -1,29 +1,63 @@
-"""Fitting: the rows are what a slow loop collects, each head is what its library fitted."""
+"""Fitting: rows are those of a slow loop, each head is what its library fitted, labels given the text."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xgboost as xgb
+from conftest import NEW, make_prompts
+from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN
-from specstop.policies.errors import TraceError
+from specstop.collect.store import Trace
+from specstop.decode.hf import generate
+from specstop.decode.loop import Speculator
+from specstop.decode.models.pair import Pair
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.features import FEATURES, PAST_WEIGHT, Kind
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
 from specstop.policies.profile import Profile
+from specstop.policies.storage import load_policy_folder
+from specstop.train.evaluate.batches import by_batch
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.export.deploy import deploy
+from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches
+from specstop.train.fit.plan import without_noise
+from specstop.train.fit.rules import best_of, fixed_grid
+from specstop.train.fit.run import train
 from specstop.train.heads import make_head
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
 from specstop.train.heads.networks import MLPEstimator, flagged_columns, perceptron
-from specstop.train.heads.rows import FitRows, Visits, conditional_acceptance, fit_rows, split_prompts, visits
-from specstop.train.replay.arrays import TraceArrays
+from specstop.train.heads.rows import (
+    CHANCE_COLUMNS,
+    FitRows,
+    Visits,
+    conditional_acceptance,
+    fit_rows,
+    label_columns,
+    split_prompts,
+    visits,
+)
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
+from synthetic import (
+    NAMES,
+    TRUE_BIAS,
+    TRUE_WEIGHT,
+    synthetic_rows,
+    synthetic_trace,
+    telling_trace,
+    true_logits,
+    with_signal,
+)
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order
@@ -40,8 +74,6 @@ def trace() -> TraceArrays:
 
 
 # Rows
-
-
 Slow = tuple[list[float], int, bool, bool, bool]
 
 
@@ -64,8 +96,8 @@ def slow_rows(trace: TraceArrays, length: int) -> Iterator[Slow]:
             for depth in range(DEPTH + 1):
                 if accepted < depth - 1 or bool(trace.cut[row]):
                     break
-                here = {n: float(trace.columns[n][row, depth - 1]) if depth else 0.0 for n in ("top1", "depth")}
-                features = [{**known, **here}[name] for name in MIXED]
+                current = {n: float(trace.columns[n][row, depth - 1]) if depth else 0.0 for n in ("top1", "depth")}
+                features = [{**known, **current}[name] for name in MIXED]
                 yield (
                     features,
                     depth,
@@ -97,13 +129,13 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
 def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
     trace = synthetic_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], DEPTH)
     folds = prompt_folds(trace, 3, 0)
-    found = own_visits(trace, folds, [FixedLength(2), FixedLength(1)], profile)
+    result = own_visits(trace, folds, [FixedLength(2), FixedLength(1)], profile)
     for fold, length in enumerate((2, 1, 2)):
         whole = visits(trace, [replay(trace, FixedLength(length), profile)])
-        mine, expected = (folds.of_rows(trace, some) == fold for some in (found, whole))
-        assert len(found.row[mine]) > 2
-        torch.testing.assert_close(found.row[mine], whole.row[expected])
-        torch.testing.assert_close(found.history[mine], whole.history[expected])
+        mine, expected = (folds.of_rows(trace, part) == fold for part in (result, whole))
+        assert len(result.row[mine]) > 2
+        torch.testing.assert_close(result.row[mine], whole.row[expected])
+        torch.testing.assert_close(result.history[mine], whole.history[expected])
 
 
 def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceArrays, profile: Profile) -> None:
@@ -137,11 +169,6 @@ def test_a_prompt_is_always_on_one_side(seed: int) -> None:
     assert split_prompts(trace, 0.25, seed + 10)[1] != held
 
 
-def test_too_few_prompts_to_split_are_refused() -> None:
-    with pytest.raises(TraceError, match="at least 4 different prompts to split, got 3"):
-        split_prompts(synthetic_trace([[0]] * 3, DEPTH), 0.25, 0)
-
-
 # Heads
 
 
@@ -152,8 +179,8 @@ def parts() -> tuple[FitRows, FitRows]:
 
 def scored(head: Head, rows: FitRows) -> torch.Tensor:
     """Return [M, 2], the head's scores of rows at their depths."""
-    found = (torch.from_numpy(head.scores(rows.features.numpy(), depth)) for depth in (0, 1))
-    return torch.where((rows.depth == 0)[:, None], *found)
+    result = (torch.from_numpy(head.scores(rows.features.numpy(), depth)) for depth in (0, 1))
+    return torch.where((rows.depth == 0)[:, None], *result)
 
 
 def fitted(kind: str, rows: FitRows, stop_rows: FitRows, **params: Any) -> Head:
@@ -164,13 +191,13 @@ def fitted(kind: str, rows: FitRows, stop_rows: FitRows, **params: Any) -> Head:
 def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float, float]]:
     """Return (loss of the head, of the truth, of the constant) for both outputs."""
     truth = true_logits(rows.features, rows.depth == 0)
-    found = []
+    result = []
     for column, (label, use) in enumerate(zip(rows.labels.T, rows.known.T, strict=True)):
         constant = np.full(int(use.sum()), float(label[use].double().mean()))
         logits = (head_logits[use, column], truth[use, column])
         chances = (*(torch.sigmoid(x).numpy() for x in logits), constant)
-        found.append(tuple(log_loss(chance, label[use].numpy()) for chance in chances))
-    return found
+        result.append(tuple(log_loss(chance, label[use].numpy()) for chance in chances))
+    return result
 
 
 def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
@@ -185,8 +212,8 @@ def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRo
     torch.testing.assert_close(opening, TRUE_WEIGHT[2], atol=COEFFICIENT, rtol=0)
     truth = true_logits(parts[1].features, parts[1].depth == 0)
     first = parts[1].depth == 0
-    found = scored(head, parts[1])[first, 1].float()
-    torch.testing.assert_close(found, truth[first, 1], atol=4 * COEFFICIENT, rtol=0)
+    result = scored(head, parts[1])[first, 1].float()
+    torch.testing.assert_close(result, truth[first, 1], atol=4 * COEFFICIENT, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
@@ -217,16 +244,16 @@ def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, F
     x = torch.cat([x, on, 3.0 * x[:200]])
     assert len(on) > 500
     rows = x.numpy()
-    found = head.scores(rows, 1)
+    result = head.scores(rows, 1)
     within = np.clip(rows, tensors["low"].numpy(), tensors["high"].numpy())
     assert (within != rows)[~np.isnan(rows)].any(), "some rows lie outside what training saw"
     for column, name in enumerate(("accept.ubj", "next.ubj")):
         booster = xgb.Booster()
         booster.load_model(bytearray(files[name]))
         margin = booster.predict(xgb.DMatrix(within, feature_names=list(NAMES)), output_margin=True)
-        np.testing.assert_allclose(found[:, column], margin, atol=MARGIN, rtol=MARGIN)
-    assert found.std() > 0.5
-    assert np.array_equal(head.scores(within.astype(np.float32), 0), found), (
+        np.testing.assert_allclose(result[:, column], margin, atol=MARGIN, rtol=MARGIN)
+    assert result.std() > 0.5
+    assert np.array_equal(head.scores(within.astype(np.float32), 0), result), (
         "trees do not know the depth but by its feature"
     )
 
@@ -267,3 +294,108 @@ def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) 
     columns = flagged_columns(Basis(NAMES, tensors["mean"], tensors["scale"]), rows)
     with torch.no_grad():
         torch.testing.assert_close(network(columns), scored(head, rows).float(), atol=1e-5, rtol=1e-5)
+
+
+OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}
+
+
+@pytest.fixture(scope="module")
+def block(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """Traces of block verification to train on and to evaluate on, of two draws each."""
+    folder = tmp_path_factory.mktemp("block")
+    output = ((24, "fit", 21), (12, "held", 22))
+    return tuple(
+        collect(pair, make_prompts(*args), folder / args[1], verification="block", draws=2, **OPTIONS)
+        for args in output
+    )
+
+
+def rows_of(trace: Trace, chances: bool) -> Any:
+    arrays = trace_arrays(trace, ("top1", "drawn_prob"), CHANCE_COLUMNS if chances else ())
+    row = (~arrays.cut).nonzero()[:, 0]
+    return fit_rows(arrays, ("top1", "drawn_prob"), Visits(row, torch.zeros(len(row), 4)))
+
+
+def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[Trace, Trace]) -> None:
+    assert label_columns([block[0].header], False) == CHANCE_COLUMNS
+    soft, hard = rows_of(block[0], True), rows_of(block[0], False)
+    assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
+    assert set(hard.labels.unique().tolist()) == {0.0, 1.0} and hard.labels.dtype == torch.float32
+    for column, use in enumerate(soft.known.T):
+        chance, bit = soft.labels[use, column], hard.labels[use, column]
+        assert abs(float(chance.mean() - bit.mean())) < 4 * float(bit.std()) / len(bit) ** 0.5
+        assert float(chance.std()) < float(bit.std())
+        assert float(np.corrcoef(chance, bit)[0, 1]) > 0.2
+
+
+def test_match_traces_keep_bits(traces: dict[float, Trace], block: tuple[Trace, Trace]) -> None:
+    assert label_columns([traces[0.7].header], False) == ()
+    assert label_columns([traces[0.7].header, block[0].header], True) == ("draft_prob", "target_prob")
+    assert without_noise(("top1", "noisy_margin"), traces[0.7].header) == ("top1", "noisy_margin")
+    assert without_noise(("top1", "noisy_margin", "noisy_score"), block[0].header) == ("top1", "drawn_prob")
+
+
+@pytest.mark.usefixtures("module_cache")
+@pytest.mark.parametrize("head", ["logistic", "xgboost"])
+def test_a_head_is_fitted_settled_and_runs_under_its_verification(
+    plain_pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    output = train(block[0], full_profile, head=head, out=tmp_path / head)
+    policy = load_policy_folder(tmp_path / head)
+    assert (policy.metadata.verification, policy.metadata.label) == ("block", "block")
+    assert "noisy_margin" not in policy.features and "drawn_prob" in policy.features
+    assert output.metrics["accept_log_loss"] < 1.1 * output.metrics["accept_log_loss_constant"], (
+        "few rows, weak features"
+    )
+    report = evaluate(block[1], full_profile, [policy], train_traces=block[0])
+    assert report.facts["exactness"] == "exact in law, 2 draws of each text" and 8 < report.facts["prompts"] <= 12
+    assert report[policy.name].tokens_per_s > 0
+    if head == "logistic":
+        deploy("hf", tmp_path / "hf", tmp_path / head)
+        ran = []
+        monkeypatch.setattr(generate, "Speculator", lambda *a, **more: ran.append(Speculator(*a, **more)) or ran[-1])
+        asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 8, "assistant_model": plain_pair.draft}
+        folder = str(tmp_path / "hf")
+        plain_pair.target.generate(torch.tensor([[5, 6, 7]]), custom_generate=folder, trust_remote_code=True, **asked)
+        assert [speculator.mode.name for speculator in ran] == ["block"], "an exported policy, too"
+
+
+EXACT = 1e-12
+TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))
+FLAT = Profile(TABLE, TABLE, 0.0, 0.0, (0.0, 0.0), {})
+"""A draft step takes 1 s, a verification 4 s, nothing else any time."""
+
+
+def test_features_that_tell_the_accepted_length_are_worth_much() -> None:
+    arrays = telling_trace()
+    fixed = best_of(fixed_grid(arrays, FLAT)).rate
+    assert achievable_estimate(arrays, FLAT, ("entropy", "anchor_entropy", "depth")).rate > 1.15 * fixed
+
+
+# Batches
+SIZE = 4
+
+
+def costs() -> Profile:
+    """A draft step takes a quarter of a second, a verification 4 s and half a second for each token beyond one a stream."""
+    alone = CostTable(1.0, (0.25, 0.25), 0.0, tuple(4.0 + 0.5 * n for n in range(5)))
+    verify = {size: ((size, 4.0), (5 * size, 4.0 + 2.0 * size)) for size in (1, SIZE)}
+    steps = ((1, 0.25), (SIZE, 0.25))
+    one = BatchTable(1.0, steps, verify)
+    later = dataclasses.replace(one, context=99.0)
+    return Profile(alone, dataclasses.replace(alone, context=99.0), 0.0, 0.0, (0.0, 0.0), batch=BatchCosts(one, later))
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_it_is_worth_what_the_features_tell(tells: bool) -> None:
+    arrays, profile = telling_trace(12), costs()
+    if not tells:
+        noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
+        arrays = with_signal(arrays, noise, noise[:, 0])
+    estimate = achievable_in_batches(arrays, profile)
+    result = by_batch(arrays, [], profile, [SIZE], estimate=estimate)
+    best, known, bound = (line["to_best_fixed"][0]["value"] for line in result["lines"])
+    assert [line["name"] for line in result["lines"]] == ["best fixed", NAME, "oracle bound of the batch"]
+    assert best == 1.0 and known < bound and result["use"][0] != NAME
+    assert known > 1.08 if tells else known < 1.03

@@ -1,4 +1,4 @@
-"""`train`: traces in, a policy folder out, the same one for the same seed."""
+"""Training of policies: folders, options, searches, and held-out prompts."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import copy
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import optuna
 import pytest
 import torch
 from conftest import make_prompts
 from contract_policies import DEPTH
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join
-from specstop.decode.plain import plain_texts
-from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.plan import FEATURES
-from specstop.train.fit.run import train
-from specstop.train.replay.arrays import trace_arrays
+from specstop.train.fit.plan import FEATURES, REPORT_SHARE, Plan, TrainOptions, split_report
+from specstop.train.fit.run import fit_policy, train
+from specstop.train.fit.settle import settle_for, unfitted_prompts
+from specstop.train.fit.tune import TUNE_FOLDS, search
+from specstop.train.heads import make_head
+from specstop.train.replay.arrays import TraceArrays, joined_arrays, trace_arrays
 from specstop.train.replay.run import replay
 
 PLAIN = ("logistic", "mlp", "xgboost")
@@ -44,12 +48,12 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
     full_profile = full_profile.with_decisions({"logistic?rule=batch": 1e-5})  # else it is timed
-    made = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
+    output = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
     again = load_policy_folder(tmp_path / "p")
     assert again.joint and again.rule.to_dict() == {"kind": "batch", "send": "best"}
     assert full_profile.same_costs(again.metadata.profile) and len(again.metadata.acceptance) == DEPTH
     arrays = trace_arrays(sides[1])
-    mine, theirs = (replay(arrays, policy, full_profile) for policy in (made, again))
+    mine, theirs = (replay(arrays, policy, full_profile) for policy in (output, again))
     assert torch.equal(mine.log, theirs.log)
     assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
     report = evaluate(sides[1], dataclasses.replace(full_profile, round_s=full_profile.round_s + 1e-3), [again])
@@ -98,29 +102,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     first, second, third = (files(tmp_path / str(n)) for n in range(3))
     assert first == second
     assert first["weights.safetensors"] != third["weights.safetensors"]
-
-
-def test_a_trained_policy_decodes_the_targets_text_as_replayed(
-    pair: Pair, sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
-    policy = train(sides[0], full_profile, features=[*FEATURES, "mean_accepted", "last_verified"]).policy
-    prompts = make_prompts(12, "held", 22)
-    ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]
-    keys = [stream_key(0, p.id) for p in prompts]
-    new = sides[1].header.max_new_tokens
-    speculator = Speculator(pair, policy, Settings(0.7, new, verification="match"))
-    generations = [speculator.generate(i, k) for i, k in zip(ids, keys, strict=True)]
-    assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, new, 0.7).tokens
-    arrays = trace_arrays(sides[1])
-    log = replay(arrays, policy, full_profile).log.tolist()
-    played = dict(zip([p.id for p in prompts], generations, strict=True))
-    live = [
-        [s, r.anchor, r.drafted, r.verified, r.accepted]
-        for s, name in enumerate(arrays.prompt_ids)
-        for r in played[name].rounds
-    ]
-    assert log == live
-    assert len(log) == sum(len(g.rounds) for g in generations) > 40
 
 
 @pytest.mark.parametrize(
@@ -178,3 +159,189 @@ def test_a_draft_that_is_never_wrong_can_be_trained_on(
     policy = train(trace, full_profile, out=tmp_path / "p").policy
     assert replay(trace_arrays(trace), policy, full_profile).log[:, 2].max() == 3
     json.loads((tmp_path / "p" / "policy.json").read_text(), parse_constant=pytest.fail)
+
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
+    return trace_arrays(sides[0])
+
+
+def searched(
+    arrays: TraceArrays, profile: Profile, count: int, heads: Sequence[str] = ("logistic",),
+    rules: Sequence[str] = ("survival",), **options: Any,
+) -> tuple[Plan, Rows]:  # fmt: skip
+    settings = TrainOptions(tune=count, **options)
+    return search(
+        [Plan(make_head(head), rule, options=settings) for rule in rules for head in heads], arrays, profile, 2
+    )
+
+
+def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, full_profile: Profile) -> None:
+    plan, rows = searched(arrays, full_profile, 5, rules=("survival", "step"))
+    assert {row["rule"] for row in rows} == {"survival", "step"}
+    complete = [row for row in rows if row["folds"] == 2]
+    assert rows[0]["tokens_per_s"] == max(row["tokens_per_s"] for row in complete) > 0
+    assert [row["trial"] for row in rows] == list(range(1, len(rows) + 1))
+    assert (plan.head.form, plan.rule) == ("logistic", rows[0]["rule"])
+    # Two halves by prompt, each replayed by a head of the other one.
+    default = next(row for row in complete if row["parameters"] is None and row["rule"] == "step")
+    names = sorted(set(arrays.clusters))
+    assert default["ratio_to_best_fixed"] == pytest.approx(
+        default["tokens_per_s"] / max(replay(arrays, f"fixed:{k}", full_profile).rate for k in range(arrays.depth + 1)),
+        rel=1e-6,
+    )
+    assert len(names) > 4
+
+
+def test_every_candidate_is_tried_with_its_defaults_first_and_seeds_repeat(
+    arrays: TraceArrays, full_profile: Profile
+) -> None:
+    runs = [searched(arrays, full_profile, 3, heads=("logistic", "xgboost"))[1] for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert {("logistic", None), ("xgboost", None)} <= {(row["policy"], row["parameters"]) for row in runs[0]}
+
+
+def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: Profile, tmp_path: Path) -> None:
+    journal = tmp_path / "trials.log"
+
+    def trials(count: int, **options: Any) -> set[tuple[str, str | None]]:
+        rows = searched(arrays, full_profile, count, storage=journal, **options)[1]
+        return {(row["policy"], row["parameters"]) for row in rows}
+
+    begun, more = trials(2), trials(9)
+    assert 1 <= len(begun) <= 2 and begun < more and trials(9) == more
+    trials(1, rules=["step"])  # other candidates are another study
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    assert len(optuna.get_all_study_names(storage)) == 2
+    journal.write_text("not a journal\n")
+    with pytest.raises(InputError, match="journal of optuna"):
+        trials(2)
+
+
+def test_the_best_head_is_trained_and_saved_with_the_table(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    trained = train(
+        sides[0], full_profile, head=["xgboost", "logistic"], rule="survival", tune=2, out=tmp_path / "p", name="mine",
+        seed=1,
+    )  # fmt: skip
+    policy, trials = load_policy_folder(tmp_path / "p"), trained.metrics["trials"]
+    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", trials[0]["policy"], "survival")
+    assert trials == policy.metadata.metrics["trials"] and {row["folds"] for row in trials} == {TUNE_FOLDS}
+    assert "## Trials" in (tmp_path / "p" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "noun"),
+    [
+        ({"tune": 0}, "tune"),
+        ({"tune": 1, "head": "xgbost"}, "xgboost"),
+        ({"tune": 1, "rule": "surviva"}, "survival"),
+        ({"tune": 1, "threshold": 0.5}, "threshold"),
+        ({"head": ["logistic", "mlp"]}, "tune"),
+        ({"storage": "trials.log"}, "tune"),
+        ({"tune": 1, "rule": "gain"}, "gain"),
+    ],
+)
+def test_options_that_cannot_be_searched_are_refused(
+    sides: tuple[Trace, Trace], full_profile: Profile, options: dict[str, Any], noun: str
+) -> None:
+    with pytest.raises(InputError, match=noun):
+        train(sides[0], full_profile, **options)
+
+
+NAMES = ("top1", "noisy_margin", "depth")
+
+
+def other_report(arrays: TraceArrays, seed: int = 0) -> TraceArrays:
+    """Return the trace with other outcomes of the report prompts."""
+    _, report = split_report(arrays, REPORT_SHARE, seed)
+    assert report is not None
+    mine = torch.tensor([name in set(report.clusters) for name in arrays.clusters])[arrays.owner]
+    accepted = torch.where(mine, 0, arrays.accepted)
+    return dataclasses.replace(arrays, accepted=accepted)
+
+
+def decisive_parts(policy: LearnedPolicy) -> list[Any]:
+    """Return all that decides, as values that can be compared."""
+    tables = [] if policy.survival is None else [policy.survival.tables.tolist()]
+    weights = {name: array.tolist() for name, array in policy.head.tensors().items()}
+    maps = [[c.kind, c.temperature, c.knots.tolist()] for c in (policy.accept, policy.next)]
+    return [weights, maps, tables, policy.rule.to_dict(), policy.metadata.rho, policy.metadata.acceptance]
+
+
+@pytest.mark.parametrize(
+    ("head", "rule"),
+    [("logistic", "derived"), ("xgboost", "survival")],
+)
+def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Profile, head: str, rule: str) -> None:
+    profile = full_profile.with_decisions({head: 1e-5})
+    plan = Plan(make_head(head), rule, NAMES, options=TrainOptions(passes=2, report_share=REPORT_SHARE))
+    one, other = (fit_policy(plan, of, profile)[0] for of in (arrays, other_report(arrays)))
+    assert decisive_parts(one) == decisive_parts(other)
+    figure = "held_out_tokens_per_s"
+    assert one.metadata.metrics[figure] != other.metadata.metrics[figure], "while the figures are of these prompts"
+
+
+def test_a_search_sees_no_report_prompt(
+    sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = full_profile.with_decisions({"logistic": 1e-5})
+    result = []
+    for changed in (False, True):
+        read = joined_arrays if not changed else lambda *args: other_report(joined_arrays(*args))
+        monkeypatch.setattr("specstop.train.fit.run.joined_arrays", read)
+        trained = train(sides[0], profile, head="logistic", rule="survival", features=NAMES, tune=2)
+        result.append(
+            (trained.metrics["trials"], decisive_parts(trained.policy), trained.metrics["held_out_tokens_per_s"])
+        )
+    assert result[0][:2] == result[1][:2] and result[0][2] != result[1][2]
+
+
+def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    trained = train(sides[0], full_profile, features=NAMES)
+    prompts, arrays = trained.policy.metadata.prompts, trace_arrays(sides[0])
+    fit, select = set(prompts["fit"]), set(prompts["select"])
+    _, report = split_report(arrays, REPORT_SHARE, 0)
+    assert report is not None
+    assert not fit & select and not (fit | select) & set(report.clusters)
+    assert fit | select | set(report.clusters) == set(arrays.clusters)
+    assert set(prompts["report"]) == set(report.clusters)
+    counts = {name: trained.metrics[f"{name}_prompts"] for name in ("fit", "select", "report")}
+    assert counts == {"fit": len(fit), "select": len(select), "report": report.sequences}
+    bare = train(sides[0], full_profile, features=NAMES, report_share=0).metrics
+    assert not [name for name in bare if "held_out" in name or name.endswith("_auc")]
+
+
+def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
+    sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    arrays, policy = trace_arrays(sides[0]), train(sides[0], full_profile, features=NAMES).policy
+    free = unfitted_prompts(policy, arrays)
+    assert free is not None and set(free.clusters) == set(policy.metadata.prompts["select"])
+    costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
+    settled, note = settle_for(policy, arrays, costly)
+    assert "that the head was not fitted on" in note
+    # Other outcomes of the prompts that the head was fitted on, and of report prompts, change nothing.
+    used = {*policy.metadata.prompts["fit"], *policy.metadata.prompts["report"]}
+    fitted = torch.tensor([name in used for name in arrays.clusters])[arrays.owner]
+    changed = dataclasses.replace(arrays, accepted=torch.where(fitted, 0, arrays.accepted))
+    again, _ = settle_for(policy, changed, costly)
+    assert isinstance(settled, LearnedPolicy) and isinstance(again, LearnedPolicy)
+    assert settled.metadata.rho == again.metadata.rho and settled.rule.to_dict() == again.rule.to_dict()
+    only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in set(policy.metadata.prompts["fit"])])
+    assert settle_for(policy, only, costly)[0] is policy
+
+
+def test_evaluation_on_training_prompts_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    policy = train(sides[0], full_profile, features=NAMES).policy
+    profile = full_profile.with_decisions({policy.cost_name: 1e-5})
+    known = len(policy.metadata.prompts["fit"]) + len(policy.metadata.prompts["select"])
+    with pytest.raises(Exception, match=f"{known} of .* prompts are in the training prompts of logistic"):
+        evaluate(sides[0], profile, [policy])
+    with pytest.warns(Warning, match="not held-out"):
+        evaluate(sides[0], profile, [policy], allow_overlap=True)
+    evaluate(sides[1], profile, [policy])

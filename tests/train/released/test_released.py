@@ -1,8 +1,9 @@
-"""Released heads as policy folders: every published layout, and nothing but tensors out of an untrusted file."""
+"""Released heads as policy folders and drafters: every published layout, and nothing but tensors of an untrusted file."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -13,11 +14,17 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from commands import cli, model_options
+from conftest import NEW
+from specstop.decode import Settings, decode, with_drafter
+from specstop.decode.drafters.folder import load_drafter
+from specstop.decode.models.pair import Pair
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.storage import load_policy_folder
-from specstop.train.released import import_weights
+from specstop.train.released import PREFIX, import_medusa, import_weights
 from torch import Tensor, nn
 
 
@@ -132,7 +139,7 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Makes the file `mark` when it is unpickled by a loader that calls what it is told to."""
+    """Makes the file `mark` when it is unpickled by a loader that calls what it names."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -149,15 +156,11 @@ def evil_pickle(path: Path, mark: Path) -> None:
     path.write_bytes(pickle.dumps(Evil(mark), protocol=2))
 
 
-def evil_legacy(path: Path, mark: Path) -> None:
-    torch.save({"layers.0.weight": Evil(mark)}, path, _use_new_zipfile_serialization=False)
-
-
 def whole_module(path: Path, mark: Path) -> None:
     torch.save(DecisionModel(11, 4, 1), path)
 
 
-@pytest.mark.parametrize("make", [evil_dict, evil_pickle, evil_legacy, whole_module])
+@pytest.mark.parametrize("make", [evil_dict, evil_pickle, whole_module])
 def test_a_pickle_of_more_than_tensors_is_refused_and_nothing_of_it_runs(
     tmp_path: Path, make: Callable[[Path, Path], None]
 ) -> None:
@@ -179,18 +182,12 @@ def state(**changes: Any) -> dict[str, Any]:
 STATES: dict[str, tuple[Any, str]] = {
     "batch norm": (state(layers__1__running_mean=torch.zeros(4)), "unknown: .*'layers.1.running_mean'"),
     "a convolution": ({"layer1.0.weight": torch.zeros(2, 2)}, "not known, for 'layer1.0.weight'"),
-    "both papers": (state(model__0__linear__weight=torch.zeros(2, 2)), "the layout is not known"),
-    "weights of an activation": (state(layers__1__weight=torch.zeros(4)), "weights: unknown: 'layers.1.weight'"),
     "a layer left out": ({k: v for k, v in state().items() if k != "layers.2.bias"}, "missing: 'layers.2.bias'"),
     "a wrong width": (state(layers__2__weight=torch.zeros(1, 5)), "expected weight.1"),
     "not finite": (state(layers__0__bias=torch.full((4,), float("nan"))), "finite numbers in bias.0"),
     "a list": ([torch.zeros(2)], "holds a list; expected a state dict"),
-    "a tensor": (torch.zeros(2), "holds a Tensor; expected a state dict"),
-    "numbers as names": ({0: torch.zeros(2)}, "expected a state dict"),
     "nothing": ({}, "expected a state dict"),
     "a number": (state(layers__0__bias=3.0), "'layers.0.bias' is no plain tensor"),
-    "whole numbers": (state(layers__0__bias=torch.zeros(4, dtype=torch.int64)), "no plain tensor"),
-    "a sparse tensor": (state(layers__0__weight=torch.zeros(4, 11).to_sparse()), "is no plain tensor"),
     "a giant from one number": (state(layers__0__weight=torch.zeros(1).expand(1 << 20, 1 << 20)), "no plain tensor"),
     "specdec blocks apart": (
         {f"model.{i}.linear.{p}": torch.zeros(s) for i, n in enumerate((3, 4)) for p, s in (("weight", (n, n)), ("bias", n))}
@@ -244,23 +241,22 @@ def test_a_wrong_option_is_refused(tmp_path: Path, options: dict[str, Any], mess
 
 
 def test_missing_files_and_full_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not exist"):
-        import_weights(tmp_path / "w.pt", tmp_path / "p")
-    (tmp_path / "hub").mkdir()
-    with pytest.raises(InputError, match=r"expected model.safetensors or pytorch_model.bin in the folder"):
-        import_weights(tmp_path / "hub", tmp_path / "p")
     path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
-    (tmp_path / "p").mkdir()
+    for name in ("hub", "p"):
+        (tmp_path / name).mkdir()
     (tmp_path / "p" / "mine").write_text("keep")
-    with pytest.raises(InputError, match=r"not empty.*`overwrite`"):
-        import_weights(path, tmp_path / "p")
-    with pytest.raises(InputError, match="mine is not among the files that specstop wrote there"):
-        import_weights(path, tmp_path / "p", overwrite=True)
+    for weights, noun, overwrite in (
+        (tmp_path / "none.pt", "does not exist", False),
+        (tmp_path / "hub", "model.safetensors", False),
+        (path, "not empty", False),
+        (path, "mine", True),
+    ):
+        with pytest.raises(InputError, match=noun):
+            import_weights(weights, tmp_path / "p", overwrite=overwrite)
     assert [p.name for p in (tmp_path / "p").iterdir()] == ["mine"]
-    (tmp_path / "p" / "mine").unlink()
-    import_weights(path, tmp_path / "p")
-    import_weights(path, tmp_path / "p", overwrite=True, threshold=0.25)
-    assert load_policy_folder(tmp_path / "p").rule.to_dict()["threshold"] == 0.25
+    import_weights(path, tmp_path / "new")
+    import_weights(path, tmp_path / "new", overwrite=True, threshold=0.25)
+    assert load_policy_folder(tmp_path / "new").rule.to_dict()["threshold"] == 0.25
 
 
 def test_weights_are_never_replaced_by_the_policy_made_of_them(tmp_path: Path) -> None:
@@ -290,3 +286,109 @@ def test_an_imported_policy_decides_by_forks(tmp_path: Path) -> None:
     kept, _ = policy.keep(DraftStep(1, alive, parent, x.numpy(), {}, np.arange(50)), None)
     assert np.array_equal(kept, expected.numpy())
     assert 0 < int(kept[:, 0].sum()) < 50
+
+
+HEADS = 3
+
+
+def released(pair: Pair, *, outputs: bool = True) -> nn.ModuleList:
+    """Return heads as they were released: with output layers, or, later, without, as they share the target's."""
+    torch.manual_seed(0)
+    size = pair.target.config.hidden_size
+    return nn.ModuleList(
+        nn.Sequential(Block(size), *([nn.Linear(size, pair.vocabulary, bias=False)] if outputs else []))
+        for _ in range(HEADS)
+    ).double()
+
+
+def saved_heads(state: dict[str, Tensor], folder: Path, name: str = "medusa_lm_head.pt") -> Path:
+    state = {key: value.float().contiguous() for key, value in state.items()}
+    (safetensors.torch.save_file if name.endswith("safetensors") else torch.save)(state, folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize("outputs", [True, False])
+@pytest.mark.parametrize("form", ["file", "folder", "whole"])
+def test_the_heads_compute_the_released_outputs(plain_pair: Pair, tmp_path: Path, outputs: bool, form: str) -> None:
+    heads = released(plain_pair, outputs=outputs)
+    (tmp_path / "released").mkdir()
+    if form == "whole":  # a checkpoint of the target and its heads
+        state = {PREFIX + key: value for key, value in heads.state_dict().items()}
+        weights = saved_heads({**state, "model.norm.weight": torch.ones(4)}, tmp_path / "released", "model.safetensors")
+    else:
+        file = saved_heads(heads.state_dict(), tmp_path / "released")
+        weights = file if form == "file" else file.parent
+    imported = import_medusa(weights, plain_pair, tmp_path / "drafter")
+    loaded = load_drafter(tmp_path / "drafter")
+    assert imported.kind == loaded.kind == "medusa" and "imported from" in loaded.provenance
+    network: Any = loaded.network_for(plain_pair)
+    hidden = torch.randn(5, plain_pair.target.config.hidden_size, dtype=torch.float64)
+    for number, head in enumerate(heads):
+        expected = head.float()(hidden.float()).double()
+        expected = expected if outputs else plain_pair.target.lm_head(expected)
+        output = network.outputs[number](network.state(number, hidden, None))
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_imported_heads_draft_and_the_text_is_the_targets(
+    pair: Pair, pair_folder: Path, prompt_ids: list[list[int]], tmp_path: Path
+) -> None:
+    weights, target = saved_heads(released(pair).state_dict(), tmp_path), pair_folder / "target"
+    answer = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--json", "--dtype", "float64")
+    assert answer.code == 0, answer.err
+    facts = json.loads(answer.out)
+    assert (facts["network"], facts["depth"], facts["provenance: for the target"]) == ("medusa", HEADS, str(target))
+    assert "medusa" in cli("info", tmp_path / "d").out
+    drafted = with_drafter(pair, f"medusa:{tmp_path / 'd'}")
+    settings = Settings(0.7, NEW, max_depth=HEADS, verification="match")
+    drafts = decode(drafted, prompt_ids[:3], FixedLength(HEADS), settings=settings)
+    plain = decode(pair, prompt_ids[:3], FixedLength(0), settings=settings)
+    assert [one.tokens for one in drafts] == [one.tokens for one in plain]
+    assert any(round.drafted == HEADS for one in drafts for round in one.rounds)
+    shown = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--overwrite")
+    assert f"--drafter medusa:{tmp_path / 'd'} --depth {HEADS}" in shown.out, shown.err
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w6 w7 w8"}\n')
+    options = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
+    at = options.index("--draft")
+    options[at : at + 2] = ["--drafter", f"medusa:{tmp_path / 'd'}", "--max-new-tokens", "9"]
+    answer = cli("decode", *options)
+    assert answer.code == 0, answer.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"0.0.linear.bias": None}, r"missing: '0.0.linear.bias'"),
+        ({"1.1.weight": None}, r"missing: '1.1.weight'"),
+        ({"7.0.linear.weight": torch.zeros(1)}, r"unknown: '7.0.linear.weight'"),
+        ({f"{i}.0.linear.weight": torch.zeros(1) for i in range(3, 70)}, r"unknown: '64.0.linear.weight'"),
+        ({"0.1.weight": torch.full((48, 16), torch.inf)}, r"0.1.weight has numbers that are not finite"),
+        ({"0.1.linear.weight": torch.zeros(1)}, r"unknown: '0.1.linear.weight'; Medusa's heads have one block"),
+        (
+            {"2.1.weight": torch.zeros(5, 16)},
+            r"2.1.weight has the shape \[5, 16\] where this target's heads have \[48, 16\]",
+        ),
+    ],
+)
+def test_other_tensors_are_refused_by_name(
+    plain_pair: Pair, tmp_path: Path, change: dict[str, Tensor | None], message: str
+) -> None:
+    state = {**released(plain_pair).state_dict(), **change}
+    weights = saved_heads({key: value for key, value in state.items() if value is not None}, tmp_path)
+    with pytest.raises((InputError, PolicyError), match=message):
+        import_medusa(weights, plain_pair, tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_an_invalid_command_is_one_line(pair: Pair, pair_folder: Path, tmp_path: Path) -> None:
+    weights, target = saved_heads(released(pair).state_dict(), tmp_path), pair_folder / "target"
+    for command, noun in [
+        ((weights,), "--target"),
+        ((weights, "--target", target, "--threshold", "0"), "--threshold"),
+        ((weights, "--dtype", "bfloat16"), "--dtype"),
+        ((tmp_path / "none", "--target", target), "does not exist"),
+        ((pair_folder, "--target", target), "medusa_lm_head.pt"),
+    ]:
+        answer = cli("import", *command, "--out", tmp_path / "d")
+        assert answer.code == 2 and answer.err.count("\n") == 1 and noun in answer.err, answer.err
+    assert not (tmp_path / "d").exists()

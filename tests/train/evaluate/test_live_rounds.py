@@ -1,4 +1,4 @@
-"""Importance weighting of rounds of another policy: exact over every outcome of exploration."""
+"""Rounds of live traces: single rounds, and importance weighting of rounds of another policy."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from specstop.train.evaluate.importance import (
     observed_rounds,
 )
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.run import replay
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from torch import Tensor
 
@@ -122,8 +123,8 @@ def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None
 def test_expected_tokens_of_rejection_and_block(profile: Profile, verification: str, survival: Any) -> None:
     arrays = three_tokens([[True, True, False]], [[1, 2, 3]], verification)
     for k in range(4):
-        found = observed_rounds(arrays, FixedLength(k), profile)
-        assert found.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
+        result = observed_rounds(arrays, FixedLength(k), profile)
+        assert result.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
 
 
 def censored(full: TraceArrays, own: Tensor, explored: Tensor, share: float) -> TraceArrays:
@@ -163,32 +164,32 @@ def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     full, share = few_rounds(read(live(verification="rejection")), 2, 3), 0.3
     truth = observed_rounds(full, policy, profile)
     base = observed_rounds(full, LOGGING, profile, is_recorded=True)
-    own = torch.from_numpy(base.drafted)
+    length = torch.from_numpy(base.drafted)
     reaches = (base.drafted >= truth.drafted) & (base.verified >= truth.verified)
     assert not reaches.all(), "some rounds must need exploration"
     assert reaches.any()
     sums, ratio = np.zeros(3), 0.0
-    for outcome in itertools.product((False, True), repeat=len(own)):
+    for outcome in itertools.product((False, True), repeat=len(length)):
         explored = torch.tensor(outcome)
-        arrays = censored(full, own, explored, share)
+        arrays = censored(full, length, explored, share)
         rounds = observed_rounds(arrays, policy, profile)
         again = observed_rounds(arrays, LOGGING, profile, is_recorded=True) if knows_logging else None
         weight, _ = importance_weights(arrays, rounds, again)
         chance = share ** sum(outcome) * (1 - share) ** (len(outcome) - sum(outcome))
         sums += chance * np.array([weight.sum(), (weight * rounds.tokens).sum(), (weight * rounds.seconds).sum()])
         ratio += chance * (weight * rounds.tokens).sum() / max(weight.sum(), 1e-300)
-    assert sums == pytest.approx([len(own), truth.tokens.sum(), truth.seconds.sum()], rel=EXACT)
+    assert sums == pytest.approx([len(length), truth.tokens.sum(), truth.seconds.sum()], rel=EXACT)
     assert ratio != pytest.approx(truth.tokens.mean(), rel=1e-4), "the ratio is not unbiased in few rounds"
 
 
 def test_a_trace_at_full_depth_needs_no_weights(live: Any, profile: Profile) -> None:
     trace = live()
-    found = importance_estimate(trace, Confidence(0.4, DEPTH), profile)
+    result = importance_estimate(trace, Confidence(0.4, DEPTH), profile)
     rounds = observed_rounds(read(trace), Confidence(0.4, DEPTH), profile)
-    assert (found.observed, found.by_exploration) == (1.0, 0)
-    assert found.effective_rounds == pytest.approx(len(rounds.tokens))
-    assert found.tokens.value == pytest.approx(rounds.tokens.mean(), rel=EXACT)
-    assert found.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
+    assert (result.observed, result.by_exploration) == (1.0, 0)
+    assert result.effective_rounds == pytest.approx(len(rounds.tokens))
+    assert result.tokens.value == pytest.approx(rounds.tokens.mean(), rel=EXACT)
+    assert result.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
 
 
 def test_with_an_unknown_recorded_policy_only_explored_rounds_count(live: Any, profile: Profile) -> None:
@@ -210,8 +211,8 @@ def test_with_an_unknown_recorded_policy_only_explored_rounds_count(live: Any, p
 )
 def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a name was looked for"))
-    found = _builtin_policy(name)
-    assert (found.name if found else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
+    result = _builtin_policy(name)
+    assert (result.name if result else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
 
 
 def test_the_wrong_recorded_policy_is_not_used(live: Any, profile: Profile) -> None:
@@ -246,3 +247,87 @@ def test_evaluate_estimates_on_a_trace_with_exploration(live: Any, profile: Prof
     assert section["rows"][1][1]["value"] == pytest.approx(1.0, rel=EXACT), "the recorded policy itself"
     assert "from-anchor" in section["text"] and "25%" in section["text"]
     assert "importance" not in evaluate(live(), profile, [FixedLength(2)]).details, "every round has full depth"
+
+
+SENT = 2
+
+
+@pytest.fixture(scope="module")
+def rejected(
+    pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str | None, TraceArrays]:
+    options = {"temperature": 0.7, "max_new_tokens": NEW, "collector": "live", "verification": "rejection"}
+    output: dict[str | None, TraceArrays] = {}
+    for tree in (None, "2,2,1"):
+        folder: Path = tmp_path_factory.mktemp("rejected")
+        output[tree] = trace_arrays(collect(pair, prompts, folder, depth=4, tree=tree, **options), extra=ROUND_COLUMNS)
+    return output
+
+
+def test_single_rounds_are_expectations_over_the_stored_probabilities(
+    rejected: dict[str | None, TraceArrays], profile: Profile
+) -> None:
+    arrays = rejected[None]
+    rows = [i for i in range(len(arrays.cut)) if not arrays.cut[i]]
+    for k in (0, 1, 3):
+        result = evaluate_rounds(arrays, FixedLength(k), profile)
+        expected = []
+        for i in rows:
+            p, q = arrays.extra["target_prob"][i], arrays.extra["draft_prob"][i]
+            chances = (p / q).clamp(max=1.0).tolist()
+            expected.append(
+                1 + sum(float(torch.tensor(chances[:j], dtype=torch.float64).prod()) for j in range(1, k + 1))
+            )
+        assert sorted(result.committed.tolist()) == pytest.approx(sorted(expected), rel=1e-5)
+        assert (result.drafted == k).all()
+        assert len(result.committed) == len(rows) > 30
+    whole = evaluate_rounds(arrays, FixedLength(4), profile)
+    drawn = (arrays.accepted[~arrays.cut].double() + 1).mean()
+    assert float(whole.committed.mean()) == pytest.approx(float(drawn), rel=0.15)
+    assert any("other anchors" in text for text in whole.caveats)
+    assert any("expectation" in text for text in whole.caveats)
+
+
+def test_single_rounds_of_trees_are_as_they_were_drawn(
+    rejected: dict[str | None, TraceArrays], profile: Profile
+) -> None:
+    arrays = rejected["2,2,1"]
+    result = evaluate_rounds(arrays, FixedLength(3), profile)
+    assert float(result.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
+    assert any("as it was drawn" in text for text in result.caveats)
+    early = evaluate_rounds(arrays, Confidence(0.5, 3), profile)
+    assert early.committed.sum() < result.committed.sum()
+    assert early.seconds.sum() < result.seconds.sum()
+
+
+def test_a_rejection_trace_is_not_replayed_and_a_dense_one_has_no_single_rounds(
+    traces: dict[float, Trace], rejected: dict[str | None, TraceArrays], profile: Profile
+) -> None:
+    with pytest.raises(TraceError, match="depends on the policy"):
+        replay(rejected[None], FixedLength(2), profile)
+    with pytest.raises(TraceError, match="live traces"):
+        evaluate_rounds(trace_arrays(traces[0.7]), FixedLength(2), profile)
+
+
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+def test_tokens_that_were_drafted_and_not_sent_are_no_rejections(
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, verification: str
+) -> None:
+    settings = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "verification": verification}
+    trace = collect(pair, prompts, tmp_path / "live", collector="live", policy=FixedLength(DEPTH), **settings)
+    whole = trace_arrays(trace, extra=ROUND_COLUMNS)
+    assert whole.drawn is not None and int(whole.accepted.max()) > SENT
+    # As if the policy had trimmed every draft to two tokens before it was sent.
+    extra = {name: values.clone() for name, values in whole.extra.items()}
+    for name in ("sent", "observed", "target_prob"):
+        extra[name][:, SENT:] = 0
+    path = whole.accepted_nodes().clone()
+    path[:, SENT:] = False
+    trimmed = dataclasses.replace(whole, extra=extra, path=path, accepted=path.sum(1))
+    for k in range(SENT + 1):
+        values = [evaluate_rounds(arrays, FixedLength(k), profile) for arrays in (whole, trimmed)]
+        assert values[0].committed.tolist() == values[1].committed.tolist()
+    with pytest.raises(
+        TraceError, match=f"fixed:{SENT + 1} verifies tokens that fixed:{DEPTH} drafted and did not send"
+    ):
+        evaluate_rounds(trimmed, FixedLength(SENT + 1), profile)
