@@ -1,4 +1,4 @@
-"""What is to be proved: combinations of mode, tree, policy, table, processors, end of text and drafter."""
+"""Cases of the enumeration: combinations of mode, tree, policy, table, processors, end of text and drafter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPTS = ((0, 1), (2,), (0, 1, 0, 2, 0))
 
 @dataclass(frozen=True)
 class Case:
-    """One combination to prove.
+    """One combination.
 
     Attributes:
         mode, tree: as in `Settings`.
@@ -70,16 +70,9 @@ class Case:
     draft_knows: int = 0
 
     def __str__(self) -> str:
-        parts = [
-            self.mode,
-            self.tree,
-            self.decider,
-            self.kind,
-            self.sampling,
-            self.drafter,
-            "eos" if self.eos else "no eos",
-        ]
-        return " ".join([*parts, f"V={self.vocabulary} n={self.new} T={self.temperature:g} seed={self.seed}"])
+        end = "eos" if self.eos else "no eos"
+        words = (self.mode, self.tree, self.decider, self.kind, self.sampling, self.drafter, end)
+        return f"{' '.join(words)} V={self.vocabulary} n={self.new} T={self.temperature:g} seed={self.seed}"
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ def pit(
         ids = torch.tensor([[*prompt, *text]], device=pair.device)
         logits = CachedModel(pair.target, ids.shape[1], pair.vocabulary).read(ids)[0, len(prompt) - 1 : -1]
         probs = torch.softmax(logits.double() / temperature, -1).cpu()
-        own = probs.gather(-1, torch.tensor(text)[:, None])
-        less = torch.where(probs < own, probs, 0.0).sum(-1)
-        shares.append(less + own[:, 0] * place[: len(text)])
+        prob = probs.gather(-1, torch.tensor(text)[:, None])
+        less = torch.where(probs < prob, probs, 0.0).sum(-1)
+        shares.append(less + prob[:, 0] * place[: len(text)])
     return torch.cat(shares).numpy()

@@ -1,4 +1,4 @@
-"""Policies of each kind that must not bias the rejection family, some of which try to."""
+"""Policies of each kind that must not bias the rejection family; a few try to."""
 
 from __future__ import annotations
 
@@ -171,4 +171,4 @@ DECIDERS: dict[str, Callable[[], StopPolicy]] = {
     "raising": Raising,
     "raising-in-select": RaisingInSelect,
 }
-"""One of each kind by name; none is told to trim or select by what was drawn, though some try."""
+"""One of each kind by name. None declares that it excludes tokens by what was drawn; a few try to."""

@@ -24,9 +24,9 @@ from specstop.policies.costs import CostTable
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.host import PolicyHost
 from specstop.policies.profile import Profile
-from specstop.train.replay.arrays import TraceArrays
-from specstop.train.replay.checks import check_replayable
 from specstop.train.replay.source import TraceSource
+from specstop.train.replay.traces.arrays import TraceArrays
+from specstop.train.replay.traces.checking import check_replayable
 from text_law import Case, JointLaw, Rounds
 from torch import Tensor
 
@@ -148,10 +148,10 @@ def drawn_traces(case: Case, text: tuple[int, ...]) -> tuple[TraceArrays, Any]:
         return position - start + depths[node] <= case.new - 2 and position - start < len(text)
 
     collector = DenseCollector(
-        pair, Settings(1.0, case.new, tree.deepest, tree=tree.name, verification=case.mode),
-        choices=lambda key, draw, position, node: EnumeratedDraws(numbers, wanted, position, node),
+        pair, Settings(1.0, case.new, tree.deepest, tree=tree.name, verification=case.mode), off_text=case.off_text,
+        choices=lambda key, draw: lambda position, node: EnumeratedDraws(numbers, wanted, position, node),
     )  # fmt: skip
-    depths = collector.shape.topology.depth
+    depths = collector.shape.depth
     rows = target_rows(pair, list(case.prompt), list(text))[0]
     anchor = torch.arange(1, len(text))
     prompt = PromptTask(0, "t", "", list(case.prompt))
@@ -180,18 +180,7 @@ def _combined(
     mixed = copy.copy(first)
     state = torch.arange(states)
     for name in (
-        *(
-            "token",
-            "accepted",
-            "top",
-            "stats",
-            "best",
-            "numbers",
-            "overlap",
-            "target_prob",
-            "accept_chance",
-            "next_chance",
-        ),
+        *("token", "accepted", "pre", "best", "numbers", "overlap", "target_prob", "accept_chance", "next_chance"),
         *("next_token", "hidden"),
     ):
         stack = [getattr(run, name) for run in runs]
@@ -213,7 +202,7 @@ def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:
     mode = MODES[case.mode]
     header = Header(
         "", "", {}, case.vocabulary, eos, 1.0, parents(tree), names, ANCHOR_FEATURES, case.new, 0, 1, many, "",
-        verification=case.mode, label=mode.label,
+        verification=case.mode, label=mode.label, off_text=case.off_text,
     )  # fmt: skip
     tokens = torch.from_numpy(columns["tokens"]).int()
     full = torch.full((many,), rows, dtype=torch.int64)

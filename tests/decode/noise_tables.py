@@ -1,4 +1,4 @@
-"""`match` on made-up noise: the text of the loop, and of plain sampling with the same noise."""
+"""`match` on random noise tables: the text of the loop, and of plain sampling with the same noise."""
 
 from __future__ import annotations
 
@@ -57,20 +57,11 @@ def noise_case(tree: str, drafter: str, policy: str, chance: random.Random) -> N
     vocabulary = chance.randint(2, 6)
     prompt = tuple(chance.randrange(vocabulary) for _ in range(chance.randint(1, 6)))
     sampling = chance.choice([name for name in SHAPINGS if name != "shaped" or vocabulary > 2])
+    kind = chance.choice(("dense", "mixed")) if vocabulary > 2 else "dense"
+    seed, eos, new = chance.randrange(10**6), chance.random() < 0.3, chance.randint(6, 12)
+    temperature, attention = chance.choice((1.0, 0.7, 1.6)), chance.choice(("sdpa", "eager"))
     case = Case(
-        "match",
-        tree,
-        policy,
-        chance.choice(("dense", "mixed")) if vocabulary > 2 else "dense",
-        chance.randrange(10**6),
-        sampling,
-        chance.random() < 0.3,
-        drafter,
-        vocabulary,
-        chance.randint(6, 12),
-        chance.choice((1.0, 0.7, 1.6)),
-        prompt,
-        chance.choice(("sdpa", "eager")),
+        "match", tree, policy, kind, seed, sampling, eos, drafter, vocabulary, new, temperature, prompt, attention
     )
     return NoiseCase(case, chance.randrange(10**6))
 

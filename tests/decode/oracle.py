@@ -22,7 +22,7 @@ KINDS = ("dense", "mixed", "sparse")
 
 
 class Law:
-    """Logits of target and draft after a prefix, made up when it is first met.
+    """Random logits of target and draft after each prefix.
 
     Args:
         vocabulary: number of tokens.
@@ -44,7 +44,7 @@ class Law:
         return self._rows[prefix]
 
     def state(self, prefix: Prefix) -> Tensor:
-        """Return the target's hidden state [WIDTH] after a prefix, so near its logits that heads on it are often right."""
+        """Return the target's hidden state [WIDTH] after a prefix, close to its logits: heads on it are often right."""
         chance = random.Random(f"state {self._seed} {prefix}")
         near = self.rows(prefix)[0].clamp_min(-3.0)[:WIDTH]
         noise = [0.5 * chance.gauss(0.0, 1.0) for _ in range(WIDTH)]
@@ -152,6 +152,6 @@ def read_prefix(seen: list[tuple[int, int]]) -> Prefix:
 
 
 def oracle_pair(law: Law, eos: tuple[int, ...] = (), attention: str = "sdpa", draft_knows: int = 0) -> Pair:
-    """Return both sides of a law as a pair, whose draft knows the first tokens only, if told so."""
+    """Return both sides of a law as a pair; with `draft_knows` the draft has so many tokens, the first ones."""
     models = Oracle(law, 0, attention), Oracle(law, 1, attention, draft_knows)
     return Pair(*models, None, law.vocabulary, eos)  # type: ignore[arg-type]

@@ -2,120 +2,44 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from cases import Case
 from conftest import NEW, VOCABULARY, build_model
-from enumeration import EXACT, prove_within
+from joint_policies import JOINT, MOST
+from oracle import Law, oracle_pair
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
+from specstop.policies.published.load import LoadLength
 from specstop.policies.registry import load_policy
 
 MODES = [
     ("match", None), ("match", "3,2,1"), ("rejection", None), ("rejection", "2,2"), ("rejection_replace", "2,2"),
     ("block", None), ("typical", "2,2"),
 ]  # fmt: skip
+GREEDY = (("match", None), ("match", "3,2,1"), ("rejection", "2,2"), ("block", None))
 
 
-def requests(prompt_ids: Sequence[list[int]]) -> list[Request]:
-    return [Request(prompt, 7 * at - 3) for at, prompt in enumerate(prompt_ids)]
-
-
-def rounds(generation: Generation) -> list[tuple[int, ...]]:
-    """What is counted of a text's rounds; its seconds are its own."""
+def counts(generation: Generation) -> list[tuple[int, ...]]:
+    """Return the numbers of rounds that do not depend on time."""
     return [(r.anchor, r.context, r.drafted, r.verified, r.accepted, r.committed, r.decisions, r.backlog, r.cut)
             for r in generation.rounds]  # fmt: skip
 
 
-def same_in_batches(
-    pair: Pair, prompt_ids: Sequence[list[int]], policy: StopPolicy, settings: Settings, drafter: str = "model"
-) -> list[Generation]:
-    """Decode alone and in batches of several sizes, with others in other places, and compare texts and rounds.
-
-    Every size in one order of the texts, one of them in both: other neighbours, and the loop is used again.
-    """
-    asked = requests(prompt_ids)
-    alone = Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair)).run(asked)
-    for batch, orders in ((2, (1,)), (3, (1, -1)), (len(asked), (-1,))):
-        loop = Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair), batch=batch)
-        for order in orders:
-            made = loop.run(asked[::order])[::order]
-            assert [g.tokens for g in made] == [g.tokens for g in alone]
-            assert [rounds(g) for g in made] == [rounds(g) for g in alone]
-    return alone
-
-
-GREEDY = (("match", None), ("match", "3,2,1"), ("rejection", "2,2"), ("block", None))
-
-
-@pytest.mark.parametrize(
-    ("mode", "tree", "temperature"), [*((*mode, 0.7) for mode in MODES), *((*mode, 0.0) for mode in GREEDY)]
-)
-def test_a_text_is_the_same_in_any_batch(
-    pair: Pair, prompt_ids: list[list[int]], mode: str, tree: str | None, temperature: float
-) -> None:
-    settings = Settings(temperature, NEW, 4, verification=mode, tree=tree)
-    made = same_in_batches(pair, prompt_ids[:5], FixedLength(3), settings)
-    assert len({len(g.tokens) for g in made}) > 1  # they end at different times, and others take their places
-
-
-@pytest.mark.parametrize(
-    ("spec", "tree"),
-    [("confidence:0.3", None), ("confidence:0.3", "3,2,1"), ("adaedl", None), ("product:0.2", "3,2,1")],
-)
-def test_policies_that_stop_streams_at_different_depths_and_remember(
-    pair: Pair, prompt_ids: list[list[int]], spec: str, tree: str | None
-) -> None:
-    policy = load_policy(spec)
-    assert not policy.carries  # or what it remembers of a text would be the next one's in its stream
-    same_in_batches(pair, prompt_ids[:4], policy, Settings(0.7, NEW, 4, tree=tree, verification="match"))
-
-
-def test_lookup_needs_no_draft_in_a_batch_either(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    prompts = [ids * 3 for ids in prompt_ids[:4]]
-    made = same_in_batches(pair, prompts, FixedLength(3), Settings(0.0, NEW), "lookup")
-    assert sum(r.accepted for g in made for r in g.rounds) > 0
-
-
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
-    asked = requests(prompt_ids[:4])
-    settings = Settings(0.7, NEW, tree="2,1,1", verification="match")
-    one, several = (
-        Speculator(plain_pair, FixedLength(3), settings, drafter=small_drafter(kind, plain_pair), batch=n)
-        for n in (1, 3)
-    )
-    alone, made = one.run(asked), several.run(asked)
-    assert [g.tokens for g in made] == [g.tokens for g in alone]
-    assert [rounds(g) for g in made] == [rounds(g) for g in alone]
-
-
-def test_processors_see_each_texts_own_prefix(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    for sampling in (
-        SamplingParams(repetition_penalty=1.3, top_p=0.9),
-        SamplingParams(no_repeat_ngram=2, min_new_tokens=4),
-    ):
-        same_in_batches(
-            pair, prompt_ids[:4], FixedLength(2), Settings(0.7, NEW, sampling=sampling, verification="match")
-        )
-
-
 class Likely(StopPolicy):
-    """Goes on after tokens that were likely where they were drawn, and well ahead of others."""
+    """Drafts on after likely tokens that are well ahead of others."""
 
     name, max_depth, features = "likely", 4, ("drawn_prob", "noisy_lead")
 
@@ -123,47 +47,79 @@ class Likely(StopPolicy):
         return step.alive & ((step.depth == 0) | (step.features > (0.15, 0.5)).all(-1)), state
 
 
-def test_texts_of_a_batch_may_be_filtered_each_in_its_own_way(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    samplings = [None, SamplingParams(top_p=0.6), SamplingParams(repetition_penalty=1.3), None, SamplingParams(top_k=3)]
-    asked = [Request(own, at, sampling=some) for at, (own, some) in enumerate(zip(prompt_ids, samplings, strict=False))]
+def same_in_batches(
+    pair: Pair, prompts: Sequence[list[int]], policy: StopPolicy, settings: Settings, drafter: str = "model",
+    samplings: Sequence[SamplingParams | None] = (),
+) -> list[Generation]:  # fmt: skip
+    """Compare texts and rounds alone with those in batches of several sizes, in both orders, with loops used again."""
+    samplings = samplings or [None] * len(prompts)
+    requests = [Request(p, 7 * at - 3, sampling=s) for at, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+
+    def loop(batch: int) -> Speculator:
+        proposer = small_drafter(drafter, pair) if drafter in DRAFTERS else find_drafter(drafter, pair)
+        return Speculator(pair, policy, settings, drafter=proposer, batch=batch)
+
+    alone = loop(1).run(requests)
+    for batch, orders in ((2, (1,)), (3, (1, -1)), (len(requests), (-1,))):
+        together = loop(batch)
+        for order in orders:
+            generations = together.run(requests[::order])[::order]
+            assert [g.tokens for g in generations] == [g.tokens for g in alone]
+            assert [counts(g) for g in generations] == [counts(g) for g in alone]
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("mode", "tree", "temperature"), [*((*mode, 0.7) for mode in MODES), *((*mode, 0.0) for mode in GREEDY)]
+)
+def test_a_text_is_the_same_in_any_batch(pair, prompt_ids, mode, tree, temperature):
+    settings = Settings(temperature, NEW, 4, verification=mode, tree=tree)
+    alone = same_in_batches(pair, prompt_ids[:5], FixedLength(3), settings)
+    assert len({len(g.tokens) for g in alone}) > 1, "they end at different times, and others begin"
+
+
+@pytest.mark.parametrize(
+    ("spec", "tree"),
+    [("confidence:0.3", None), ("confidence:0.3", "3,2,1"), ("adaedl", None), ("product:0.2", "3,2,1")],
+)
+def test_so_it_is_with_policies_that_stop_at_different_depths_and_remember(pair, prompt_ids, spec, tree):
+    settings = Settings(0.7, NEW, 4, tree=tree, verification="match")
+    same_in_batches(pair, prompt_ids[:4], load_policy(spec), settings)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", *DRAFTERS])
+def test_so_it_is_with_every_drafter(plain_pair, prompt_ids, drafter):
+    prompts = [ids * 3 for ids in prompt_ids[:4]] if drafter == "lookup" else prompt_ids[:4]
+    settings = Settings(0.7, NEW, tree="2,1,1", verification="match")
+    alone = same_in_batches(plain_pair, prompts, FixedLength(3), settings, drafter)
+    assert sum(r.accepted for g in alone for r in g.rounds) > 0
+
+
+def test_so_it_is_with_processors_of_each_text(pair, prompt_ids):
     settings = Settings(0.7, NEW, verification="match")
-    alone = Speculator(pair, Likely(), settings).run(asked)
+    samplings = [None, SamplingParams(top_p=0.6), SamplingParams(repetition_penalty=1.3), None, SamplingParams(top_k=3)]
+    alone = same_in_batches(pair, prompt_ids[:5], Likely(), settings, samplings=samplings)
     assert len({r.drafted for g in alone for r in g.rounds}) > 2
-    for batch in (2, 5):
-        made = Speculator(pair, Likely(), settings, batch=batch).run(asked)
-        assert [g.tokens for g in made] == [g.tokens for g in alone]
-        assert [rounds(g) for g in made] == [rounds(g) for g in alone]
+    sampling = SamplingParams(repetition_penalty=1.3, top_p=0.9, no_repeat_ngram=2, min_new_tokens=4)
+    same_in_batches(pair, prompt_ids[:4], FixedLength(2), dataclasses.replace(settings, sampling=sampling))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_draft_of_fewer_tokens_than_the_target_has(tokenizer: object, temperature: float) -> None:
-    """Backlogs of streams differ, so that of some a packed call wants one row of several."""
-    pair = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)  # type: ignore[arg-type]
-    assert pair.vocabulary == VOCABULARY + 8
+def test_so_it_is_with_a_draft_of_fewer_tokens_than_the_target(tokenizer, temperature):
+    """Backlogs of streams differ, so that a packed call returns one row of several."""
+    pair = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
     prompts = [[7, 8], [9], [VOCABULARY + 1, 7], [8, 9, 10]]
     same_in_batches(pair, prompts, FixedLength(3), Settings(temperature, 14, ignore_eos=True, verification="match"))
 
 
-@pytest.mark.parametrize(
-    ("mode", "tree"),
-    [("rejection", "chain:2"), ("rejection", "2,1"), ("rejection_replace", "2,1"), ("block", "chain:2")],
-)
-@pytest.mark.parametrize("decider", ["trims-unsure", "selects-by-round"])
-def test_one_stream_enumerated_among_others(mode: str, tree: str, decider: str) -> None:
-    """Whatever the streams beside it draw, and whenever they end, its text has the target's distribution."""
-    case, proof = prove_within(Case(mode, tree, decider, "mixed", 3, eos=True, new=3), 400, beside=1)
-    assert proof.distance <= EXACT and proof.reused == 0 and proof.leaves > 5, case
-    case, proof = prove_within(Case(mode, tree, decider, "mixed", 3, new=3), 400, beside=1)
-    assert proof.distance <= EXACT and proof.reused == 0 and proof.shared > 5, case
-
-
 class Counting(StopPolicy):
-    """Counts its rounds in its state, and drafts as many tokens as there have been."""
+    """Counts its rounds in its state and drafts as many tokens."""
 
     name, max_depth, features = "counting", 3, ()
 
     def __init__(self, carries: bool) -> None:
         self.carries = carries
+        self.states: list[int] = []
 
     def start(self, streams: int, keys: Array) -> State:
         return np.zeros(streams, dtype=np.int64)
@@ -171,101 +127,99 @@ class Counting(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.depth <= state)[:, None], state
 
-    def observe(self, outcome: object, state: State) -> State:
+    def observe(self, outcome: Any, state: State) -> State:
+        self.states.append(int(state[0]))
         return state + 1
 
 
-def test_state_belongs_to_the_stream_and_a_new_text_begins_with_a_fresh_one(
-    pair: Pair, prompt_ids: list[list[int]]
-) -> None:
-    asked = requests(prompt_ids[:4])
-    fresh = Speculator(pair, Counting(False), Settings(0.0, NEW), batch=2).run(asked)
-    assert [[r.drafted for r in g.rounds[:2]] for g in fresh if len(g.rounds) > 2] == [[1, 2]] * sum(
-        len(g.rounds) > 2 for g in fresh
-    )
-    carried = Speculator(pair, Counting(True), Settings(0.0, NEW), batch=2).run(asked)
+def test_a_text_begins_with_a_fresh_state_unless_the_policy_carries_it(pair, prompt_ids):
+    requests = [Request(prompt) for prompt in prompt_ids[:4]]
+    fresh = Speculator(pair, Counting(False), Settings(0.0, NEW), batch=2).run(requests)
+    assert all([r.drafted for r in g.rounds[:2]] == [1, 2] for g in fresh if len(g.rounds) > 2)
+    carried = Speculator(pair, Counting(True), Settings(0.0, NEW), batch=2).run(requests)
     assert any(g.rounds[0].drafted == 3 for g in carried[2:] if not g.rounds[0].cut)
+    policy = Counting(True)
+    speculator = Speculator(pair, policy, Settings(0.0, NEW))
+    rounds = sum(len(speculator.generate(prompt).rounds) for prompt in prompt_ids[:2])
+    assert policy.states == list(range(rounds)), "from text to text"
 
 
-class Failing(StopPolicy):
-    """Raises when it is asked for the fourth time."""
-
-    name, max_depth, features = "failing", 2, ()
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.asked += 1
-        if self.asked == 4:
-            raise ValueError("out of ideas")
-        return step.alive, state
-
-
-def test_a_policy_that_fails_is_replaced_for_all_streams_and_no_text_suffers(
-    pair: Pair, prompt_ids: list[list[int]]
-) -> None:
-    asked = requests(prompt_ids[:4])
-    expected = Speculator(pair, FixedLength(2), Settings(0.7, NEW, verification="match")).run(asked)
-    with pytest.warns(SpecstopWarning, match="failing failed.*out of ideas") as caught:
-        made = Speculator(pair, Failing(), Settings(0.7, NEW, verification="match"), batch=3).run(asked)
-    assert [g.tokens for g in made] == [g.tokens for g in expected]
-    assert len(caught) == 1
-
-
-def test_streams_that_have_stopped_are_not_fed(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    """The draft reads a token for each stream that goes on, and no more."""
-
-    class ByStream(StopPolicy):
-        name, max_depth, features = "by-stream", 4, ()
-
-        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-            return step.alive & (step.depth < 1 + np.arange(len(step.alive)))[:, None], state
-
-    loop = Speculator(pair, ByStream(), Settings(0.0, NEW, ignore_eos=True), batch=3)
-    calls: list[int] = []
-    draft = loop._source.drafter._model  # type: ignore[attr-defined]
-    stock = CachedModel.read_parts
-
-    def read_parts(self: CachedModel, parts: Sequence[object]) -> torch.Tensor:
-        if self is not loop._source.target:
-            calls.append(len(parts))
-        return stock(self, parts)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CachedModel, "read_parts", read_parts)
-        loop.run([Request(prompt) for prompt in prompt_ids[:3]])
-    assert draft is not None
-    assert set(Counter(calls)) == {3, 2, 1} and calls[:3] == [3, 2, 1]
-
-
-def test_a_batch_ends_early_texts_and_keeps_its_memory(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    """Rows of the cache are taken over by the next texts: buffers are made once, however many texts there are."""
-    loop = Speculator(pair, FixedLength(2), Settings(0.0, NEW), batch=2)
-    loop.run(requests(prompt_ids))
-    before = [buffer.data_ptr() for buffer in loop._source.target._kv.shared]
-    loop.run(requests(prompt_ids * 3))
-    assert [buffer.data_ptr() for buffer in loop._source.target._kv.shared] == before
-    assert loop._source.texts == [None, None]
-
-
-def test_decode_takes_a_batch_and_streams_each_text(pair: Pair, prompts: list, tokenizer: object) -> None:
-    import dataclasses
-
+def test_decode_in_a_batch_streams_each_text(pair, prompts, tokenizer):
     whole = dataclasses.replace(pair, tokenizer=tokenizer)
-    texts = [p.text for p in prompts[:4]]
-    seen: Counter[int] = Counter()
-    shown = [""] * 4
+    texts, settings = [p.text for p in prompts[:4]], Settings(0.7, NEW, verification="match")
+    streamed = [""] * 4
 
     def on_text(number: int, new: str) -> None:
-        seen[number] += 1
-        shown[number] += new
+        streamed[number] += new
 
-    alone = decode(whole, texts, FixedLength(2), settings=Settings(0.7, NEW, verification="match"))
-    made = decode(
-        whole, texts, FixedLength(2), settings=Settings(0.7, NEW, verification="match"), batch=3, on_text=on_text
-    )
-    assert [g.text for g in made] == [g.text for g in alone]
-    assert len(seen) == 4 and all(text.strip() for text in shown)
-    with pytest.raises(InputError, match="batch: expected"):
+    alone = decode(whole, texts, FixedLength(2), settings=settings)
+    together = decode(whole, texts, FixedLength(2), settings=settings, batch=3, on_text=on_text)
+    assert [g.text for g in together] == [g.text for g in alone]
+    assert [text.strip() for text in streamed] == [g.text.strip() for g in alone]
+    with pytest.raises(InputError, match="batch"):
         decode(whole, texts, FixedLength(2), batch=0)
+
+
+# Policies that weigh the streams of a batch against each other
+
+
+def run_oracle(policy: StopPolicy, temperature: float, batch: int, ends: bool = True) -> list[Generation]:
+    pair = oracle_pair(Law(3, 4, "mixed"), (2,) if ends else ())
+    requests = [Request((0, at % 3, 1)[: 1 + at % 3], 11 * at + 2) for at in range(5)]
+    return Speculator(pair, policy, Settings(temperature, 9, MOST, verification="match"), batch=batch).run(requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", JOINT)
+def test_texts_of_joint_policies_are_those_of_plain_decoding(name, temperature):
+    plain, drafted = [g.tokens for g in run_oracle(FixedLength(0), temperature, 1)], 0
+    for batch in (1, 2, 3):
+        generations = run_oracle(JOINT[name](), temperature, batch)
+        assert [g.tokens for g in generations] == plain
+        drafted += sum(r.drafted for g in generations for r in g.rounds)
+    assert len(set(plain)) > 1 and drafted > 0
+
+
+def test_the_load_is_the_number_of_streams_that_are_left():
+    """Three share a verification at first, then two, then one; a row without a text is in no batch."""
+    batches: list[Array] = []
+
+    class Recording(LoadLength):
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+            if step.depth == 0:
+                batches.append(step.batch.copy())
+            return super().keep(step, state)
+
+    recording, unasked = Recording("1:3,2:2,3:1"), LoadLength("1:3,2:2,3:1")
+    recording.unasked = {}  # otherwise the load alone decides, and the policy is not called
+    generations, others = (run_oracle(policy, 1.0, 3, False) for policy in (recording, unasked))
+    assert [[(r.drafted, r.accepted) for r in g.rounds] for g in generations] == [
+        [(r.drafted, r.accepted) for r in g.rounds] for g in others
+    ]
+    assert not any(r.decisions for g in others for r in g.rounds)
+    loads = [int((batch == 0).sum()) for batch in batches]
+    assert set(loads) == {1, 2, 3} and loads == sorted(loads, reverse=True)
+    assert all(set(batch.tolist()) <= {0, -1} for batch in batches)
+
+
+@pytest.mark.parametrize(("mode", "by_level"), [("match", False), ("rejection", True)])
+def test_select_is_called_for_all_streams_together(mode, by_level):
+    calls: set[tuple[int, bool]] = set()
+
+    class FirstTokens(StopPolicy):
+        name, joint, first, max_depth = "first-tokens", True, 0, 2
+
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+            return step.alive, state
+
+        def select(self, tree: DraftTree, state: State) -> Array:
+            calls.add((len(tree.drawn), tree.by_level))
+            assert (tree.offered <= tree.drawn).all()
+            if tree.by_level:
+                assert (tree.tokens == -1).all() and len(np.unique(tree.depth[tree.offered])) == 1
+            return tree.depth == 1
+
+    pair, requests = oracle_pair(Law(3, 4, "dense"), ()), [Request((0, 1), at) for at in range(3)]
+    generations = Speculator(pair, FirstTokens(), Settings(1.0, 6, verification=mode), batch=3).run(requests)
+    assert calls == {(3, by_level)}
+    assert {r.verified for g in generations for r in g.rounds} <= {0, 1}

@@ -1,340 +1,374 @@
-"""Drafters beside a draft model: prompt lookup, and heads that answer every depth from the target's hidden state."""
+"""Lookup, suffix, model and combined drafters: what they propose, their specs, and the backlog of a round."""
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import NEW, VOCABULARY
+from conftest import NEW
 from contract_policies import TEST_POLICIES
-from small_drafters import new_round, proposed
-from specstop.decode.drafters import Drafter, LookupDrafter, ModelDrafter, Proposal, find_drafter
-from specstop.decode.drafters.spec import change_paths, parse_spec, paths_of
-from specstop.decode.loop import Speculator
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+from small_drafters import new_round, proposed, small_drafter
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.decode.benchmark import run_alternating
+from specstop.decode.drafters import (
+    Drafter,
+    FallbackDrafter,
+    LookupDrafter,
+    ModelDrafter,
+    SuffixDrafter,
+    find_drafter,
+    with_drafter,
+)
+from specstop.decode.drafters.spec import change_paths, needs_draft, parse_spec, paths_of
+from specstop.decode.drafters.suffix import START, SuffixAutomaton
+from specstop.decode.hooks import Hook
+from specstop.decode.loop import Request, Speculator
+from specstop.decode.models.attention import Part
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
-from specstop.decode.records import Generation
-from specstop.decode.round_state import RoundState, Rows
+from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
-from torch import Tensor
-
-TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]
-
-
-def looked_up(pair: Pair, text: list[int], longest: int = 3, anchor: int | None = None) -> dict[int, float]:
-    """Weights of what lookup proposes after the text, by token."""
-    drafter = LookupDrafter(pair, longest)
-    drafter.reserve(1, 64)
-    whole = text if anchor is None else [*text, anchor]
-    drafter.committed(0, whole[:-1], None)
-    row = proposed(drafter, new_round(whole[-1:], chain(3)), 0)[0]
-    return {t: float(row[t].exp()) for t in torch.isfinite(row).nonzero()[:, 0].tolist()}
+from specstop.train.replay.log import play
+from specstop.train.replay.traces.arrays import trace_arrays
 
 
-def generate(
-    pair: Pair, prompts: Sequence[list[int]], policy: StopPolicy, settings: Settings, drafter: object
-) -> list[Generation]:
-    speculator = Speculator(pair, policy, settings, drafter=drafter)
-    return [speculator.generate(prompt, stream_key(0, f"p{i}")) for i, prompt in enumerate(prompts)]
+def begun(drafter: Any, *texts: Sequence[int]) -> Any:
+    """Return a drafter that has the texts, one per stream, but for their last tokens."""
+    drafter.reserve(len(texts), 64)
+    for stream, text in enumerate(texts):
+        drafter.committed(stream, list(text[:-1]), None)
+    return drafter
 
 
-def plain(pair: Pair, prompts: Sequence[list[int]], temperature: float = 0.0) -> list[list[int]]:
-    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
-    return plain_texts(pair, prompts, keys, NEW, temperature).tokens
+def weights(drafter: Any, *texts: Sequence[int]) -> list[dict[int, float]]:
+    """Return what a drafter proposes after each text, by token."""
+    begun(drafter, *texts)
+    rows = proposed(drafter, new_round([text[-1] for text in texts], chain(3)), 0)
+    return [{int(t): float(row[t].exp()) for t in torch.isfinite(row).nonzero()[:, 0]} for row in rows]
 
 
-def test_lookup_counts_what_followed_and_prefers_the_later_of_equals(pair: Pair) -> None:
-    weights = looked_up(pair, [5, 8, 5, 9, 5, 9, 5, 7, 5])  # 5 was followed by 8, 9, 9, 7
-    assert {t: round(w) for t, w in weights.items()} == {8: 1, 9: 2, 7: 1}
-    assert weights[9] > weights[7] > weights[8]
+def occurrences(texts: Sequence[Sequence[int]], part: Sequence[int]) -> int:
+    return sum(list(t[i : i + len(part)]) == list(part) for t in texts for i in range(len(t) - len(part) + 1))
 
 
-def test_lookup_takes_the_longest_suffix_that_came_before(pair: Pair) -> None:
+# Lookup
+
+
+def test_lookup_counts_what_followed_the_longest_suffix(pair):
+    (after_5,) = weights(LookupDrafter(pair), [5, 8, 5, 9, 5, 9, 5, 7, 5])  # 5 was followed by 8, 9, 9, 7
+    assert {t: round(w) for t, w in after_5.items()} == {8: 1, 9: 2, 7: 1}
+    assert after_5[9] > after_5[7] > after_5[8], "the later of equals first"
     text = [4, 5, 6, 20, 9, 5, 6, 21, 9, 6, 22, 4, 5, 6]
-    assert list(looked_up(pair, text)) == [20]
-    assert list(looked_up(pair, text, longest=2)) == [20, 21]
-    assert list(looked_up(pair, text, longest=1)) == [20, 21, 22]
-
-
-def test_lookup_that_knows_nothing_proposes_nothing(pair: Pair) -> None:
-    assert looked_up(pair, [4, 5, 6, 7]) == {}
-    assert looked_up(pair, [4]) == {}
-    generation = generate(pair, [[40]], FixedLength(4), Settings(0.0, 3), LookupDrafter(pair))[0]
-    first = generation.rounds[0]
+    for longest, expected in ((3, [20]), (2, [20, 21]), (1, [20, 21, 22])):
+        assert list(weights(LookupDrafter(pair, longest), text)[0]) == expected
+    assert weights(LookupDrafter(pair), [4, 5, 6, 7], [4]) == [{}, {}]
+    (first, *_) = Speculator(pair, FixedLength(4), Settings(0.0, 3), drafter=LookupDrafter(pair)).generate([40]).rounds
     assert (first.drafted, first.verified, first.accepted, first.committed) == (0, 0, 0, 1)
 
 
-def test_lookup_follows_each_branch_of_a_tree_by_its_own_tokens(pair: Pair) -> None:
-    text = [5, 8, 30, 5, 9, 31, 5]
-    drafter = LookupDrafter(pair)
-    drafter.reserve(1, 64)
-    drafter.committed(0, text[:6], None)
+@pytest.mark.parametrize("kind", [LookupDrafter, SuffixDrafter])
+def test_each_branch_and_each_stream_continues_from_its_own_tokens(pair, kind):
+    drafter = begun(kind(pair), [5, 8, 30, 5, 9, 31, 5])
     round = new_round([5], parse_tree("2,2"), {1: 9, 2: 8})
-    rows = proposed(drafter, round, 0)
-    assert torch.isfinite(rows[0]).nonzero()[:, 0].tolist() == [8, 9]
-    rows = proposed(drafter, round, 1, 2)
-    assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[31], [30]]
+    assert set(proposed(drafter, round, 0)[0].topk(2).indices.tolist()) == {8, 9}
+    assert proposed(drafter, round, 1, 2).argmax(-1).tolist() == [31, 30]
     drafter.committed(0, [5, 9], None)
-    assert not torch.isfinite(proposed(drafter, new_round([44], parse_tree("2,2")), 0)).any()
+    assert not torch.isfinite(proposed(drafter, new_round([44], chain(1)), 0)).any()
     drafter.reserve(1, 64)
     assert not torch.isfinite(proposed(drafter, new_round([5], chain(1)), 0)).any(), "a new text"
+    texts = [[5, 8, 5, 9, 5], [6, 7, 6], [4, 3]]
+    assert weights(kind(pair), *texts) == [weights(kind(pair), text)[0] for text in texts]
 
 
-def test_lookup_knows_each_text_of_a_batch_by_itself(pair: Pair) -> None:
-    """A sparse proposal has a row for each place, stream by stream, as long as the longest."""
-    drafter, texts = LookupDrafter(pair), [[5, 8, 5, 9, 5], [6, 7, 6], [4, 3]]
+# Suffix automaton
+
+
+@given(texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=14), min_size=1, max_size=3))
+@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
+def test_every_substring_is_counted(texts):
+    automaton = SuffixAutomaton()
+    for text in texts:
+        automaton.add_text(text)
+    assert len(automaton.next) <= 2 * sum(map(len, texts)) + 1
+    for part in {tuple(t[i:j]) for t in texts for i in range(len(t)) for j in range(i + 1, len(t) + 1)}:
+        state = START
+        for token in part:
+            state = automaton.next[state][token]
+        assert automaton.count[state] == occurrences(texts, part), part
+        assert automaton.length[automaton.link[state]] < len(part) <= automaton.length[state]
+    if len(texts) == 1:
+        (text,) = texts
+        suffixes = (n for n in range(len(text)) if occurrences(texts, text[len(text) - n :]) > 1)
+        assert automaton.earlier()[1] == max(suffixes, default=0)
+
+
+def test_frequencies_are_mixed_by_the_escape_estimate():
+    """After 5 came 8, 9, 9; after 4 5 came 9 alone: computed by hand, PPM-C."""
+    automaton = SuffixAutomaton()
+    for token in (5, 8, 4, 5, 9, 5, 9, 4, 5):
+        automaton.append(token)
+    state, length = automaton.earlier()
+    assert length == 2
+    share = 0.5 * (2 / 5)
+    expected = {token: share * times / (9 + 4) for token, times in Counter([5, 8, 4, 5, 9, 5, 9, 4, 5]).items()}
+    expected[9] += 1 / 2 + 0.5 * 2 / 5
+    expected[8] += 0.5 * 1 / 5
+    followers = automaton.followers(state)
+    assert followers == pytest.approx(expected)
+    assert next(iter(followers)) == 9, "the most likely first"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_that_ended_are_searched_while_others_go_on(pair, seed):
+    """The longest suffix of each open text that occurred in one that has ended, against a plain search."""
+    chance, ended, texts = random.Random(seed), list[list[int]](), [list[int]() for _ in range(3)]
+    drafter = SuffixDrafter(pair, keep=1)
     drafter.reserve(3, 64)
-    for stream, text in enumerate(texts):
-        drafter.committed(stream, text[:-1], None)
-    round = new_round([text[-1] for text in texts], chain(2))
-    sparse = drafter.propose(round, 0, [(stream, [0]) for stream in range(3)])
-    assert sparse.ids is not None and sparse.ids.shape == sparse.scores.shape == (3, 2)
-    rows = sparse.dense(VOCABULARY)
-    assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[8, 9], [7], []]
-    alone = LookupDrafter(pair)
-    alone.reserve(1, 64)
-    alone.committed(0, texts[0][:-1], None)
-    assert torch.equal(proposed(alone, new_round([5], chain(2)), 0)[0], rows[0])
+    for _ in range(60):
+        stream = chance.randrange(3)
+        if texts[stream] and chance.random() < 0.15:
+            ended.append(texts[stream])
+            texts[stream] = []
+            drafter.begin(stream)
+        new = [chance.randrange(3) for _ in range(chance.randint(1, 4))]
+        drafter.committed(stream, new, None)
+        texts[stream] += new
+        for text, index in zip(texts, drafter._indexes, strict=True):
+            matches = (n for n in range(1, len(text) + 1) if occurrences(ended, text[len(text) - n :]))
+            assert index.shared_match[1] == max(matches, default=0)
 
 
-@pytest.mark.parametrize("verification", ["match", "rejection"])
-@pytest.mark.parametrize("tree", TREES)
-def test_text_with_lookup_is_the_targets(
-    pair: Pair, prompt_ids: list[list[int]], tree: str | None, verification: str
-) -> None:
-    """Each policy at one temperature, at the other one with the next tree: `benchmarks/drafters.py` decodes at both."""
+def test_earlier_texts_and_files_are_searched_on_request(pair, prompt_ids, tmp_path):
+    def best(drafter: Any, text: list[int]) -> int | None:
+        drafter.committed(0, text[:-1], None)
+        row = proposed(drafter, new_round(text[-1:], chain(1)), 0)[0]
+        return int(row.argmax()) if torch.isfinite(row).any() else None
+
+    for keep, expected in ((0, None), (1, 9)):
+        drafter = begun(SuffixDrafter(pair, keep=keep), [7, 8, 9, 10, 0])
+        drafter.reserve(1, 64)
+        assert best(drafter, [20, 7, 8]) == expected
+    drafter.reset()
+    assert drafter.carries and best(drafter, [20, 7, 8]) is None
+    (tmp_path / "code.txt").write_text("w7 w8 w11\nw7 w8 w11")
+    drafter = find_drafter(f"suffix:{tmp_path}/code.txt", pair)
+    assert best(drafter, [20, 7, 8]) == 11
+    drafter.reserve(1, 64)
+    assert best(drafter, [20, 7, 8, 12, 20, 7, 8]) == 12, "the text's own match is longer"
+    drafter.reset()
+    assert best(drafter, [20, 7, 8]) == 11, "the file stays"
+
+    def loop() -> Speculator:
+        return Speculator(pair, FixedLength(4), Settings(0.0, NEW), drafter=SuffixDrafter(pair, keep=1))
+
+    prompts = [(f"p{i}", [*p, *p]) for i, p in enumerate(prompt_ids[1:3])]
+    (timed,), fresh = run_alternating([loop()], prompts), loop()
+    for text, (name, tokens) in zip(timed, prompts, strict=True):  # a warm-up is forgotten
+        assert [r.drafted for r in text.rounds] == [
+            r.drafted for r in fresh.generate(tokens, stream_key(0, name)).rounds
+        ]
+
+
+# Texts
+
+
+@pytest.mark.parametrize("tree", [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"])
+@pytest.mark.parametrize(
+    "spec",
+    ["lookup", "suffix?keep=1", "suffix?confidence=0.4+model", "suffix+layer"],
+    ids=lambda spec: re.sub(r"\W", "-", spec),
+)
+def test_text_is_the_targets(plain_pair, pair_folder, prompt_ids, tree, spec):
     prompts = [[*p, *p, *p] for p in prompt_ids[1::3]]
-    for number, policy in enumerate((FixedLength(4), Confidence(0.3))):
-        temperature = (0.0, 0.7)[(TREES.index(tree) + number) % 2]
-        settings = Settings(temperature, NEW, tree=tree, verification=verification)
-        made = generate(pair, prompts, policy, settings, LookupDrafter(pair))
-        if verification == "match" or temperature == 0.0:
-            assert [list(g.tokens) for g in made] == plain(pair, prompts, temperature)
-        assert sum(r.drafted for g in made for r in g.rounds) > 0
-        assert any(r.drafted == 0 for g in made for r in g.rounds)
-        assert all(r.backlog == 0 for g in made for r in g.rounds)
-    if verification == "match":
-        repeated = [5, 6, 7, 8, 9] * 4
-        greedy = generate(pair, [repeated], FixedLength(4), Settings(0.0, NEW, tree=tree), LookupDrafter(pair))[0]
-        assert list(greedy.tokens) == plain(pair, [repeated])[0]
+    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
+    pair = plain_pair if "+" in spec else load_pair(pair_folder / "target", dtype="float64")
+    assert (pair.draft is None) == ("+" not in spec), "no draft model is required"
+
+    def drafter() -> Drafter:
+        if spec == "suffix+layer":
+            return FallbackDrafter(pair, SuffixDrafter(pair), small_drafter("layer", pair), 0.4)
+        return find_drafter(spec, pair)
+
+    policies = (FixedLength(4), Confidence(0.3), *([TEST_POLICIES["trimming"]] if tree is None else []))
+    for number, policy in enumerate(policies):
+        temperature = (0.0, 0.7)[number % 2]
+        settings = Settings(temperature, NEW, tree=tree, verification="match")
+        loop = Speculator(pair, policy, settings, drafter=drafter(), batch=1 + 2 * (number == 0))
+        texts = loop.run([Request(p, key) for p, key in zip(prompts, keys, strict=True)])
+        assert [list(g.tokens) for g in texts] == plain_texts(pair, prompts, keys, NEW, temperature).tokens
+        assert sum(r.accepted for g in texts for r in g.rounds) > 0
+        assert "+" in spec or all(r.backlog == 0 for g in texts for r in g.rounds)
 
 
-@pytest.mark.parametrize("name", ["trimming", "selecting", "from-anchor", "reads-history"])
-def test_lookup_goes_with_every_sort_of_policy(pair: Pair, prompt_ids: list[list[int]], name: str) -> None:
-    prompts = [[*p, *p] for p in prompt_ids[::2]]
-    made = generate(pair, prompts, TEST_POLICIES[name], Settings(0.7, NEW, verification="match"), LookupDrafter(pair))
-    assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
+@torch.inference_mode()
+def test_the_first_drafts_where_it_is_confident_and_the_other_elsewhere(pair):
+    """Alone and in a batch, in which the rows of both stand in the order of the streams."""
+    repeats, fresh = [5, 8, 30, 31, 5, 8], [5, 8, 30, 31, 6, 7]
+
+    def rows(drafter: Any, *texts: list[int]) -> list[torch.Tensor]:
+        begun(drafter, *texts)
+        round = new_round([text[-1] for text in texts], chain(2), {1: 30})
+        return [*torch.stack([proposed(drafter, round, row) for row in (0, 1)], 1)]
+
+    (suffix,), (model,) = rows(SuffixDrafter(pair), repeats), rows(ModelDrafter(pair), fresh)
+    confidence = float(suffix[0].softmax(-1).max())
+    for texts in ([repeats], [fresh], [fresh, repeats, fresh]):
+        drafter = FallbackDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), confidence)
+        for text, row in zip(texts, rows(drafter, *texts), strict=True):
+            torch.testing.assert_close(row, suffix if text is repeats else model, atol=1e-9, rtol=0)
+    (row,) = rows(FallbackDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), confidence + 1e-3), repeats)
+    torch.testing.assert_close(row, *rows(ModelDrafter(pair), repeats), atol=1e-9, rtol=0)
 
 
-def test_drafters_by_name(pair: Pair) -> None:
-    assert isinstance(find_drafter("model", pair), ModelDrafter)
-    lookup = find_drafter("lookup:7", pair)
-    assert isinstance(lookup, LookupDrafter)
-    assert lookup._indexes[0].longest == 7
-    for name in ("lookup:", "model:3", "medusa", "medusa:", "medusa?x=1", "suffix+modle", ""):
-        with pytest.raises(
-            InputError, match=r"^drafter: expected one of model, lookup:LONGEST, .*, ctc-released:PATH, .*, not "
-        ) as error:
-            find_drafter(name, pair)
-        assert repr(name.rpartition("+")[2]) in str(error.value)
+# Specs
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("spec", "names", "moved"),
     [
-        ("lookup:0", "lookup: expected for longest a whole number of 1 or more, not 0"),
-        ("lookup:x", "lookup: expected for longest a whole number of 1 or more, not 'x'"),
-        ("lookup?longest=-1", "lookup: expected for longest a whole number of 1 or more, not -1"),
-        ("lookup?longest=2.5", "lookup: expected for longest a whole number of 1 or more, not 2.5"),
-        ("lookup:4?longest=4", "longest is given twice; give it once"),
-        ("lookup?length=4", "got an unexpected keyword argument 'length'; it takes longest"),
-        ("suffix?confidence=0.5", "got an unexpected keyword argument 'confidence'; it takes path, keep"),
-        ("suffix?keep=false", "suffix: expected for keep 0 or 1, not 'false'"),
-        ("suffix?keep=2", "suffix: expected for keep 0 or 1, not 2"),
-        ("suffix?keep=1&keep=0", "keep is given twice; give it once"),
+        ("model", ["model"], ""), ("lookup:4", ["lookup"], ""), ("lookup+suffix+model", ["lookup", "suffix", "model"], ""),
+        ("suffix:a+b.txt?confidence=0.6+hydra:c+v2", ["suffix", "hydra"], "suffix:/x/a+b.txt?confidence=0.6+hydra:/x/c+v2"),
+        ("hydra:/a/llama+hydra-v2", ["hydra"], "hydra:/x//a/llama+hydra-v2"),
+        ("suffix:a+model", ["suffix", "model"], "suffix:/x/a+model"),
+        ("suffix?path=a+b.txt&keep=1", ["suffix"], "suffix:/x/a+b.txt?keep=1"),
     ],
-)
-def test_options_are_of_their_kind(pair: Pair, name: str, why: str) -> None:
-    with pytest.raises(InputError, match=f"^drafter.*{re.escape(why)}$"):
-        find_drafter(name, pair)
+)  # fmt: skip
+def test_a_plus_sign_joins_drafters_or_is_part_of_a_path(spec, names, moved):
+    assert [part.name for part in parse_spec(spec)] == names
+    assert change_paths(spec, lambda path: f"/x/{path}") == (moved or spec)
+    assert len(paths_of(spec)) == moved.count("/x/")
 
 
-class Heads(Drafter):
-    """Medusa-like: head j scores the token at depth j + 1 from the target's last hidden state before the roots.
+def test_drafters_by_spec(pair, tmp_path):
+    (tmp_path / "c++.txt").write_text("w7 w8 w11")
+    drafter = find_drafter(f"suffix:{tmp_path}/c++.txt?keep=1&confidence=0.7+lookup:4+model", pair)
+    assert isinstance(drafter, FallbackDrafter) and isinstance(drafter._first, SuffixDrafter)
+    assert (drafter.carries, len(drafter._first._file), drafter._min_confidence) == (True, 3, 0.7)
+    other = drafter._other
+    assert isinstance(other, FallbackDrafter) and isinstance(other._first, LookupDrafter)
+    assert other._first._indexes[0].longest == 4 and isinstance(other._other, ModelDrafter)
+    names = (
+        "suffix+model",
+        "suffix?confidence=0.5+model",
+        "suffix?confidence=0.6+model",
+        "suffix+lookup",
+        "lookup+model",
+        "model",
+    )
+    hashes = [with_drafter(pair, name).fingerprint["draft"] for name in names]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == len(names) - 1
+    assert [with_drafter(pair, name).draft is None for name in names] == [not needs_draft(name) for name in names]
 
-    A head is the target's own output matrix with noise, so that some of what it says is accepted.
-    """
+    def fingerprint(name: str, text: str, spec: str) -> str:
+        (tmp_path / name).write_text(text)
+        return with_drafter(pair, spec.format(tmp_path / name)).fingerprint["draft"]
 
-    layers, readable = (-1,), 128
+    for spec in ("suffix:{}", "suffix?path={}", "suffix:{}+model"):  # a file counts by its contents
+        a, b, changed = fingerprint("a", "w7", spec), fingerprint("b", "w7", spec), fingerprint("a", "w9", spec)
+        assert a == b != changed
 
-    def __init__(self, pair: Pair, depth: int) -> None:
-        generator = torch.Generator().manual_seed(5)
-        weight = pair.target.lm_head.weight
-        self.heads = [
-            weight + 0.2 * j * torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for j in range(depth)
-        ]
-        self.passes, self.seen = 0, []
 
-    def reserve(self, streams: int, tokens: int) -> None:
-        assert streams == 1
+@pytest.mark.parametrize(
+    ("spec", "noun"),
+    [
+        *((spec, "one of model, lookup") for spec in ("lookup:", "model:3", "medusa", "medusa:", "suffix+modle", "")),
+        *((spec, "longest") for spec in ("lookup:0", "lookup:x", "lookup?longest=2.5", "lookup:4?longest=4")),
+        *((spec, "keep") for spec in ("suffix?keep=false", "suffix?keep=2", "suffix?keep=1&keep=0")),
+        *((f"suffix?confidence={value}+model", "sure") for value in ("2", "-1", "much", "", "nan")),
+        ("lookup?length=4", "length"), ("suffix?confidence=0.5", "sure"), ("suffix:none.txt", "none.txt"),
+        ("suffix:~nobody-here/x.txt", "nobody-here"), ("model+suffix", "draft model"), ("model+model", "draft model"),
+    ],
+)  # fmt: skip
+def test_an_invalid_spec_is_refused_by_its_option(pair, spec, noun):
+    with pytest.raises(InputError, match=f"^drafter.*{noun}"):
+        find_drafter(spec, pair)
 
-    def begin(self, stream: int) -> None:
-        assert stream == 0
-        self.text: list[int] = []
 
-    def backlog(self) -> Array:
-        return np.zeros(1, dtype=np.int64)
+# Backlog
 
-    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
-        assert states is not None and len(states) == len(tokens)
-        self.text += tokens
-        self.hidden = states[-1:]
-        self.seen.append((list(self.text[-len(tokens) :]), list(self.text), states.clone()))
 
-    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
-        ((stream, fed),) = rows
-        assert stream == 0
+class Spy(ModelDrafter):
+    """Counts the tokens that it reads of each stream before its first proposal."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(pair)
+        self.read: dict[int, int] = {}
+
+    def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
+        before = self._model.lengths[stream]
+        part = super()._part(round, depth, stream, rows)
         if depth == 0:
-            self.passes += 1
-            self.rows = [torch.nn.functional.linear(self.hidden, head) for head in self.heads]
-        return Proposal(self.rows[depth].expand(len(fed), -1))
+            self.read[stream] = self._model.lengths[stream] - before + len(part.tokens)
+        return part
 
 
-class Half(StopPolicy):
-    """Drafts the whole tree, then verifies the first branch of each node and what stands below."""
+class Lengths(StopPolicy):
+    """Drafts varying lengths, also none."""
 
-    name, max_depth = "half", 3
+    name, max_depth, first = "lengths", 3, 0
+
+    def start(self, streams: int, keys: Array) -> State:
+        return keys % 1000
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive, state
+        return step.alive & (step.depth < (state * 7919 // 11 % 4)[:, None]), state
 
-    def select(self, tree: DraftTree, state: State) -> Array:
-        n = tree.parent.shape[1]
-        first = [i for i in range(n) if i == tree.parent[0].tolist().index(int(tree.parent[0, i]))]
-        kept = np.zeros_like(tree.drawn)
-        for node in first:
-            parent = int(tree.parent[0, node])
-            kept[0, node] = parent < 0 or bool(kept[0, parent])
-        return kept
+    def observe(self, outcome: Any, state: State) -> State:
+        return state + outcome.active * 13
 
 
-@pytest.mark.parametrize("tree", [None, "3,2,1", "parents:-1,-1,0,0,1,2"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_heads_on_the_target_get_its_hidden_state_and_leave_the_text_alone(
-    plain_pair: Pair, prompt_ids: list[list[int]], tree: str | None, temperature: float
-) -> None:
-    prompt_ids = prompt_ids[::2]
-    expected = plain(plain_pair, prompt_ids, temperature)
-    for policy in (FixedLength(3), Half()):
-        heads = Heads(plain_pair, 4)
-        made = generate(
-            plain_pair,
-            prompt_ids,
-            policy,
-            Settings(temperature, NEW, tree=tree, max_depth=4, verification="match"),
-            heads,
-        )
-        assert [list(g.tokens) for g in made] == expected
-        rounds = [r for g in made for r in g.rounds]
-        assert heads.passes == sum(r.drafted > 0 for r in rounds), "one pass a round answers all depths"
-        assert 0 < sum(r.accepted for r in rounds) < sum(r.verified for r in rounds)
-        if isinstance(policy, Half) and tree is not None:
-            assert all(r.verified < r.drafted for r in rounds if r.drafted > 2)
-            assert max(r.verified for r in rounds) == 3
-        with torch.no_grad():
-            for new, text, hidden in heads.seen[::3]:
-                states = plain_pair.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
-                torch.testing.assert_close(hidden, states[0, -len(new) :], atol=1e-9, rtol=0)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tree", [None, "2,2,1"])
+@pytest.mark.parametrize("three", [False, True])
+def test_the_backlog_is_what_a_round_reads(pair, prompt_ids, tree, batch, three):
+    spy, backlogs, reads = Spy(pair), list[int](), list[int]()
+
+    class Compare(Hook):
+        def on_round_end(self, round: RoundState) -> None:
+            for stream, record in round.records.items():
+                read = spy.read.pop(stream, 0)
+                if record.drafted:
+                    backlogs.append(record.backlog)
+                    reads.append(read)
+
+    other = FallbackDrafter(pair, LookupDrafter(pair), spy, 0.9) if three else spy
+    drafter = FallbackDrafter(pair, SuffixDrafter(pair), other, 0.4)
+    run = Speculator(pair, Lengths(), Settings(0.7, NEW, 3, tree=tree), drafter=drafter, hooks=[Compare()], batch=batch)
+    run.run([Request([*ids, *ids], key * 31) for key, ids in enumerate(prompt_ids)])
+    assert backlogs == reads
+    assert backlogs.count(0) > 3 and max(backlogs) > 10 and len(set(backlogs)) > 4
 
 
-def test_no_other_drafter_pays_for_hidden_states(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    for drafter in (ModelDrafter(pair), LookupDrafter(pair)):
-        speculator = Speculator(pair, FixedLength(2), Settings(0.0, 6), drafter=drafter)
-        speculator.generate(prompt_ids[3])
-        assert speculator._source.target.states is None
-
-
-def test_one_drafter_may_serve_one_loop_after_the_other(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    """Trees of different shapes: what was kept for the last one does not serve the next."""
-    drafter, expected = ModelDrafter(pair), plain(pair, prompt_ids[4:6])
-    for parents in ("-1,-1,0,1", "-1,-1,-1,0", "-1,-1,1,0"):
-        settings = Settings(0.0, NEW, tree=f"parents:{parents}")
-        again = generate(pair, prompt_ids[4:6], FixedLength(4), settings, drafter)
-        fresh = generate(pair, prompt_ids[4:6], FixedLength(4), settings, ModelDrafter(pair))
-        assert [list(g.tokens) for g in again] == expected
-        assert [[r.accepted for r in g.rounds] for g in again] == [[r.accepted for r in g.rounds] for g in fresh]
-
-
-def test_vocabulary_of_lookup_is_the_pairs(pair: Pair) -> None:
-    drafter = LookupDrafter(pair)
-    assert proposed(drafter, new_round([5], chain(1)), 0).shape == (1, VOCABULARY)
-
-
-class Layers(Heads):
-    """Wants the states of several layers, and scores by the last."""
-
-    layers = (0, 1, -1)
-
-    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
-        assert states is not None
-        self.several = states
-        super().committed(stream, tokens, states[:, -16:])
-
-
-def test_a_drafter_is_told_of_the_layers_that_it_wants(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
-    for policy in (FixedLength(3), TEST_POLICIES["from-anchor"]):
-        layers = Layers(plain_pair, 6)
-        made = generate(plain_pair, prompt_ids[2:4], policy, Settings(0.0, NEW), layers)
-        assert [list(g.tokens) for g in made] == plain(plain_pair, prompt_ids[2:4])
-        with torch.no_grad():
-            states = plain_pair.target(torch.tensor([layers.text]), output_hidden_states=True).hidden_states
-        expected = torch.cat([states[layer][0] for layer in Layers.layers], -1)[-len(layers.several) :]
-        torch.testing.assert_close(layers.several, expected, atol=1e-9, rtol=0)
-
-
-def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: list[list[int]]) -> None:
-    alone = load_pair(pair_folder / "target", dtype="float64")
-    prompts = [[*p, *p, *p] for p in prompt_ids[2:5]]
-    assert alone.draft is None and alone.vocabulary == pair.vocabulary and alone.eos == pair.eos
-    made = generate(alone, prompts, FixedLength(4), Settings(0.7, NEW, verification="match"), LookupDrafter(alone))
-    assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
-    with pytest.raises(InputError, match="this needs a draft model: give `draft`"):
-        Speculator(alone, FixedLength(4))
-
-
-@pytest.mark.parametrize(
-    ("spec", "names"),
-    [
-        ("model", "model"),
-        ("lookup:4", "lookup"),
-        ("suffix:a+b.txt?confidence=0.6+hydra:c/d+hydra-v2", "suffix hydra"),
-        ("hydra:/a/llama+hydra-v2", "hydra"),
-        ("lookup+suffix+model", "lookup suffix model"),
-        ("suffix:a+model", "suffix model"),
-        ("suffix?path=a+b.txt&keep=1", "suffix"),
-    ],
-)
-def test_a_plus_sign_joins_drafters_or_is_part_of_a_path(spec: str, names: str) -> None:
-    assert [part.name for part in parse_spec(spec)] == names.split()
-
-
-def test_paths_of_a_spec_are_changed() -> None:
-    def moved(spec: str) -> str:
-        return change_paths(spec, lambda path: f"/x/{path}")
-
-    assert moved("suffix:notes.txt") == "suffix:/x/notes.txt"
-    assert moved("suffix?path=a.txt&keep=1") == "suffix:/x/a.txt?keep=1"
-    both = moved("suffix:a+b.txt?confidence=0.6+hydra:c/d+hydra-v2")
-    assert both == "suffix:/x/a+b.txt?confidence=0.6+hydra:/x/c/d+hydra-v2"
-    assert paths_of(both) == ["/x/a+b.txt", "/x/c/d+hydra-v2"]
-    for same in ("model", "lookup:4", "suffix?keep=1+model", "copycat?path=a"):
-        assert moved(same) == same
+@pytest.mark.parametrize("collector", ["live", "dense"])
+@pytest.mark.parametrize("spec", ["model", "suffix?confidence=0.4+model", "suffix+lookup+model"])
+def test_replay_charges_the_backlog_of_the_live_loop(pair, prompts, prompt_ids, profile, tmp_path, spec, collector):
+    used, policy = with_drafter(pair, spec), Lengths()
+    texts = [Prompt(p.id, f"{p.text} {p.text}", p.group) for p in prompts[:4]]
+    options: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
+    options |= {"policy": policy} if collector == "live" else {}
+    arrays = trace_arrays(collect(used, texts, tmp_path / "trace", collector=collector, **options))
+    played = play(arrays, policy.limited(3), profile).rounds
+    run = Speculator(used, policy, Settings(0.7, NEW, 3, verification="match"))
+    live = [
+        record
+        for ids, key in zip(prompt_ids, arrays.keys.tolist(), strict=False)
+        for record in run.generate([*ids, *ids], key).rounds
+    ]
+    assert played.anchor.tolist() == [r.anchor for r in live]
+    assert played.backlog.tolist() == [r.backlog for r in live]
+    columns = ([getattr(r, name) for r in live] for name in ("context", "drafted", "verified", "backlog", "decisions"))
+    seconds = profile.round_seconds(*map(np.array, columns), profile.decision(policy.cost_name))
+    np.testing.assert_allclose(played.seconds(profile).numpy(), seconds, rtol=1e-12)

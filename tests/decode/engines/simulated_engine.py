@@ -1,4 +1,4 @@
-"""A serving engine without a model: its target's texts are known, and it does to a drafter all that engines do."""
+"""A serving engine without a model: the texts of its target are given, and its batch changes as in real engines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from conftest import VOCABULARY
-from specstop.decode.drafters import Drafter
-from specstop.decode.engines.drafting import Drafting, Options
-from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.pair import Pair
-from specstop.policies.contract import StopPolicy
-
-K, PLACES = 5, 4
 
 Drafts = list[list[int]]
 Propose = Callable[[list[list[int]], np.ndarray, np.ndarray], Drafts]
@@ -23,15 +14,15 @@ Propose = Callable[[list[list[int]], np.ndarray, np.ndarray], Drafts]
 
 @dataclass
 class Request:
-    """Its prompt, the text that the target will write, and how much of it is there."""
+    """A prompt, the text that the target will write, and the number of its tokens that are committed."""
 
     name: str
     prompt: list[int]
     answer: list[int]
     done: int = 0
     draft: list[int] = field(default_factory=list)
-    unread: int = 0  # tokens that a chunked prefill has yet to read
-    rounds: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # (context, draft, what followed)
+    unread: int = 0  # prompt tokens that a chunked prefill has not read
+    rounds: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # (context, draft, tokens that follow)
 
     @property
     def text(self) -> list[int]:
@@ -43,8 +34,9 @@ class Engine:
 
     Args:
         requests: in the order of their arrival.
-        places: of the batch.
+        places: size of the batch.
         seed: of arrivals, preemptions, moves, trimmed drafts and aborted requests.
+        gentle: without these events.
     """
 
     def __init__(self, requests: Sequence[Request], places: int, seed: int, *, gentle: bool = False) -> None:
@@ -95,7 +87,7 @@ class Engine:
             self.running.append(request)
 
     def _advance(self, request: Request) -> list[int]:
-        """Read a part of the prompt, or verify the draft and commit what it is worth."""
+        """Read a part of the prompt, or verify the draft and commit the accepted tokens and one more."""
         if request.unread > 4 and not self.gentle:
             request.unread -= 4
             return []
@@ -112,51 +104,3 @@ class Engine:
         request.rounds.append((len(request.text), list(request.draft), new))
         request.done += len(new)
         return new
-
-
-def requests_of(pair: Pair) -> list[Request]:
-    """Return 14 requests with the target's own texts, two of them equal, two of which begin alike."""
-    chance = np.random.default_rng(1)
-    prompts = [[int(t) for t in chance.integers(17, 48, n)] for n in chance.integers(2, 12, 12)]
-    prompts += [list(prompts[3]), [*prompts[5], 20, 21]]
-    made = []
-    for at, prompt in enumerate(prompts):
-        cache = CachedModel(pair.target, 128, pair.vocabulary)
-        logits, answer = cache.read(torch.tensor([prompt]), rows=1), []
-        for _ in range(24):
-            answer.append(int(logits[0, -1].argmax()))
-            logits = cache.read(torch.tensor([answer[-1:]]))
-        made.append(Request(f"r{at}", prompt, answer))
-    return made
-
-
-class Asked:
-    """Drafting with its engine, and what it was asked for: each text with its draft.
-
-    Args:
-        drafter: that drafts, K tokens at most for `PLACES` requests.
-        policy: that ends the drafts.
-        seed: of the engine.
-        requests: not begun yet; they are left so.
-        named: the engine tells names.
-        more: of `Options`.
-    """
-
-    def __init__(
-        self, drafter: Drafter, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool, **more: int
-    ) -> None:
-        options = Options(**{"rows": PLACES, "depth": K, "readable": 128, "vocabulary": VOCABULARY, **more})
-        self.drafting = Drafting(drafter, policy, options)
-        self.engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], PLACES, seed)
-        self.named = named
-        self.asked: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, sampled: Drafts, lengths: np.ndarray, tokens: np.ndarray) -> Drafts:
-        at = [i for i, new in enumerate(sampled) if new]
-        texts = [tokens[i, : lengths[i]] for i in at]
-        made = self.drafting.propose(texts, [self.engine.names[i] for i in at] if self.named else None)
-        self.asked += [(text.tolist(), draft) for text, draft in zip(texts, made, strict=True)]
-        drafts: Drafts = [[] for _ in sampled]
-        for i, draft in zip(at, made, strict=True):
-            drafts[i] = draft
-        return drafts

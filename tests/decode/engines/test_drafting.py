@@ -1,247 +1,401 @@
-"""Drafts for all requests side by side are those of each request alone, whatever the engine does to its batch."""
+"""Drafts for all requests of an engine are those of each request alone, whatever the engine does to its batch."""
 
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from simulated_engine import Asked, K, Request, requests_of
-from specstop.decode.drafters import find_drafter
+from conftest import VOCABULARY
+from simulated_engine import Engine, Request
+from small_drafters import new_round, proposed
+from specstop.decode.drafters import Drafter, find_drafter
+from specstop.decode.drafters.base import Proposal
+from specstop.decode.drafters.lookup import LookupDrafter
 from specstop.decode.engines import drafting as drafting_module
-from specstop.decode.engines.drafting import Drafting, EngineDraft, Options
+from specstop.decode.engines.drafters import load_engine_drafter
+from specstop.decode.engines.drafting import Drafting, EngineDraft, Options, RequestRows
 from specstop.decode.models.pair import Pair
-from specstop.policies.contract import RoundOutcome, State, StopPolicy
-from specstop.policies.errors import SpecstopWarning
+from specstop.decode.plain import plain_texts
+from specstop.decode.round_state import RoundState, Rows
+from specstop.decode.topology import chain
+from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.registry import load_policy
+from torch import Tensor
+
+K, LEAST = 5, 0.4
 
 
 @functools.cache
-def likeliest(model: torch.nn.Module, text: tuple[int, ...]) -> tuple[int, float]:
-    """Return the likeliest next token and its probability, by a forward without a cache; many tests ask for the same."""
+def most_likely(model: torch.nn.Module, text: tuple[int, ...]) -> tuple[int, float]:
+    """Return the most likely next token and its probability, by a forward without a cache."""
     with torch.inference_mode():
         row = model(input_ids=torch.tensor([text])).logits[0, -1]
     return int(row.argmax()), float(row.softmax(-1).max())
 
 
-def greedy(model: torch.nn.Module, text: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Return the likeliest next tokens and their probabilities."""
-    tokens, chances = tuple(text), []
+def greedy(model: torch.nn.Module, text: list[int], count: int, least: float = 0.0) -> list[int]:
+    """Return the most likely next tokens, ended after the first one less likely than `least`."""
+    tokens = tuple(text)
     for _ in range(count):
-        token, chance = likeliest(model, tokens)
-        tokens, chances = (*tokens, token), [*chances, chance]
-    return list(tokens[len(text) :]), chances
+        token, chance = most_likely(model, tokens)
+        tokens = (*tokens, token)
+        if chance < least:
+            break
+    return list(tokens[len(text) :])
+
+
+def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
+    """Return the draft for a text that is passed at once, ended after the first token less likely than `LEAST`."""
+    drafter.reserve(1, 128)
+    drafter.begin(0)
+    drafter.committed(0, text[:-1], None)
+    round = new_round(text[-1:], chain(K))
+    for depth in range(K):
+        scores = proposed(drafter, round, depth)[0]
+        if not torch.isfinite(scores).any():
+            break
+        round.tokens[0, depth + 1] = int(scores.argmax())
+        if scores.softmax(-1).max() < LEAST:
+            break
+    return [token for token in round.tokens[0, 1:].tolist() if token >= 0]
 
 
 @pytest.fixture(scope="module")
-def requests(pair: Pair) -> list[Request]:
-    return requests_of(pair)
+def requests(plain_pair):
+    """14 requests with the target's own texts; two are equal, and two begin alike."""
+    chance = np.random.default_rng(1)
+    prompts = [chance.integers(17, 48, n).tolist() for n in chance.integers(2, 12, 12)]
+    prompts += [prompts[3], [*prompts[5], 20, 21]]
+    texts = plain_texts(plain_pair, prompts, [0] * 14, 24, ignore_eos=True).tokens
+    return [Request(f"r{at}", prompt, text) for at, (prompt, text) in enumerate(zip(prompts, texts, strict=True))]
 
 
-def of_model(pair: Pair, *args: object, **more: object) -> Asked:
-    return Asked(find_drafter("model", pair), *args, **more)  # type: ignore[arg-type]
+class DraftingRun:
+    """An engine that drafts with `Drafting` for all requests; `drafts` are (text, draft) pairs.
+
+    Args:
+        drafter, policy: that draft.
+        seed, gentle: of the engine.
+        requests: not started; they are not modified.
+        named: whether the engine provides the names of requests.
+        more: of `Options`.
+    """
+
+    def __init__(
+        self, drafter: Drafter, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool = True,
+        gentle: bool = False, **more: int,
+    ) -> None:  # fmt: skip
+        options = Options(**{"rows": 4, "depth": K, "readable": 128, "vocabulary": VOCABULARY, **more})
+        self.drafting, self.named = Drafting(drafter, policy, options), named
+        copies = [Request(r.name, r.prompt, r.answer) for r in requests]
+        self.engine = Engine(copies, options.rows, seed, gentle=gentle)
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        self.engine.run(self.propose)
+        assert all(request.text == request.prompt + request.answer for request in self.engine.finished)
+
+    def propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        at = [i for i, new in enumerate(sampled) if new]
+        texts = [tokens[i, : lengths[i]] for i in at]
+        drafts = self.drafting.propose(texts, [self.engine.names[i] for i in at] if self.named else None)
+        self.drafts += [(text.tolist(), draft) for text, draft in zip(texts, drafts, strict=True)]
+        by_row = dict(zip(at, drafts, strict=True))
+        return [by_row.get(i, []) for i in range(len(sampled))]
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_each_draft_is_that_of_its_text_alone(
-    pair: Pair, plain_pair: Pair, requests: list[Request], named: bool
-) -> None:
-    """Preempted, moved, aborted, trimmed, read in chunks: the draft never mistakes a request for another."""
-    done: Counter[str] = Counter()
-    for seed in range(3):
-        tool = of_model(pair, load_policy("confidence:0.3"), seed, requests, named)
-        tool.engine.run(tool.propose)
-        done.update(tool.engine.counts)
-        for text, draft in tool.asked[:: 5 if named else 9]:
-            tokens, chances = greedy(plain_pair.draft_model, text, K)
-            stop = next((j + 1 for j, chance in enumerate(chances) if chance < 0.3), K)
-            assert draft == tokens[:stop]
-        assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
-    assert min(done.values()) > 3 and done["rounds"] > 100
+@pytest.mark.parametrize(
+    "spec", ["model", "lookup", "lookup:1", "suffix", "suffix+model", "lookup?confidence=0.9+model"]
+)
+def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec):
+    """Requests are preempted, moved, aborted, trimmed, read in chunks, with and without names."""
+    events, reference = Counter[str](), find_drafter(spec, pair)
+    for seed in range(2):
+        tool = DraftingRun(
+            find_drafter(spec, pair), load_policy(f"confidence:{LEAST}"), seed, requests, named=bool(seed)
+        )
+        events.update(tool.engine.counts)
+        for text, draft in tool.drafts[:: 2 if spec == "lookup" else 7]:
+            if spec == "model":
+                assert draft == greedy(plain_pair.draft_model, text, K, LEAST)
+            assert draft == alone(reference, text, pair.vocabulary)
+        assert len({len(draft) for _, draft in tool.drafts}) > 2
+    assert min(events.values()) > 1 and events["rounds"] > 40
 
 
-def test_decisions_are_timed_apart_from_the_model(pair: Pair, requests: list[Request]) -> None:
-    class Slow(StopPolicy):
-        name, features, max_depth = "slow", ("top1",), 3
-
-        def keep(self, step, state):
-            time.sleep(1e-3)
-            return step.alive, state
-
-    tool = of_model(pair, Slow(), 0, requests[:1], True)
-    tool.engine.run(tool.propose, most=6)
-    spent = tool.drafting.spent
-    assert spent.drafted > 6
-    assert spent.drafted / 3 * 1e-3 <= spent.policy_s < spent.all_s - spent.model_s
+@pytest.mark.parametrize("spec", ["model", "suffix", "suffix+model"])
+def test_a_cache_that_grows_reads_its_texts_again(pair, requests, spec, monkeypatch):
+    monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", 4)
+    tool = DraftingRun(find_drafter(spec, pair), load_policy(f"confidence:{LEAST}"), 2, requests[:6])
+    assert len({(len(text) + K).bit_length() for text, _ in tool.drafts}) > 2
+    reference = find_drafter(spec, pair)
+    for text, draft in tool.drafts[::3]:
+        assert draft == alone(reference, text, pair.vocabulary)
 
 
-def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[Request]) -> None:
-    """Accepted and verified tokens are those that the engine has counted, round by round, for each request alone."""
-    heard: list[tuple[int, int, int]] = []
+def test_earlier_texts_are_drafted_from_on_request(pair, requests):
+    """The same text twice, one request after the other: the second time nearly all of it is a draft."""
+    twice, rounds = [requests[0], Request("again", requests[0].prompt, requests[0].answer)], {}
+    for keep in (0, 1):
+        drafter = find_drafter(f"suffix?keep={keep}", pair)
+        tool = DraftingRun(drafter, load_policy(f"fixed:{K}"), 0, twice, gentle=True, rows=1)
+        rounds[keep] = [len(request.rounds) for request in tool.engine.finished]
+    assert rounds[1][0] == rounds[0][0] == rounds[0][1] > rounds[1][1]
 
-    class Listening(StopPolicy):
-        name, first, max_depth = "listening", 1, 3
 
-        def start(self, streams: int, keys: np.ndarray) -> State:
+# What a policy observes
+
+
+def test_a_policy_observes_the_accepted_and_verified_tokens_of_each_draft(pair, requests):
+    outcomes: list[tuple[int, int, int]] = []
+
+    class Observing(StopPolicy):
+        name, first, max_depth = "observing", 1, 3
+
+        def start(self, streams: int, keys: Any) -> State:
             return np.asarray(keys).reshape(-1, 1).copy()
 
-        def keep(self, step, state):
+        def keep(self, step: DraftStep, state: State) -> Any:
             return step.alive & (state % 3 + 1 > step.depth), state
 
         def observe(self, outcome: RoundOutcome, state: State) -> State:
-            heard.extend(zip(state[:, 0].tolist(), outcome.verified.tolist(), outcome.accepted.tolist(), strict=True))
+            outcomes.extend(
+                zip(state[:, 0].tolist(), outcome.verified.tolist(), outcome.accepted.tolist(), strict=True)
+            )
             return state
 
-    tool = of_model(pair, Listening(), 5, requests, True)
-    tool.engine.run(tool.propose)
-    ended = [request for request in tool.engine.finished]
-    expected = Counter()
-    for request in ended:
+    tool = DraftingRun(find_drafter("model", pair), Observing(), 5, requests)
+    expected: Counter[tuple[int, int]] = Counter()
+    for request in tool.engine.finished:
         for _, draft, new in request.rounds[1:]:
             if draft:
-                came = EngineDraft(0, 0, draft)
-                came.set_outcome(new)
-                expected[came.verified, came.accepted] += 1
-    assert not expected - Counter((verified, accepted) for _, verified, accepted in heard)
-    lengths = {key % 3 + 1 for key, *_ in heard}
-    assert lengths == {1, 2, 3} and all(verified <= key % 3 + 1 for key, verified, _ in heard)
+                outcome = EngineDraft(0, 0, draft)
+                outcome.set_outcome(new)
+                expected[outcome.verified, outcome.accepted] += 1
+    assert not expected - Counter((verified, accepted) for _, verified, accepted in outcomes)
+    lengths = {key % 3 + 1 for key, *_ in outcomes}
+    assert lengths == {1, 2, 3} and all(verified <= key % 3 + 1 for key, verified, _ in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("draft", "new", "expected"),
+    [
+        ([5, 6, 7], [5, 6, 7, 8], (3, 3)), ([5, 6, 7], [5, 6, 9], (2, 3)), ([5, 6, 7], [4], (0, 3)), ([], [4], (0, 0)),
+        ([5, 6, 7], [5], (0, 0)),  # trimmed to nothing, and the target agrees
+        ([5, 6, 7], [5, 6], (1, 1)),
+        ([5], [4, 5, 6], (0, 1)),  # steps without a draft
+    ],
+)  # fmt: skip
+def test_the_outcome_of_a_draft_follows_from_the_next_tokens(draft, new, expected):
+    outcome = EngineDraft(0, 0, draft)
+    outcome.set_outcome(new)
+    assert (outcome.accepted, outcome.verified) == expected
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_state_that_grows_with_a_round_begins_anew_with_each(pair: Pair, requests: list[Request], first: int) -> None:
-    """Rows rest at different depths of a round, and some rounds draft nothing: each is heard of before the next."""
+def test_a_state_that_grows_within_a_round_is_reset_before_the_next(pair, requests, first):
+    """Rows are at different depths of a round, and some rounds draft nothing."""
     widths: list[tuple[int, int]] = []
 
     class Growing(StopPolicy):
         name, max_depth = "growing", 4
 
-        def start(self, streams: int, keys: np.ndarray) -> State:
+        def start(self, streams: int, keys: Any) -> State:
             return np.zeros((streams, 0)), np.asarray(keys).copy()
 
-        def keep(self, step, state):
-            known, rounds = state
-            widths.append((step.depth, known.shape[1]))
-            going = step.alive & (rounds % 5 >= step.depth)[:, None] & (rounds % 7 > 0)[:, None]
-            return going, (np.concatenate([known, step.alive], 1), rounds)
+        def keep(self, step: DraftStep, state: State) -> Any:
+            columns, rounds = state
+            widths.append((step.depth, columns.shape[1]))
+            kept = step.alive & (rounds % 5 >= step.depth)[:, None] & (rounds % 7 > 0)[:, None]
+            return kept, (np.concatenate([columns, step.alive], 1), rounds)
 
         def observe(self, outcome: RoundOutcome, state: State) -> State:
             return np.zeros((len(state[0]), 0)), state[1] + 1
 
     policy = Growing()
     policy.first = first
-    tool = of_model(pair, policy, 3, requests, True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tool.engine.run(tool.propose)
+        tool = DraftingRun(find_drafter("model", pair), policy, 3, requests)
     assert {depth for depth, _ in widths} == set(range(first, 4)) and tool.engine.counts["preempted"] > 0
     assert all(width == depth - first for depth, width in widths)
-    assert first or any(not draft for _, draft in tool.asked)
+    assert first or any(not draft for _, draft in tool.drafts)
 
 
-def test_a_request_that_is_omitted_from_steps_keeps_its_state(pair: Pair) -> None:
-    """Its rounds are counted alone, whatever other requests draft meanwhile."""
+def drafting(pair: Pair, policy: Any, rows: int = 1, readable: int = 128, **more: Any) -> Drafting:
+    policy = load_policy(policy) if isinstance(policy, str) else policy
+    return Drafting(find_drafter("model", pair), policy, Options(rows, K, readable, pair.vocabulary, **more))
 
+
+def test_a_request_that_is_omitted_from_steps_keeps_its_state(pair):
     class Counting(StopPolicy):
         name, first, max_depth = "counting", 0, K
 
-        def start(self, streams: int, keys: np.ndarray) -> State:
+        def start(self, streams: int, keys: Any) -> State:
             return np.zeros(streams, dtype=np.int64)
 
-        def keep(self, step, state):
+        def keep(self, step: DraftStep, state: State) -> Any:
             return step.alive & (step.depth <= state)[:, None], state
 
         def observe(self, outcome: RoundOutcome, state: State) -> State:
             return state + outcome.active
 
-    drafting = Drafting(find_drafter("model", pair), Counting(), Options(2, K, 128, pair.vocabulary))
-    texts = {"a": [20, 21, 22], "b": [30, 31, 32]}
+    tool, texts = drafting(pair, Counting(), 2), {"a": [20, 21, 22], "b": [30, 31, 32]}
     lengths: dict[str, list[int]] = {"a": [], "b": []}
     for names in ("ab", "b", "ab", "b", "b", "a"):
-        for name, draft in zip(names, drafting.propose([np.array(texts[n]) for n in names], list(names)), strict=True):
+        for name, draft in zip(names, tool.propose([np.array(texts[n]) for n in names], list(names)), strict=True):
             lengths[name].append(len(draft))
             texts[name].append(40)
     assert lengths == {"a": [1, 2, 3], "b": [1, 2, 3, 4, 5]}
 
 
-def test_a_prefix_that_two_requests_of_a_row_have_in_common_is_read_once(pair: Pair, plain_pair: Pair) -> None:
-    first, second = [*range(20, 40), 41], [*range(20, 36), 42, 43, 44]
-    drafting = Drafting(find_drafter("model", pair), load_policy("fixed:3"), Options(1, K, 128, pair.vocabulary))
-    backlogs = []
-    for text in (first, second, second[:10]):
-        assert drafting.propose([np.array(text)]) == [greedy(plain_pair.draft_model, text, 3)[0]]
-        backlogs.append(drafting._requests.rows[0].draft.backlog)  # type: ignore[union-attr]
-    assert backlogs == [21, 3, 1]
+def test_limits_of_a_draft(pair, plain_pair):
+    """An end of text, the room of the draft model, the number of rows, and a policy of length 0."""
+    text = [20, 21, 22]
+    tokens = greedy(plain_pair.draft_model, text, K)
+    for options, expected in (
+        ({"eos": (tokens[1],)}, tokens[: tokens.index(tokens[1]) + 1]),
+        ({"readable": len(text) + K}, tokens), ({"readable": len(text) + K - 1}, []),
+    ):  # fmt: skip
+        assert drafting(pair, "fixed:5", **options).propose([np.array(text)]) == [expected]
+    drafts = drafting(pair, "fixed:2", 2).propose([np.array([20, 21 + i]) for i in range(3)])
+    assert [len(draft) for draft in drafts] == [2, 2, 0]
+    assert drafting(pair, "fixed:0").propose([np.array([20, 21])]) == [[]]
 
 
-@pytest.mark.parametrize(
-    ("draft", "new", "expected"),
-    [
-        ([5, 6, 7], [5, 6, 7, 8], (3, 3)),
-        ([5, 6, 7], [5, 6, 9], (2, 3)),
-        ([5, 6, 7], [4], (0, 3)),
-        ([5, 6, 7], [5], (0, 0)),  # trimmed to nothing, and the target said the same
-        ([5, 6, 7], [5, 6], (1, 1)),
-        ([], [4], (0, 0)),
-        ([5], [4, 5, 6], (0, 1)),  # steps in which nobody asked for a draft
-    ],
-)
-def test_what_came_of_a_draft_is_what_follows(draft: list[int], new: list[int], expected: tuple[int, int]) -> None:
-    came = EngineDraft(0, 0, draft)
-    came.set_outcome(new)
-    assert (came.accepted, came.verified) == expected
+# Failures
 
 
-@pytest.mark.parametrize("where", ["start", "keep", "observe"])
-def test_a_policy_that_fails_is_named_once_and_replaced(pair: Pair, requests: list[Request], where: str) -> None:
-    def broken(*args: object) -> None:
+@pytest.mark.parametrize("method", ["start", "keep", "observe"])
+def test_a_policy_that_fails_is_replaced_with_one_warning(pair, requests, method):
+    def fail(*args: Any) -> None:
         raise ZeroDivisionError("seven")
 
-    policy = type("Broken", (StopPolicy,), {where: broken, **({} if where == "keep" else {"keep": _all})})()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        tool = of_model(pair, policy, 1, requests[:5], True, fallback=2)
-        tool.engine.run(tool.propose)
-    named = [str(w.message) for w in told if issubclass(w.category, SpecstopWarning)]
-    assert len(named) == 1 and "seven" in named[0] and "fixed:2" in named[0]
-    assert tool.drafting.policy.name == "fixed:2"
-    assert {len(draft) for _, draft in tool.asked[-4:]} == {2}
-    assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
+    methods = {"keep": lambda self, step, state: (step.alive.copy(), state), method: fail}
+    with pytest.warns(SpecstopWarning, match="seven.*fixed:2") as caught:
+        tool = DraftingRun(
+            find_drafter("model", pair), type("Broken", (StopPolicy,), methods)(), 1, requests[:5], fallback=2
+        )
+    assert len(caught) == 1 and tool.drafting.policy.name == "fixed:2"
+    assert {len(draft) for _, draft in tool.drafts[-4:]} == {2}
 
 
-def _all(self, step, state):
-    return step.alive.copy(), state
+class Breaking(LookupDrafter):
+    """Fails in its `left`-th call and must not be called again."""
+
+    left = 0
+
+    def count(self) -> None:
+        assert self.left > 0, "a drafter that has failed was called again"
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("no words left")
+
+    def begin(self, stream: int) -> None:
+        self.count()
+        super().begin(stream)
+
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        self.count()
+        super().committed(stream, tokens, states)
+
+    def backlog(self) -> Any:
+        self.count()
+        return super().backlog()
+
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        self.count()
+        return super().propose(round, depth, rows)
 
 
-def test_an_end_of_text_or_of_the_draft_s_room_ends_a_draft(pair: Pair, plain_pair: Pair) -> None:
-    text = [20, 21, 22]
-    tokens, _ = greedy(plain_pair.draft_model, text, K)
-    for options, expected in (
-        (Options(1, K, 128, pair.vocabulary, eos=(tokens[1],)), tokens[: tokens.index(tokens[1]) + 1]),
-        (Options(1, K, len(text) + K, pair.vocabulary), tokens),
-        (Options(1, K, len(text) + K - 1, pair.vocabulary), []),
-    ):
-        drafting = Drafting(find_drafter("model", pair), load_policy("fixed:5"), options)
-        assert drafting.propose([np.array(text)]) == [expected]
+@pytest.mark.parametrize("call", range(20, 26))
+def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pair, requests, call):
+    drafter = Breaking(pair)
+    drafter.left = call
+    with pytest.warns(SpecstopWarning, match="drafter failed .*no words left") as caught:
+        tool = DraftingRun(drafter, load_policy(f"confidence:{LEAST}"), 0, requests)
+    assert len(caught) == 1 and drafter.left == 0
+    lengths = [len(draft) for _, draft in tool.drafts]
+    assert any(lengths) and not any(lengths[-40:])
+    with pytest.raises(InputError, match=r"drafter failed .*no words left"):
+        tool.drafting.check_failed()  # as `collect` and `profile` do
 
 
-def test_more_requests_than_rows_get_no_draft_and_no_length_none(pair: Pair) -> None:
-    drafter, options = find_drafter("model", pair), Options(2, K, 128, pair.vocabulary)
-    drafting = Drafting(drafter, load_policy("fixed:2"), options)
-    assert [len(d) for d in drafting.propose([np.array([20, 21 + i]) for i in range(3)])] == [2, 2, 0]
-    none = Drafting(drafter, load_policy("fixed:0"), options)
-    assert none.propose([np.array([20, 21])]) == [[]]
+def load(drafter: str, target: Path, draft: str = "") -> Drafter:
+    return load_engine_drafter(drafter, draft, str(target), torch.device("cpu"), torch.float64, 48)
 
 
-def test_a_cache_that_grows_reads_its_texts_again(
-    pair: Pair, plain_pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", 4)
-    tool = of_model(pair, load_policy("fixed:3"), 2, requests[:6], True)
-    tool.engine.run(tool.propose)
-    assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3
-    for text, draft in tool.asked[::3]:
-        assert draft == greedy(plain_pair.draft_model, text, 3)[0]
+def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
+    (tmp_path / "code.txt").write_text("a b c", encoding="utf-8")
+    for spec in ("lookup", f"suffix:{tmp_path / 'code.txt'}", "suffix+model", "model"):
+        draft = str(pair_folder / "draft") if spec.endswith("model") else ""
+        drafter = load(spec, tmp_path if spec == "model" else pair_folder / "target", draft)
+        drafter.reserve(2, 64)
+        drafter.begin(1)
+        drafter.committed(1, [20, 21], None)
+        assert drafter.propose(new_round([0, 20], chain(K)), 0, [(1, [0])]).dense(48).shape == (1, 48)
+        assert (drafter.readable < 1 << 20) == bool(draft)
+    for spec in ("medusa:heads", "suffix+ctc:heads"):
+        with pytest.raises(InputError, match="hidden"):
+            load(spec, pair_folder / "target")
+    with pytest.raises(PairError, match="target"):
+        load("lookup", tmp_path)
+
+
+# Rows of the cache
+
+
+def rows_of(count: int, growth: int = 9) -> RequestRows:
+    """Return rows in which each text may grow by this number of tokens in a step."""
+    rows = RequestRows(count)
+    for row in rows.rows:
+        row.draft = EngineDraft(0, 0, [0] * (growth - 1))
+    return rows
+
+
+def place(rows: RequestRows, *texts: list[int], names: list[str] | None = None) -> list[Any]:
+    """Return (row, whether the text continues, tokens kept, new tokens) of each text."""
+    placed = rows.place([np.array(text, dtype=np.int32) for text in texts], names)
+    return [None if one is None else (one.index, one.continued, one.kept, one.new) for one in placed]
+
+
+def test_texts_keep_their_rows_when_they_move_or_are_left_out():
+    rows = rows_of(3)
+    assert [one[:2] for one in place(rows, [1, 2, 3], [1, 2, 4], [9, 9])] == [(0, False), (1, False), (2, False)]
+    assert place(rows, [9, 9, 5], [1, 2, 3, 7]) == [(2, True, 2, [5]), (0, True, 3, [7])]
+    assert place(rows, [1, 2, 4, 4]) == [(1, True, 3, [4])]
+    rows = rows_of(2)
+    place(rows, [1, 1], [2, 2])
+    place(rows, [1, 1, 1])  # the second is preempted
+    assert place(rows, [2, 2, 3], [1, 1, 1, 1], [8]) == [(1, True, 2, [3]), (0, True, 3, [1]), None]
+    place(rows, [2, 2, 3, 4])
+    assert place(rows, [1, 1, 5], [2, 2, 3, 4, 4]) == [(0, False, 2, [5]), (1, True, 4, [4])], "the oldest is replaced"
+    rows = rows_of(1, 3)
+    place(rows, [1, 2])
+    assert place(rows, [1, 2, 3, 4, 5, 6]) == [(0, False, 2, [3, 4, 5, 6])], "more than a step: another text"
+
+
+def test_names_distinguish_equal_texts_and_may_come_again():
+    rows = rows_of(3)
+    place(rows, [1, 2], [1, 2], names=["a", "b"])
+    assert [one[0] for one in place(rows, [1, 2, 4], [1, 2, 3], names=["b", "a"])] == [1, 0]
+    assert place(rows, [7], names=["a"])[0][:2] == (0, False)
+    assert place(rows, [1, 2, 4, 5], names=["c"])[0][:2] == (2, False)
+
+
+def test_requests_stay_in_the_first_rows():
+    """Attention reads the rows up to the last one in use; a request that was left out of steps may come back."""
+    rows = rows_of(16)
+    place(rows, [1, 1], [2, 2])
+    for step in range(9):  # the first is left out
+        place(rows, [2] * (3 + step))
+    assert place(rows, [4, 4], [2] * 12)[0][0] == 2, "never used, and among the first four"
+    assert place(rows, [1, 1, 1], [2] * 13)[0][:2] == (0, True)
+    used = {one[0] for request in range(5, 40) for one in place(rows, [request] * 2, [2] * (request + 9))}
+    assert max(used) < 4

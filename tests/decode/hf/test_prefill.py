@@ -30,7 +30,7 @@ DRAFTING: list[dict[str, Any]] = [
     {"policy": "fixed:4", "drafter": "lookup"}, {"policy": "fixed:4", "drafter": "suffix", "tree": "2,2"},
     {"policy": "fixed:2", "verification": "rejection", "tree": "2,2"}, {"policy": "fixed:5", "draft": "target"},
 ]  # fmt: skip
-VOCABULARY, IMAGE = table.causal_lms.VOCABULARY, 7
+VOCABULARY, IMAGE = table.VOCABULARY, 7
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.4, "eos_token_id": None,
@@ -65,13 +65,13 @@ def small_model(name: str) -> PreTrainedModel:
     """Return a small model in float64, whose greedy texts have no ties. Tests that change it copy it."""
     builders = {"gemma3": gemma3, "qwen2-vl": qwen2_vl}
     if name not in builders:  # a text model; the window of Mistral has 8 tokens
-        return table.causal_lms.build_class(name, {})
+        return table.build_class(name, {})
     torch.manual_seed(0)
     return builders[name]().double().eval()
 
 
 def draft() -> PreTrainedModel:
-    return table.causal_lms.build_class("llama", {"num_hidden_layers": 1})
+    return table.build_class("llama", {"num_hidden_layers": 1})
 
 
 def ids(rows: int, length: int, seed: int = 3) -> Tensor:

@@ -22,8 +22,7 @@ from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from torch import Tensor, nn
 
-classes = table.causal_lms
-PROMPTS = [list(prompt) for prompt in classes.PROMPTS]
+PROMPTS = [list(prompt) for prompt in table.PROMPTS]
 NEW = 12
 TREE_POLICIES: list[StopPolicy] = [
     FixedLength(4),
@@ -35,12 +34,12 @@ CHAIN_POLICIES: list[StopPolicy] = [*TREE_POLICIES, FixedLength(1), TEST_POLICIE
 
 
 def build(name: str, **options: Any) -> hub.PreTrainedModel:
-    model: hub.PreTrainedModel = classes.build_class(name, options)
+    model: hub.PreTrainedModel = table.build_class(name, options)
     return model.float() if name in ("xglm", "granitemoehybrid") else model  # these compute in float32
 
 
 def texts(
-    pair: Pair, depth: int, tree: str | None = None, batch: int = 3, verification: str = "auto", new: int = classes.NEW,
+    pair: Pair, depth: int, tree: str | None = None, batch: int = 3, verification: str = "auto", new: int = table.NEW,
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> list[list[int]]:  # fmt: skip
     settings = Settings(0.0, new, tree=tree, verification=verification)
@@ -83,9 +82,9 @@ def test_a_draft_may_be_of_another_kind(first: str, second: str) -> None:
 @pytest.mark.filterwarnings("ignore::specstop.policies.errors.SpecstopWarning")
 def test_attention_outside_of_the_librarys_interface_is_read_right_or_refused_by_name(name: str) -> None:
     target = build(name)
-    expected, pair = classes.expected_texts(target), join(target, table.noisy(target))
+    expected, pair = table.expected_texts(target), join(target, table.noisy(target))
     assert texts(pair, 0) == texts(pair, 3) == expected
-    assert plain_texts(pair, PROMPTS, [0, 0, 0], classes.NEW, ignore_eos=True).tokens == expected
+    assert plain_texts(pair, PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
     try:
         assert texts(pair, 2, "2,2", 1) == expected
     except PairError as error:
@@ -100,15 +99,15 @@ def test_attention_outside_of_the_librarys_interface_is_read_right_or_refused_by
 def test_a_flag_alone_is_no_reason_to_refuse(name: str, options: dict[str, object]) -> None:
     """Chunked attention, ALiBi, an encoder used as decoder, a hybrid without recurrent layers."""
     target = build(name, **options)
-    assert texts(join(target, table.noisy(target)), 3, batch=1) == classes.expected_texts(target)
+    assert texts(join(target, table.noisy(target)), 3, batch=1) == table.expected_texts(target)
 
 
 @pytest.mark.parametrize("name", ["hunyuan_v1_moe", "longcat_flash"])
 def test_a_router_that_reads_the_weight_of_its_layer_is_not_packed(name: str) -> None:
     target = build(name, num_key_value_heads=4, head_dim=4).float()
-    expected = classes.expected_texts(target)
+    expected = table.expected_texts(target)
     pair = with_engine(join(target, None), "packed")
-    assert plain_texts(pair, PROMPTS, [0, 0, 0], classes.NEW, ignore_eos=True).tokens == expected
+    assert plain_texts(pair, PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
 
 
 def flex() -> hub.PreTrainedModel:

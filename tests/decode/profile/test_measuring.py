@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from benchmark_scripts import part
+import simulated_machines as machines
 from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Case, Effort, Seconds, measure
 from specstop.policies.measurements import Key
 
@@ -80,8 +80,7 @@ def test_the_number_of_repetitions_follows_noise_budget_and_request() -> None:
     ],
 )
 def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind: str, reason: str) -> None:
-    machines = part("machines")
-    noise, seconds = part("clocks").profiled({**machines.NOISY, **machines.QUIET}[kind], SEED, BUDGET_S)
+    noise, seconds = machines.profiled({**machines.NOISY, **machines.QUIET}[kind], SEED, BUDGET_S)
     assert noise.is_noisy == bool(reason) and reason in noise.text
     assert ("busy" if reason else "quiet") in noise.text
     if not reason:
@@ -89,7 +88,6 @@ def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind
 
 
 def test_a_noisy_phase_hardly_changes_the_costs() -> None:
-    machines = part("machines")
     tables = []
     for kind in (machines.NOISY["one slow second"], machines.Disturbance()):
         machine = machines.Machine(kind, SEED)

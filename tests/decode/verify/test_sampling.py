@@ -1,159 +1,273 @@
-"""Logits processors in chain and tree: the text of plain decoding with them, and never a token that they forbid."""
+"""Sampling options, defaults of a model, and logits processors: the text is that of `generate` with the same ones."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
-from specstop.decode.loop import Speculator
+from specstop.collect.run import collect
+from specstop.decode.benchmark import bench
+from specstop.decode.hf.generate import specstop_generate
+from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.profile import measure_profile
+from specstop.decode.profile.measuring import Effort
+from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.noise import gumbel
+from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.decode.verify.sampler import Sampler
-from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.errors import InputError
+from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers.generation import logits_process as library
 
-TREES = ["3,2,1", "parents:-1,-1,0,0,1,2,5"]
-KEY = 91
+CPU = torch.device("cpu")
+TREE = "3,2,1"
+HOT, KEY = 1.3, 91
+
+GREEDY: dict[str, dict[str, Any]] = {
+    "bad_words_ids": {"bad_words_ids": [[7], [9, 10], [20], [30], [40]]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [*range(20, 44)]},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 0.3},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 3.0)},
+    "forced_bos_token_id": {"forced_bos_token_id": 9},
+    "forced_eos_token_id": {"forced_eos_token_id": EOS},
+    "min_length": {"min_length": 24},
+    "min_new_tokens": {"min_new_tokens": 24},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "sequence_bias": {"sequence_bias": [[[9], 4.0], [[10, 11], 5.0]]},
+    "suppress_tokens": {"suppress_tokens": [*range(20, 34)]},
+    "several": {"do_sample": True, "temperature": 0.6, "max_length": 12, "repetition_penalty": 1.3, "top_k": 5},
+}
+"""Fields of `generation_config` that change greedy text; the last ones are like those of Qwen2.5-Instruct."""
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    name: {name: value}
+    for name, value in {
+        "epsilon_cutoff": 0.03, "eta_cutoff": 0.1, "min_p": 0.2, "top_h": 0.4, "top_k": 4, "top_p": 0.7, "typical_p": 0.6,
+    }.items()
+}  # fmt: skip
+"""Fields that change sampling alone."""
 
 
-def on_chain_and_tree(names: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Each on a chain and on one of the trees, in turn."""
-    return [(name, tree) for at, name in enumerate(names) for tree in (None, TREES[at % 2])]
+@contextlib.contextmanager
+def configured(pair: Pair, **fields: Any) -> Iterator[Pair]:
+    """Yield the pair whose target has these defaults."""
+    target: Any = pair.target
+    before = target.generation_config
+    target.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=0)
+    for name, value in fields.items():
+        setattr(target.generation_config, name, value)
+    try:
+        yield pair
+    finally:
+        target.generation_config = before
+
+
+def generate(pair: Pair, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    """Return what the target's `generate` adds to each prompt."""
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        defaults = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+        texts.append(pair.target.generate(ids, **{**defaults, **options})[0, len(prompt) :].tolist())
+    return texts
+
+
+def speculate(
+    pair: Pair, prompts: Sequence[list[int]], policy: Any, settings: Settings, key: int = KEY, **more: Any
+) -> Any:
+    requests = [Request(prompt, key + i) for i, prompt in enumerate(prompts)]
+    return [list(text.tokens) for text in Speculator(pair, policy, settings, **more).run(requests)]
+
+
+# Options and defaults
+
+
+def test_every_field_of_the_installed_transformers_is_classified():
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    refused = {"constraints", "force_words_ids", "guidance_scale", "token_healing", "watermarking_config"}
+    options = {*NEUTRAL, "no_repeat_ngram_size"} - {"no_repeat_ngram"}
+    assert fields <= {*options, *IGNORED, *INERT, *refused} and not options & {*INERT, *refused}
+    assert options - WARPERS.keys() - {*GREEDY} == {"remove_invalid_values", "renormalize_logits"}
+    assert {*SAMPLED} == WARPERS.keys()
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_text_is_that_of_generate(plain_pair, prompt_ids, name):
+    """As defaults of the model, in a chain, a tree, a batch, with a drafter and plain; and as options."""
+    fields, prompts = GREEDY[name], prompt_ids[::2]
+    with configured(plain_pair, **fields):
+        expected = generate(plain_pair, prompts)
+        for tree, drafter in ((None, "model"), (TREE, "model"), (None, "suffix")):
+            texts = decode(plain_pair, prompts, FixedLength(3), settings=Settings(0.0, NEW, tree=tree), drafter=drafter)
+            assert [list(text.tokens) for text in texts] == expected
+        assert plain_texts(plain_pair, prompts, [0] * len(prompts), NEW).tokens == expected
+        bare = Settings(0.0, NEW, sampling=SamplingParams(model_defaults=False))
+        assert speculate(plain_pair, prompts, FixedLength(3), bare) != expected, "the field changes the text"
+    options = {name.replace("ngram_size", "ngram") if name[0] == "n" else name: v for name, v in fields.items()}
+    options = {name: value for name, value in options.items() if name in NEUTRAL}
+    settings = Settings(0.0, NEW, sampling=SamplingParams(**options), verification="rejection")
+    assert speculate(plain_pair, prompts, FixedLength(3), settings.for_pair(plain_pair)) == expected
+
+
+@pytest.mark.parametrize("name", [*GREEDY, *SAMPLED])
+def test_scores_are_those_of_the_processors_that_generate_builds(plain_pair, prompt_ids, name):
+    fields, prompt, processors = (GREEDY | SAMPLED)[name], prompt_ids[4], LogitsProcessorList()
+
+    def record(model: Any, input_ids: Any, logits_processor: Any, **others: Any) -> Any:
+        processors.extend(logits_processor)
+        return input_ids
+
+    with configured(plain_pair, **fields):
+        options = {} if "top_k" in fields else {"top_k": 0}  # not the default of the library
+        generate(plain_pair, [prompt], do_sample=True, temperature=0.7, custom_generate=record, **options)
+        sampling = Settings(0.7, NEW, verification="match").for_pair(plain_pair).sampling
+        if name in SAMPLED:
+            greedy = Settings(0.0, NEW).for_pair(plain_pair).sampling
+            assert not greedy.build(0.0, prompt, (EOS,), CPU), "greedy decoding ignores it"
+    built = sampling.build(0.7, prompt, (EOS,), CPU)
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for more in ([], [9], [9, 10, *range(20, 43)]):
+        rows = torch.tensor([[*prompt, *more]] * 3)
+        assert torch.equal(built(rows, logits.clone()), processors(rows, logits.clone()))
+
+
+def test_options_override_single_defaults(plain_pair, prompt_ids):
+    with configured(plain_pair, **GREEDY["several"], suppress_tokens=[20, 21, 22], typical_p=0.9):
+        settings = Settings(0.0, NEW, sampling=SamplingParams(repetition_penalty=1.0, top_k=0, suppress_tokens=[]))
+        assert settings.for_pair(plain_pair).sampling.to_dict() == {"typical_p": 0.9}
+        expected = generate(plain_pair, prompt_ids[1::3], repetition_penalty=1.0, suppress_tokens=None)
+        assert speculate(plain_pair, prompt_ids[1::3], FixedLength(3), settings) == expected
+    with configured(plain_pair, min_length=30):  # `generate` measures the shortest text by one of both
+        assert Settings(sampling=SamplingParams(min_new_tokens=0)).for_pair(plain_pair).sampling.to_dict() == {}
+    with configured(plain_pair, do_sample=True, temperature=0.6, max_length=40):
+        sampling = Settings(0.7, 4, verification="match").for_pair(plain_pair).sampling
+        assert sampling.to_dict() == {} and not sampling.build(0.7, [3, 4, 5], (EOS,), CPU)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": -1}, {"top_k": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_p": float("nan")}, {"min_p": -0.1},
+     {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"no_repeat_ngram": -2}, {"min_new_tokens": -1}, {"min_new_tokens": 1.5},
+     {"temperature": 0.7}],
+)  # fmt: skip
+def test_an_option_out_of_range_is_refused_by_name(options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "noun"),
+    [
+        ({"guidance_scale": 1.5}, "guidance_scale"), ({"token_healing": True}, "token_healing"),
+        ({"future_field": 3}, "future_field"), ({"suppress_tokens": "all"}, "generation_config"),
+        ({"repetition_penalty": -1.0}, "generation_config"), ({"bad_words_ids": [[-1]]}, "generation_config"),
+    ],
+)  # fmt: skip
+def test_a_default_that_cannot_be_applied_is_refused_by_name(plain_pair, prompts, tmp_path, fields, noun, monkeypatch):
+    if noun == "future_field":
+        original = GenerationConfig.__init__
+        monkeypatch.setattr(
+            GenerationConfig, "__init__", lambda self, **more: (setattr(self, noun, None), original(self, **more))[1]
+        )
+    with configured(plain_pair, **fields):
+        for call in (
+            lambda: decode(plain_pair, "w7 w9", FixedLength(2)),
+            lambda: collect(plain_pair, prompts, tmp_path / "t"),
+        ):
+            with pytest.raises(InputError, match=noun):
+                call()
+        without = Settings(0.0, 2, sampling=SamplingParams(model_defaults=False))
+        decode(plain_pair, "w7 w9", FixedLength(2), settings=without)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 4), ("penalty_alpha", 0.6), ("stop_strings", ["w9"])])
+def test_another_decoding_method_is_ignored_with_a_warning(plain_pair, name, value):
+    with configured(plain_pair, **{name: value}), pytest.warns(SpecstopWarning, match=name):
+        decode(plain_pair, "w7 w9", FixedLength(2), settings=Settings(0.0, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"collector": "live"}])
+def test_collected_texts_have_the_defaults(plain_pair, prompts, prompt_ids, tmp_path, options):
+    options = {"temperature": 0.7, "max_new_tokens": 12, "verification": "match", "shards": 1, "depth": 2, **options}
+    fields = {"repetition_penalty": 1.3, "top_k": 5, "encoder_no_repeat_ngram_size": 2, "suppress_tokens": [20, 21]}
+    with configured(plain_pair, do_sample=True, **fields):
+        trace = collect(plain_pair, prompts, tmp_path / "t", **options)
+        texts = plain_texts(plain_pair, prompt_ids, [stream_key(0, p.id) for p in prompts], 12, 0.7).tokens
+    assert trace.header.sampling == fields
+    text_of = dict(zip([p.id for p in prompts], texts, strict=True))
+    for row in trace.table(["prompt_id", "anchor", "text_tokens", "tokens", "accepted", "observed"]).to_pylist():
+        text = text_of[row["prompt_id"]]
+        assert row["text_tokens"] == len(text)
+        if row["observed"][0] and row["accepted"][0] and row["anchor"] < len(text):
+            assert row["tokens"][0] == text[row["anchor"]]
+    with pytest.raises(TraceError, match="sampling"):  # resumed without the defaults of the model
+        collect(plain_pair, prompts, tmp_path / "t", resume=True, **options)
+
+
+def test_bench_profile_and_generate_apply_the_defaults_once(plain_pair, prompt_ids):
+    with configured(plain_pair, repetition_penalty=1.7, typical_p=0.9):
+        lines = bench(plain_pair, prompt_ids[2:5], ["fixed:2"], settings=Settings(0.0, 12), library=plain_pair)
+        assert len(lines) > 4 and all(line.same_text == 3 for line in lines)
+        profile = measure_profile(plain_pair, prompt_ids[4:], depth=2, new_tokens=8, effort=Effort(repetitions=1))
+        ours = {"custom_generate": specstop_generate, "draft_model": plain_pair.draft}
+        assert generate(plain_pair, prompt_ids[5:6], **ours) == generate(plain_pair, prompt_ids[5:6])
+    assert profile.sampling == SamplingParams.from_dict(profile.sampling).to_dict()
+    assert profile.sampling == {"repetition_penalty": 1.7, "typical_p": 0.9}
+
+
+# Logits processors
 
 
 def allowed(batch: int, ids: Tensor) -> list[int]:
-    """Tokens that leave another remainder by 3 than the last one: the answer depends on the prefix."""
-    assert batch == 0, "every row stands for the one text"
+    """Return tokens with another remainder by 3 than the last one: the answer depends on the prefix."""
+    assert batch == 0, "every row is the only text"
     return [token for token in range(VOCABULARY) if token % 3 != int(ids[-1]) % 3]
 
 
 class Alternating(LogitsProcessor):
-    """Forbids low tokens after a text of even length: the answer depends on how long the prefix is."""
+    """Forbids low tokens after a text of even length, in place."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.masked_fill(torch.arange(VOCABULARY) < 20, -torch.inf) if input_ids.shape[1] % 2 == 0 else scores
-
-
-class InPlace(LogitsProcessor):
-    """Writes into its input, as it may."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, 7] = -torch.inf
+        if input_ids.shape[1] % 2 == 0:
+            scores[:, :20] = -torch.inf
         return scores
 
 
 PREFIX = PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
-BIAS = SequenceBiasLogitsProcessor({(9,): 2.0, (10, 11): 5.0})
-GREEDY: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
-    "repetition": (SamplingParams(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
-    "n-gram": (SamplingParams(no_repeat_ngram=1), {"no_repeat_ngram_size": 1}),
-    "min-new": (SamplingParams(min_new_tokens=19), {"min_new_tokens": 19}),
-    "together": (
-        SamplingParams(repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9),
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
-    ),
-    "prefix": (SamplingParams(processors=(PREFIX,)), {"prefix_allowed_tokens_fn": allowed}),
-    "own": (
-        SamplingParams(processors=(Alternating(), BIAS)),
-        {"logits_processor": LogitsProcessorList([Alternating(), BIAS])},
-    ),
-}
+TRUNCATING = SamplingParams(
+    top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9,
+    processors=(Alternating(), PREFIX),
+)  # fmt: skip
 
 
-def speculate(
-    pair: Pair, prompts: Sequence[list[int]], policy: Any, settings: Settings, key: int = KEY
-) -> list[list[int]]:
-    speculator = Speculator(pair, policy, settings)
-    return [list(speculator.generate(prompt, key + i).tokens) for i, prompt in enumerate(prompts)]
-
-
-Texts = Callable[[str], list[list[int]]]
-"""Texts by the name of a case: they are the same for every tree, and made once."""
-
-
-@pytest.fixture(scope="module")
-def generated(plain_pair: Pair, prompt_ids: list[list[int]]) -> Texts:
-    """What `generate` writes with the options of a case of `GREEDY`, or with none."""
-
-    @functools.cache
-    def texts(name: str) -> list[list[int]]:
-        options = GREEDY[name][1] if name else {}
-        out = []
-        for prompt in prompt_ids[1::3]:
-            ids = torch.tensor([prompt])
-            made = plain_pair.target.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options
-            )
-            out.append(made[0, len(prompt) :].tolist())
-        return out
-
-    return texts
-
-
-@pytest.mark.parametrize(("name", "tree"), on_chain_and_tree(GREEDY))
-def test_greedy_text_is_that_of_generate_with_the_same_options(
-    pair: Pair, prompt_ids: list[list[int]], generated: Texts, name: str, tree: str | None
-) -> None:
-    sampling, prompts = GREEDY[name][0], prompt_ids[1::3]
-    expected, bare = generated(name), generated("")
-    for mode in ("match", "rejection"):
-        for policy in (FixedLength(3), Confidence(0.4))[: 1 if mode == "rejection" else 2]:
-            settings = Settings(0.0, NEW, tree=tree, sampling=sampling, verification=mode)
-            assert speculate(pair, prompts, policy, settings) == expected
-    assert sum(a != b for a, b in zip(expected, bare, strict=True)) >= 1, "the option changes the text"
-
-
-SAMPLED: dict[str, tuple[SamplingParams, Callable[[int], list[LogitsProcessor]]]] = {
-    "top-k": (SamplingParams(top_k=4), lambda n: [TopKLogitsWarper(4)]),
-    "top-p": (SamplingParams(top_p=0.7), lambda n: [TopPLogitsWarper(0.7)]),
-    "min-p": (SamplingParams(min_p=0.2), lambda n: [MinPLogitsWarper(0.2)]),
-    "all": (
-        SamplingParams(top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9,
-                processors=(Alternating(),)),
-        lambda n: [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2),
-                   MinNewTokensLengthLogitsProcessor(n, 9, [EOS]), Alternating(), TopKLogitsWarper(9),
-                   TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)],
-    ),
-    "prefix": (SamplingParams(processors=(PREFIX,)), lambda n: [PREFIX]),
-    "in place": (SamplingParams(processors=(InPlace(),)), lambda n: [InPlace()]),
-}  # fmt: skip
-WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-
-
-def processors_of(name: str, prompt: int, temperature: float) -> LogitsProcessorList:
-    """In the order of `generate`: the temperature before the first warper."""
-    made = SAMPLED[name][1](prompt)
-    first = next((i for i, p in enumerate(made) if isinstance(p, WARPERS)), len(made))
-    return LogitsProcessorList([*made[:first], TemperatureLogitsWarper(temperature), *made[first:]])
+def in_order_of_generate(prompt: list[int]) -> LogitsProcessorList:
+    """Return the processors of `TRUNCATING`: the temperature comes before the first one that truncates."""
+    return LogitsProcessorList(
+        [library.RepetitionPenaltyLogitsProcessor(1.3), library.NoRepeatNGramLogitsProcessor(2),
+         library.MinNewTokensLengthLogitsProcessor(len(prompt), 9, [EOS]), Alternating(), PREFIX,
+         library.TemperatureLogitsWarper(HOT), library.TopKLogitsWarper(9), library.TopPLogitsWarper(0.9),
+         library.MinPLogitsWarper(0.01)]
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def slow_text(pair: Pair, prompt: list[int], key: int, processors: LogitsProcessorList, new: int) -> list[int]:
-    """Plain sampling by the keyed noise: no cache, no draft, one row at a time."""
-    text = list(prompt)
-    while len(text) < len(prompt) + new and text[len(prompt) :][-1:] != [EOS]:
+def slow_text(pair: Pair, prompt: list[int], key: int) -> list[int]:
+    """Return plain sampling with keyed noise: no cache, no draft, one row at a time."""
+    text, processors = list(prompt), in_order_of_generate(prompt)
+    while len(text) < len(prompt) + NEW and text[len(prompt) :][-1:] != [EOS]:
         ids = torch.tensor([text])
         scores = processors(ids, pair.target(ids).logits[:, -1])
         noise = gumbel(key, torch.tensor([len(text)]), pair.vocabulary, torch.float64)
@@ -161,117 +275,202 @@ def slow_text(pair: Pair, prompt: list[int], key: int, processors: LogitsProcess
     return text[len(prompt) :]
 
 
-HOT = 1.3
-
-
-@pytest.fixture(scope="module")
-def sampled(plain_pair: Pair, prompt_ids: list[list[int]]) -> Texts:
-    """What the plain loop writes with the processors of a case of `SAMPLED`."""
-
-    @functools.cache
-    def texts(name: str) -> list[list[int]]:
-        made = enumerate(prompt_ids[1::3])
-        return [slow_text(plain_pair, ids, KEY + i, processors_of(name, len(ids), HOT), NEW) for i, ids in made]
-
-    return texts
-
-
-@pytest.fixture(scope="module")
-def bare(pair: Pair, prompt_ids: list[list[int]]) -> list[list[int]]:
-    """What is written by the same noise without processors, whatever is drafted."""
-    return speculate(pair, prompt_ids[1::3], FixedLength(4), Settings(HOT, NEW, verification="match"))
-
-
-@pytest.mark.parametrize(("name", "tree"), on_chain_and_tree(SAMPLED))
-def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(
-    pair: Pair, prompt_ids: list[list[int]], sampled: Texts, bare: list[list[int]], name: str, tree: str | None
-) -> None:
-    prompts, expected = prompt_ids[1::3], sampled(name)
-    settings = Settings(HOT, NEW, tree=tree, sampling=SAMPLED[name][0], verification="match")
-    for policy in (FixedLength(4), Confidence(0.3)):
-        assert speculate(pair, prompts, policy, settings) == expected
-    assert bare != expected, "the processors change the text"
-
-
-@torch.no_grad()
-def banned(pair: Pair, prompt: list[int], text: list[int], processors: LogitsProcessorList) -> int:
-    """How many tokens of a text the processors forbid at their place."""
-    count = 0
-    for at, token in enumerate(text):
-        ids = torch.tensor([[*prompt, *text[:at]]])
-        count += bool(processors(ids, pair.target(ids).logits[:, -1])[0, token] == -torch.inf)
-    return count
+def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(pair, plain_pair, prompt_ids):
+    prompts = prompt_ids[1::3]
+    expected = [slow_text(plain_pair, prompt, KEY + i) for i, prompt in enumerate(prompts)]
+    for tree in (None, TREE, "parents:-1,-1,0,0,1,2,5"):
+        for policy in (FixedLength(4), Confidence(0.3)):
+            settings = Settings(HOT, NEW, tree=tree, sampling=TRUNCATING, verification="match")
+            assert speculate(pair, prompts, policy, settings) == expected
+    assert speculate(pair, prompts, FixedLength(4), Settings(HOT, NEW, verification="match")) != expected
 
 
 @pytest.mark.parametrize(
-    ("mode", "tree"),
-    [("rejection", None), ("rejection", "4,2"), ("rejection", "parents:-1,-1,0,0,1,2,5"), ("rejection_replace", "4,2"),
-     ("block", None)],
-)  # fmt: skip
-def test_a_forbidden_token_never_appears_under_rejection(
-    pair: Pair, plain_pair: Pair, prompt_ids: list[list[int]], mode: str, tree: str | None
-) -> None:
-    """Among them trees that ask for more candidates than the processors leave."""
+    ("mode", "tree"), [("rejection", None), ("rejection", "4,2"), ("rejection_replace", "4,2"), ("block", None)]
+)
+@pytest.mark.parametrize("sampling", [TRUNCATING, SamplingParams(top_k=2)], ids=["many", "top-k"])
+def test_a_forbidden_token_never_appears_under_rejection(pair, plain_pair, prompt_ids, mode, tree, sampling):
+    """Also in trees with room for more candidates than the processors leave."""
     prompts = prompt_ids[2:6:3]
-    cases = {**SAMPLED, "top-2": (SamplingParams(top_k=2), lambda n: [TopKLogitsWarper(2)])}
-    for name, (sampling, _) in cases.items():
-        settings = Settings(1.3, 8, tree=tree, sampling=sampling, verification=mode)
-        texts = speculate(pair, prompts, FixedLength(3), settings)
-        for prompt, text in zip(prompts, texts, strict=True):
-            made = LogitsProcessorList(cases[name][1](len(prompt)))
-            processors = processors_of(name, len(prompt), 1.3) if name in SAMPLED else made
-            assert banned(plain_pair, prompt, text, processors) == 0
-        assert speculate(pair, prompts, FixedLength(3), settings) == texts
-        assert speculate(pair, prompts, FixedLength(3), settings, KEY + 7) != texts
-
-
-def test_the_support_check_can_fail(pair: Pair, plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
-    text = speculate(pair, prompt_ids[-1:], FixedLength(3), Settings(1.3, 14, verification="match"))[0]
-    assert banned(plain_pair, prompt_ids[-1], text, LogitsProcessorList([TopKLogitsWarper(1)])) > 0
-
-
-def test_warpers_do_not_touch_greedy_text(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    bare = speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW))
-    sampling = SamplingParams(top_k=3, top_p=0.5, min_p=0.3)
-    assert speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW, sampling=sampling)) == bare
+    settings = Settings(HOT, 8, tree=tree, sampling=sampling, verification=mode)
+    texts = speculate(pair, prompts, FixedLength(3), settings)
+    for prompt, text in zip(prompts, texts, strict=True):
+        processors = in_order_of_generate(prompt) if sampling.processors else sampling.build(HOT, prompt, (EOS,), CPU)
+        for at, token in enumerate(text):
+            ids = torch.tensor([[*prompt, *text[:at]]])
+            with torch.no_grad():
+                assert processors(ids, plain_pair.target(ids).logits[:, -1])[0, token] > -torch.inf
+    assert speculate(pair, prompts, FixedLength(3), settings) == texts
+    assert speculate(pair, prompts, FixedLength(3), settings, KEY + 7) != texts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature: float) -> None:
-    """Prefixes of different lengths in one call, as a tree of alternatives asks for them."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, VOCABULARY, generator=generator, dtype=torch.float64)
+def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature):
+    """Prefixes of different lengths in one call, as in a tree."""
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     prefixes = [[5, 6], [7], [6, 5], [9, 9, 9]]
     sampling = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX, Alternating()))
     for padding in ([], [0, 0, 3]):
-        sampler = Sampler(sampling.build(temperature, [5], (EOS,), torch.device("cpu")), temperature, padding)
+        sampler = Sampler(sampling.build(temperature, [5], (EOS,), CPU), temperature, padding)
         before = logits.clone()
         together = sampler(logits, lambda: prefixes)
-        assert torch.equal(logits, before), "the raw logits are left as they are"
+        assert torch.equal(logits, before), "raw logits are not modified"
         for row, prefix in enumerate(prefixes):
-            chain = sampling.build(temperature, [5], (EOS,), torch.device("cpu"))
-            assert torch.equal(
-                together[row], chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0]
-            )
+            chain = sampling.build(temperature, [5], (EOS,), CPU)
+            alone = chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0]
+            assert torch.equal(together[row], alone)
+    bare = Sampler(LogitsProcessorList(), 0.5)
+    assert torch.equal(bare(logits, lambda: pytest.fail("no processor needs prefixes")), logits / 0.5)
 
 
-def test_without_a_processor_nobody_asks_for_prefixes() -> None:
-    sampler = Sampler(LogitsProcessorList(), 0.5)
-    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(sampler(logits, lambda: pytest.fail("asked")), logits / 0.5)
+# Processors with state
 
 
-def test_processors_of_the_library_without_state_are_called_as_they_are() -> None:
-    made = [one for one in processors_of("all", 3, 0.7) if not isinstance(one, Alternating)]
-    processors = (PREFIX, BIAS, *made)
-    assert SamplingParams(processors=processors).checked(VOCABULARY, torch.device("cpu")).processors == processors
+class Counting(LogitsProcessor):
+    """Favours other tokens in each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores + (self.calls * torch.arange(scores.shape[1])) % 7
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 2.0),
-     ("repetition_penalty", 0.0), ("no_repeat_ngram", -2), ("min_new_tokens", -1)],
-)  # fmt: skip
-def test_a_value_out_of_range_is_refused_by_its_option(option: str, value: float) -> None:
-    with pytest.raises(InputError, match=f"{option}: expected .*, not {value}"):
-        SamplingParams(**{option: value})
+class Remembering(LogitsProcessor):
+    """Forbids the tokens of the calls before, of the first row."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        out = scores.clone()
+        out[:, self.tokens] = -torch.inf
+        self.tokens.append(int(input_ids[0, -1]))
+        return out
+
+
+class Strict(LogitsProcessor):
+    """Asserts that each token is one that it allowed, as matchers of grammars do, and knows where the text began."""
+
+    def __init__(self) -> None:
+        self.start, self.allowed = 0, set(range(VOCABULARY))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.start = self.start or input_ids.shape[1]
+        if input_ids.shape[1] > self.start:
+            assert int(input_ids[0, -1]) in self.allowed
+        left = (input_ids.shape[1] - self.start) % 3
+        self.allowed = {token for token in range(VOCABULARY) if token % 3 == left or token == EOS}
+        return scores.masked_fill(torch.tensor([t not in self.allowed for t in range(VOCABULARY)]), -torch.inf)
+
+
+class Sleeping(LogitsProcessor):
+    """Has no state before a certain token, like limits of a thinking phase; then it favours other tokens in each call."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.calls = token, -1
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.calls >= 0 or int(input_ids[0, -1]) == self.token:
+            self.calls += 1
+        return scores + (max(self.calls, 0) * torch.arange(scores.shape[1])) % 7
+
+
+class Allowed:
+    """A function of `prefix_allowed_tokens_fn` with state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch: int, ids: Tensor) -> list[int]:
+        self.calls += 1
+        return [token for token in range(VOCABULARY) if (token + self.calls) % 4]
+
+
+STATEFUL: dict[str, Callable[[], LogitsProcessor]] = {
+    "counting": Counting,
+    "remembering": Remembering,
+    "strict": Strict,
+    "sleeping": lambda: Sleeping(18),  # which stands in a text
+    "function": lambda: PrefixConstrainedLogitsProcessor(Allowed(), num_beams=1),
+    "SynthID": lambda: library.SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=3, keys=[1, 2], sampling_table_size=16, sampling_table_seed=0, context_history_size=8, device=CPU
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_follows_every_candidate(plain_pair, prompt_ids, name):
+    processor, prompts = STATEFUL[name](), prompt_ids[1:4]
+    before = {key: copy.deepcopy(value) for key, value in vars(processor).items()}
+    fresh = [generate(plain_pair, [p], logits_processor=LogitsProcessorList([STATEFUL[name]()]))[0] for p in prompts]
+    ours = {"custom_generate": specstop_generate, "draft_model": plain_pair.draft, "policy": "fixed:4"}
+    sampling = SamplingParams(processors=(processor,))
+    for tree in (None, TREE):
+        assert (
+            generate(plain_pair, prompts, logits_processor=LogitsProcessorList([processor]), tree=tree, **ours) == fresh
+        )
+        settings = Settings(0.0, NEW, tree=tree, sampling=sampling)
+        assert speculate(plain_pair, prompts, FixedLength(4), settings, batch=3) == fresh
+    assert plain_texts(plain_pair, prompts, [0] * 3, NEW, sampling=sampling).tokens == fresh
+    assert repr(before) == repr(vars(processor)) or name == "function", "copies are called"
+
+
+class Random(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + torch.rand(scores.shape)
+
+
+class Averaging(LogitsProcessor):
+    """Depends on the scores of earlier steps, which differ between draft and target."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.mean = (self.mean + scores) / 2
+        return self.mean
+
+
+class Shared(LogitsProcessor):
+    """Its copies share a list."""
+
+    calls: list[int] = []  # noqa: RUF012
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls.append(0)
+        return scores + (len(self.calls) * torch.arange(scores.shape[1])) % 7
+
+
+class Locked(LogitsProcessor):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+@pytest.mark.parametrize("kind", [Random, Averaging, Shared, Locked])
+def test_a_processor_that_candidates_cannot_follow_is_refused_by_name(pair, kind):
+    with pytest.raises(InputError, match=f"logits processor {kind.__name__} "):
+        Speculator(pair, FixedLength(2), Settings(0.7, 4, sampling=SamplingParams(processors=(kind(),))))
+    guidance = library.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair.target)
+    with pytest.raises(InputError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor"):
+        SamplingParams(processors=(guidance,)).checked(VOCABULARY, CPU)
+
+
+def test_rows_of_a_batch_have_their_own_processors(plain_pair, prompt_ids):
+    """Options that read the prompt are split by row; a processor that treats rows differently is refused."""
+    ids = torch.tensor([prompt[:3] for prompt in prompt_ids[3:6]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+    ours = {"custom_generate": specstop_generate, "draft_model": plain_pair.draft}
+    for more in ({"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 1}):
+        expected = plain_pair.target.generate(ids, **options, **more).tolist()
+        for tree in (None, TREE):
+            assert plain_pair.target.generate(ids, tree=tree, **ours, **options, **more).tolist() == expected
+    options["logits_processor"] = LogitsProcessorList([Remembering()])
+    with pytest.raises(InputError, match=r"Remembering .*rows of a batch"):
+        plain_pair.target.generate(ids, **ours, **options)

@@ -1,0 +1,328 @@
+"""Drafters on hidden states of the target: what they receive, what they propose, and that the text stays the target's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW, build_model
+from contract_policies import TEST_POLICIES
+from scaled_models import CAP, FACTOR, SCALED, scaled_model
+from small_drafters import DRAFTERS, new_round, proposed, small_drafter, small_network
+from specstop.decode.drafters import (
+    Drafter,
+    LookupDrafter,
+    ModelDrafter,
+    Proposal,
+    TrainedDrafter,
+    find_drafter,
+    save_drafter,
+    with_drafter,
+)
+from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapsed, collapsed_length, first_positions, size
+from specstop.decode.drafters.networks import LayerNetwork, output_layer, output_scale
+from specstop.decode.loop import Speculator
+from specstop.decode.models.pair import Pair, join
+from specstop.decode.plain import plain_texts
+from specstop.decode.round_state import RoundState, Rows
+from specstop.decode.settings import Settings
+from specstop.decode.topology import chain, parse_tree
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.contract import Array
+from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
+from transformers import PreTrainedConfig
+
+SAME = {"atol": 1e-9, "rtol": 0.0}  # float64, in another order of operations
+
+
+@pytest.fixture(scope="module")
+def plain(pair, prompt_ids):
+    prompts = prompt_ids[1::4]
+    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
+    return {t: plain_texts(pair, prompts, keys, NEW, t).tokens for t in (0.0, 0.7)}
+
+
+@torch.no_grad()
+def states_of(pair: Pair, text: list[int]) -> torch.Tensor:
+    return pair.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+
+
+class Heads(Drafter):
+    """Head j scores depth j + 1 from the last of three layers of hidden states; checks what it receives."""
+
+    layers, readable = (0, 1, -1), 128
+
+    def __init__(self, pair: Pair) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.pair, weight = pair, pair.target.lm_head.weight
+        noise = [torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for _ in range(4)]
+        self.heads = [weight + 0.2 * j * one for j, one in enumerate(noise)]
+        self.passes = 0
+
+    def reserve(self, streams: int, tokens: int) -> None:
+        assert streams == 1
+
+    def begin(self, stream: int) -> None:
+        self.text: list[int] = []
+
+    def backlog(self) -> Array:
+        return np.zeros(1, dtype=np.int64)
+
+    @torch.no_grad()
+    def committed(self, stream: int, tokens: Sequence[int], states: torch.Tensor | None) -> None:
+        assert states is not None and len(states) == len(tokens)
+        self.text += tokens
+        layers = self.pair.target(torch.tensor([self.text]), output_hidden_states=True).hidden_states
+        expected = torch.cat([layers[layer][0] for layer in self.layers], -1)[-len(tokens) :]
+        torch.testing.assert_close(states, expected, **SAME)
+        self.hidden = states[-1:, -16:]
+
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        ((_, fed),) = rows
+        self.passes += depth == 0
+        return Proposal(torch.nn.functional.linear(self.hidden, self.heads[depth]).expand(len(fed), -1))
+
+
+@pytest.mark.parametrize("tree", [None, "3,2,1"])
+def test_a_drafter_receives_the_layers_that_it_requests_of_every_committed_token(plain_pair, prompt_ids, plain, tree):
+    for policy, temperature in (
+        (FixedLength(3), 0.7),
+        (TEST_POLICIES["from-anchor"], 0.0),
+        (TEST_POLICIES["selecting"], 0.7),
+    ):
+        heads = Heads(plain_pair)
+        settings = Settings(temperature, NEW, tree=tree, max_depth=4, verification="match")
+        speculator = Speculator(plain_pair, policy, settings, drafter=heads)
+        texts = [speculator.generate(p, stream_key(0, f"p{i}")) for i, p in enumerate(prompt_ids[1::4])]
+        assert [list(g.tokens) for g in texts] == plain[temperature]
+        rounds = [r for g in texts for r in g.rounds]
+        assert heads.passes == sum(r.drafted > 0 for r in rounds)
+        assert sum(r.accepted for r in rounds) > 0
+    for drafter in (ModelDrafter(plain_pair), LookupDrafter(plain_pair)):  # which do not pay for hidden states
+        speculator = Speculator(plain_pair, FixedLength(2), Settings(0.0, 6), drafter=drafter)
+        speculator.generate(prompt_ids[3])
+        assert speculator.target.states is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [(kind, tree) for at, kind in enumerate(DRAFTERS) for tree in (None, ("3,2,1", "parents:-1,-1,0,0,1,2,5")[at % 2])],
+)
+def test_text_is_the_targets(pair, prompt_ids, plain, kind, tree):
+    accepted = 0
+    for number, policy in enumerate((FixedLength(5), Confidence(0.2), TEST_POLICIES["selecting"])):
+        temperature = (0.0, 0.7)[(DRAFTERS.index(kind) + number) % 2]
+        settings = Settings(temperature, NEW, tree=tree, max_depth=5, verification="match")
+        speculator = Speculator(pair, policy, settings, drafter=small_drafter(kind, pair))
+        texts = [speculator.generate(p, stream_key(0, f"p{i}")) for i, p in enumerate(prompt_ids[1::4])]
+        assert [list(g.tokens) for g in texts] == plain[temperature]
+        accepted += sum(r.accepted for g in texts for r in g.rounds)
+        assert max(r.drafted for g in texts for r in g.rounds) > 1
+    assert accepted > 0
+    for mode in ("rejection", "typical") if tree else ("block",):
+        settings = Settings(0.7, NEW, tree=tree, max_depth=3, verification=mode)
+        texts = [
+            Speculator(pair, FixedLength(3), settings, drafter=small_drafter(kind, pair)).generate(prompt_ids[4], 9)
+            for _ in range(2)
+        ]
+        assert texts[0].tokens == texts[1].tokens and sum(r.drafted for r in texts[0].rounds) > 0
+
+
+@torch.inference_mode()
+def test_medusa_scores_by_the_state_and_hydra_by_the_path_too(pair, plain_pair):
+    text = [5, 8, 9, 7]
+    hidden, embed = states_of(plain_pair, text)[-1:], pair.target.get_input_embeddings()
+    for kind in ("medusa", "hydra"):
+        drafter = small_drafter(kind, pair)
+        drafter.committed(0, text, states_of(plain_pair, text))
+        round, network = new_round([3], parse_tree("2,1"), {1: 30, 2: 31}), drafter._network
+        proposed(drafter, round, 0)
+        rows = proposed(drafter, round, 1, 2)
+        for row, token in zip(rows, (30, 31), strict=True):
+            path = embed(torch.tensor([[3, token]])) if kind == "hydra" else None
+            torch.testing.assert_close(row, network.outputs[1](network.state(1, hidden, path))[0], **SAME)
+        assert torch.equal(rows[0], rows[1]) == (kind == "medusa")
+        deep = new_round([3], chain(4), dict.fromkeys(range(1, 5), 5))
+        assert not torch.isfinite(proposed(drafter, deep, 4)).any(), "there are three heads"
+
+
+def reference_state(network: LayerNetwork, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Return the last state of the layer over a whole text, without a cache, with explicit attention."""
+    count = len(embedded)
+    cos, sin = network.rotations(count, embedded.device, embedded.dtype)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("sqhd,skhd->shqk", q, k) / (q.shape[-1] ** 0.5)
+        scores = scores.masked_fill(~torch.ones(count, count, dtype=torch.bool).tril(), -torch.inf)
+        assert scores.shape[1] == network.shape.attention_heads
+        return torch.einsum("shqk,skhd->sqhd", scores.softmax(-1), v)
+
+    return network(embedded[None], states[None], (cos, sin), attend)[0, -1]
+
+
+@torch.inference_mode()
+def test_the_layer_reads_the_targets_states_and_then_its_own(pair, plain_pair):
+    text, drafter = [5, 8, 9, 7, 11], small_drafter("layer", pair)
+    network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
+    drafter.reserve(1, 40)
+    for old, new in (([], text), (text, [3, 30])):  # a first round, and one after two accepted tokens
+        text = [*old, *new]
+        target_states = states_of(plain_pair, text)
+        drafter.committed(0, new, target_states[len(old) :])
+        round = new_round([3], parse_tree("2,2,1"), {1: 30, 2: 31, 5: 12, 6: 13})
+        assert drafter.backlog().tolist() == [len(new) + (0 if not old else 1)]
+        for rows in ((0,), (1, 2), (5, 6)):
+            scores = proposed(drafter, round, *rows)
+        for row, token in zip(scores, (12, 13), strict=True):
+            read, states = [*text[1:], 3], target_states
+            for following in (31, token):
+                states = torch.cat([states, reference_state(network, embed(torch.tensor(read)), states)[None]])
+                read.append(following)
+            torch.testing.assert_close(row, head(reference_state(network, embed(torch.tensor(read)), states)), **SAME)
+
+
+# CTC
+
+
+def test_chances_of_prefixes_are_sums_over_all_alignments():
+    """Three tokens and a blank at four positions: 256 alignments, each prefix of up to four tokens."""
+    positions = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).softmax(-1)
+    chance: dict[tuple[int, ...], float] = {}
+    for alignment in itertools.product(range(4), repeat=4):
+        share = float(torch.stack([positions[0, t, symbol] for t, symbol in enumerate(alignment)]).prod())
+        tokens = tuple(symbol for symbol, _ in itertools.groupby(alignment) if symbol != 3)
+        for end in range(len(tokens) + 1):
+            chance[tokens[:end]] = chance.get(tokens[:end], 0.0) + share
+    for length in range(4):
+        for prefix in itertools.product(range(3), repeat=length):
+            extended = Prefixes.empty(positions)
+            for token in prefix:
+                extended = extended.extended(torch.tensor([token]), positions)
+            expected = [chance.get((*prefix, token), 0.0) for token in range(3)]
+            assert extended.next(positions)[0].tolist() == pytest.approx(expected, abs=1e-15)
+    assert [collapsed_length(symbols, 9) for symbols in ([], [9], [1, 1], [1, 9, 1], [9, 1, 2, 2])] == [0, 0, 1, 2, 2]
+
+
+def test_positions_that_were_not_drawn_change_no_chance():
+    positions = torch.rand(3, 5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64).softmax(-1)
+    drawn, token = torch.tensor([5, 2, 1]), torch.tensor([2])
+    masked = first_positions(positions, drawn)
+    for row, count in enumerate(drawn.tolist()):
+        few, more = positions[row : row + 1, :count], masked[row : row + 1]
+        one, other = Prefixes.empty(few), Prefixes.empty(more)
+        torch.testing.assert_close(one.next(few), other.next(more))
+        torch.testing.assert_close(one.extended(token, few).next(few), other.extended(token, more).next(more))
+
+
+@torch.inference_mode()
+def test_ctc_draws_as_many_positions_as_the_depth_requires(pair, plain_pair):
+    text, drafter = [5, 8, 9, 7], small_drafter("ctc", pair, depth=4)
+    drafter.reserve(1, 40)
+    drafter.committed(0, text, states_of(plain_pair, text))
+    round, drawn, proposals, probs = new_round([3], parse_tree("2,2,1"), {2: 32, 5: 35}), [], [], []
+    for depth, row in ((0, 0), (1, 2), (2, 5)):
+        proposals.append(drafter.propose(round, depth, [(0, [row])]))
+        drawn.append(len(drafter._positions[0]))
+        probs.append(drafter._probs(0)[None])
+    best = [position.best for position in drafter._positions[0]]
+    for depth, count in enumerate(drawn[1:], 2):
+        assert count == 4 or collapsed_length(best[:count], pair.vocabulary) >= depth
+    for proposal, symbols, prefix in ((proposals[0], probs[0], ()), (proposals[2], probs[2], (32, 35))):
+        extended = Prefixes.empty(symbols)
+        for token in prefix:
+            extended = extended.extended(torch.tensor([token]), symbols)
+        assert proposal.ids is not None
+        torch.testing.assert_close(proposal.scores[0], extended.next(symbols)[0][proposal.ids[0]].log(), **SAME)
+    while len(drafter._positions[0]) < 4:
+        drafter._add_position([0])
+    network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
+    read, states = [*text[1:], 3], states_of(plain_pair, text)
+    for position in range(4):
+        state = reference_state(network, network.embed(torch.tensor(read), embed), states)
+        expected = network.with_blank(head(state)[None], state[None])[0].softmax(-1)
+        torch.testing.assert_close(drafter._positions[0][position].probs, expected, **SAME)
+        states, read = torch.cat([states, state[None]]), [*read, int(expected.argmax())]
+
+
+BLANK, ROOM = -1, parse_tree("ctc-released")
+
+
+def sequences(trie: Trie) -> set[tuple[int, ...]]:
+    return {(token, *below) for token, rest in trie.items() for below in {(), *sequences(rest)}}
+
+
+def without_place(trie: Trie, row: int = 0) -> int:
+    """Return the number of nodes that the topology has no row for, large sub-tries first."""
+    rows, in_order = ROOM.children[row], sorted(trie.values(), key=size, reverse=True)
+    placed = sum(without_place(below, at) for below, at in zip(in_order, rows, strict=False))
+    return placed + sum(1 + size(below) for below in in_order[len(rows) :])
+
+
+def test_released_candidates_are_medusas_paths_collapsed_and_all_have_a_place():
+    rng = random.Random(3)
+    cases = [[rng.sample(range(rng.choice((11, 14, 20, 80))), 10) for _ in range(4)] for _ in range(300)]
+    for symbols in cases:
+        for row in symbols:
+            if rng.random() < 0.85:
+                row[rng.choice((0, 0, 0, 1, 2, 3, 5, 9))] = BLANK
+    for blanks in itertools.product((None, 0, 1, 2, 6), repeat=4):
+        cases.append([[BLANK if k == at else 10 * p + k for k in range(10)] for p, at in enumerate(blanks)])
+    for symbols in cases:
+        paths: list[tuple[int, ...]] = [()]
+        for row, parent in enumerate(SYMBOLS.parent[1:], 1):
+            paths.append((*paths[parent], symbols[len(paths[parent])][SYMBOLS.children[parent].index(row)]))
+        expected = {tuple(s for s, _ in itertools.groupby(path) if s != BLANK) for path in paths} - {()}
+        trie = collapsed(symbols, BLANK)
+        assert sequences(trie) == expected
+        assert without_place(trie) == 0
+
+
+def test_released_ctc_drafts_fewer_nodes_than_medusas_tree(plain_pair, prompt_ids, tmp_path):
+    output = plain_pair.target.get_output_embeddings().weight.float()
+    network = small_network("ctc", output.shape[1], plain_pair.vocabulary, output, 4, 0.05)
+    folder = save_drafter(TrainedDrafter("ctc", network, plain_pair.fingerprint["target"]), tmp_path / "ctc")
+    pair = with_drafter(plain_pair, f"ctc-released:{folder}")
+    speculator = Speculator(pair, FixedLength(4), Settings(0.0, 24, tree="ctc-released"))
+    texts = [speculator.generate(prompt) for prompt in prompt_ids[:4]]
+    assert [list(g.tokens) for g in texts] == plain_texts(plain_pair, prompt_ids[:4], [0] * 4, 24).tokens
+    drafted = {r.drafted for g in texts for r in g.rounds}
+    assert len(drafted) > 1 and max(drafted) < SYMBOLS.nodes
+    assert pair.fingerprint["draft"] != with_drafter(plain_pair, f"ctc:{folder}").fingerprint["draft"]
+    with pytest.raises(InputError, match="kind ctc"):
+        find_drafter(f"medusa:{folder}", plain_pair)
+
+
+# The output layer
+
+
+@pytest.mark.parametrize("name", SCALED)
+@torch.inference_mode()
+def test_last_states_become_the_logits_of_models_that_scale_them(name):
+    model, same = scaled_model(name), {"atol": 1e-12, "rtol": 0.0}
+    out = model(torch.tensor([[5, 8, 9, 7, 11, 30]]), output_hidden_states=True)
+    states = out.hidden_states[-1]
+    torch.testing.assert_close(output_layer(model)(states), out.logits, **same)
+    for kind in ("layer", "ctc"):
+        torch.testing.assert_close(small_drafter(kind, join(model, None))._output(states), out.logits, **same)
+    assert float((model.get_output_embeddings()(states) - out.logits).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (1.0, 0.0)), ({"logits_scaling": 4.0}, (0.25, 0.0)), ({"logits_soft_cap": 30.0}, (1.0, 30.0)),
+        ({"model_type": "hyperclovax", "logits_scaling": 4.0}, (4.0, 0.0)), ({"logit_scale": None}, (1.0, 0.0)),
+        ({"output_multiplier": FACTOR, "final_logit_softcapping": CAP}, (FACTOR, CAP)),
+    ],
+)  # fmt: skip
+def test_scales_and_caps_of_other_families(fields, expected):
+    config = PreTrainedConfig()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    assert output_scale(config) == expected
+    assert type(output_layer(build_model())) is torch.nn.Linear

@@ -1,0 +1,199 @@
+"""What the loop, its summaries and `bench` do on a device: no waits, CUDA graphs outside timed runs, ties of rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_draft, build_model
+from small_models import table
+from specstop.decode import Settings, Speculator, model_source, summaries
+from specstop.decode.benchmark import bench, count_differences
+from specstop.decode.drafters import model as model_drafter
+from specstop.decode.hooks import Hook
+from specstop.decode.loop import Request
+from specstop.decode.models import cuda
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.cuda import CudaGraphModel
+from specstop.decode.models.pair import join
+from specstop.decode.records import Generation
+from specstop.decode.round_state import RoundState
+from specstop.decode.summaries import largest, summarise_on_device
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.features import Columns, DrawnTokens, summarise
+from specstop.policies.fixed import Confidence, FixedLength
+from tape import recorder, simulate_graphs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NEW = 14
+
+
+class Waits(TorchDispatchMode):
+    """Counts tensors that are read on the host, which would wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+    def tolist(self, tensor: torch.Tensor) -> Any:
+        self.count += 1
+        return tensor.numpy().tolist()
+
+
+class DraftSteps(Hook):
+    """Records, by round, the waits after each draft step and whether the tokens are on the host."""
+
+    def __init__(self, waits: Waits) -> None:
+        self.waits, self.rounds = waits, list[list[tuple[int, bool]]]()
+
+    def on_draft_step(self, round: RoundState, depth: int) -> None:
+        if depth == 1:
+            self.rounds.append([])
+        self.rounds[-1].append((self.waits.count, round.device_tokens is None))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_fixed_length_is_drafted_and_sent_without_a_wait(pair, prompt_ids, monkeypatch, temperature, batch):
+    waits, sent = Waits(), list[int]()
+    steps, settings = DraftSteps(waits), Settings(temperature, 24, verification="match")
+    loop = Speculator(pair, FixedLength(3), settings, hooks=[steps], batch=batch)
+    original = CachedModel.read_parts
+
+    def read_parts(self: CachedModel, parts: Any) -> Any:
+        logits = original(self, parts)
+        if self is loop.target:
+            sent.append(waits.count)
+        return logits
+
+    monkeypatch.setattr(CachedModel, "read_parts", read_parts)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.tolist(tensor))
+    with waits:
+        loop.run([Request(prompt, key) for key, prompt in enumerate(prompt_ids[:batch])])
+    drafted = [round for round in steps.rounds if len(round) == 3]
+    assert len(drafted) > 3
+    for round in drafted[1:]:  # the first logits of a text are checked at once
+        assert len({count for count, _ in round}) == 1 and not any(on_host for _, on_host in round)
+        assert round[0][0] in sent, "the target reads the candidates without a wait"
+    reading = DraftSteps(Waits())
+    Speculator(pair, Confidence(0.1), Settings(0.0, 24), hooks=[reading]).generate(prompt_ids[0])
+    assert all(on_host for round in reading.rounds for _, on_host in round)
+
+
+# Summaries of rows
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Simulate CUDA graphs for models and summaries."""
+    simulated = simulate_graphs(monkeypatch)
+    monkeypatch.setattr(cuda, "MIN_SLOTS", 16)
+    for module in (model_source, model_drafter):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    monkeypatch.setattr(summaries, "recorder", recorder)
+    summaries.recorded_reading.cache_clear()
+    yield simulated
+    summaries.recorded_reading.cache_clear()
+
+
+@pytest.mark.parametrize("width", [5, summaries.LONG_ROW - 1, summaries.LONG_ROW, summaries.LONG_ROW + 700])
+def test_the_largest_are_those_of_a_sort(width):
+    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+    rows[1] = rows[1].round()  # many are equal
+    rows[2, 2:] = -torch.inf
+    for count in (1, 2, 5):
+        assert torch.equal(largest(rows, count), rows.sort(-1, descending=True).values[:, :count])
+
+
+def compare_summaries(width: int, temperature: float, processed: bool, device: str) -> None:
+    """Compare summaries of changing numbers of rows with those of the host's kernel."""
+    generator = torch.Generator().manual_seed(2)
+    for count in (1, 3, 1, 2, 4, 3, 1):
+        logits, scores, sampled = 3 * torch.randn(3, count, width, generator=generator)
+        of = sorted(torch.randint(count, (count + 1,), generator=generator).tolist())
+        ids = torch.randint(width, (count + 1,), generator=generator).tolist()
+        rows = [(row, token, 0, 0, 2, 1) for row, token in zip(of, ids, strict=True)]
+        drawn = DrawnTokens.of(rows, np.zeros(count + 1))
+        columns = Columns(("top1", "top10", "entropy", "drawn_prob", "path_logprob", "noisy_margin"))
+        weights = sampled if processed else None
+        host = summarise(
+            columns.needs, logits.numpy(), drawn, temperature, sampled.numpy() if processed else None, scores.numpy()
+        )
+        on = [None if part is None else part.to(device) for part in (logits, weights, scores)]
+        assert on[0] is not None
+        there = summarise_on_device(columns.needs, on[0], drawn, temperature, *on[1:])
+        expected, actual = (columns(one, drawn, temperature) for one in (host, there))
+        np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("temperature", "processed"), [(0.0, False), (0.7, False), (0.7, True)])
+@pytest.mark.parametrize("width", [48, summaries.LONG_ROW + 700])
+def test_recorded_summaries_are_those_of_the_host(width, temperature, processed, graphs):
+    compare_summaries(width, temperature, processed, "cpu")
+    assert 0 < graphs.recorded <= 4 < graphs.played + graphs.recorded, "3 rows are read as 4"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [48, 128256])
+def test_summaries_on_a_gpu_are_those_of_the_host(width):
+    summaries.recorded_reading.cache_clear()
+    for temperature, processed in ((0.0, False), (0.7, False), (0.7, True)):
+        compare_summaries(width, temperature, processed, "cuda")
+    assert summaries.recorder(torch.device("cuda:0")).works, "no recording failed"
+    assert summaries.recorded_reading.cache_info().hits, "a shape is recorded when it comes for the second time"
+
+
+# `bench`
+
+
+class Wandering(StopPolicy):
+    """Drafts another length in every round."""
+
+    name, max_depth = "wandering", 5
+
+    def start(self, streams: int, keys: Array) -> State:
+        return keys % 7
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.depth < state[:, None] % 6), state
+
+    def observe(self, outcome: Any, state: State) -> State:
+        return state + 5
+
+
+@pytest.mark.parametrize(("tree", "batch"), [(None, 1), ("2,2,1", 1), (None, 3)])
+def test_nothing_is_recorded_while_it_is_timed(prompt_ids, graphs, tree, batch):
+    """Policies of varying lengths; prompts that reach further sizes of attention one after the other."""
+    target = build_model()
+    prompts = [[*ids] * (i + 1) for i, ids in enumerate(prompt_ids[:4])]
+    policies, settings = [Wandering(), Confidence(0.2, 5), FixedLength(2)], Settings(0.7, NEW, 5, tree=tree)
+    lines = bench(join(target, build_draft(target)), prompts, policies, settings=settings, batch=batch)
+    assert graphs.recorded > 0
+    assert [line.recordings for line in lines] == [0] * 4
+
+
+def test_only_nearly_equal_scores_are_a_tie():
+    settings, prompts = Settings(0.0, 8), table.prompts(2)
+    target = table.build("llama", torch.float32)
+    pair = join(target, target)
+
+    def texts(change: Any = lambda token: token) -> list[Generation]:
+        plain = [Speculator(pair, FixedLength(0), settings).generate(prompt) for prompt in prompts]
+        return [dataclasses.replace(g, tokens=(*g.tokens[:3], change(g.tokens[3]), *g.tokens[4:])) for g in plain]
+
+    changed = [texts()[0], texts(lambda token: (token + 1) % 64)[1]]
+    assert count_differences(pair, settings, prompts, texts(), texts()) == (0, 0)
+    assert count_differences(pair, settings, prompts, changed, texts()) == (0, 1)
+    with torch.no_grad():  # every token has a twin with the same score
+        target.lm_head.weight[1::2] = target.lm_head.weight[::2]
+    assert count_differences(pair, settings, prompts, texts(lambda token: token ^ 1), texts()) == (2, 0)
+    half = table.build("llama", torch.bfloat16)
+    lines = bench(join(half, table.noisy(half)), prompts, [FixedLength(3)], settings=settings)
+    assert all(line.wrong == 0 and line.same_text + line.ties == len(prompts) for line in lines)

@@ -1,0 +1,281 @@
+"""`match`: keyed Gumbel noise, the text of plain sampling with the same noise, and statistics of real samples."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from cases import CHAINS, TREES
+from conditionals import pit
+from conftest import VOCABULARY
+from hypothesis import given, settings, strategies as st
+from noise_tables import NOISE_POLICIES, noise_case, plain_on_noise, speculate_on_noise
+from scipy import stats
+from specstop.collect.given_text import best_candidates
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.topology import parse_tree
+from specstop.decode.verify.modes import Match, best_tokens
+from specstop.decode.verify.noise import (
+    KeyedSource,
+    Purpose,
+    best_of_rows,
+    fresh_uniform,
+    gumbel,
+    match_scores,
+    mix,
+    stream_key,
+    target_tokens,
+    uniform,
+    uniform_at,
+)
+from specstop.policies.fixed import Confidence, FixedLength
+from torch import Tensor
+
+FALSE_ALARM = (
+    2e-6  # of each of about 50 statistical tests; the keys are fixed, so that a test that passes keeps passing
+)
+KEYS = [stream_key(seed, f"prompt {i}", i % 2) for seed in (0, 1) for i in range(3)]
+SHAPES = (*CHAINS, *TREES, "3,2,1")
+COUNT = 12000
+
+
+# Texts
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+@pytest.mark.parametrize("tree", SHAPES)
+def test_any_noise_gives_the_text_of_plain_sampling_with_it(tree, drafter):
+    """Each policy with one of the drafters, and with the other one on the next tree."""
+    chance, half = random.Random(f"{tree} {drafter}"), (SHAPES.index(tree) + (drafter == "lookup")) % 2
+    accepted = 0
+    for policy in list(NOISE_POLICIES)[half::2]:
+        case = noise_case(tree, drafter, policy, chance)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # policies that fail
+            generation = speculate_on_noise(case)
+        assert list(generation.tokens) == plain_on_noise(case), case
+        accepted += sum(r.accepted for r in generation.rounds)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "tree"),
+    [("match", "chain:3"), ("match", "2,1"), ("rejection", "chain:3"), ("rejection", "2,1"),
+     ("rejection_replace", "2,2"), ("block", "chain:3"), ("typical", "chain:3")],
+)  # fmt: skip
+def test_tokens_of_a_real_model_are_samples_of_it(pair, mode, tree):
+    """160 texts of four tokens, against the target's conditionals along the text; `typical` is lossy and fails."""
+    policy = FixedLength(3) if mode == "typical" else Confidence(0.3, 3)
+    speculator = Speculator(pair, policy, Settings(0.7, 4, ignore_eos=True, verification=mode, tree=tree))
+    generations = [speculator.generate([5, 9, 11], stream_key(1, f"{mode} {i}")) for i in range(160)]
+    assert sum(r.accepted for g in generations for r in g.rounds) > 30
+    shares = pit(pair, [5, 9, 11], [list(g.tokens) for g in generations], 0.7)
+    assert len(shares) == 640
+    assert (stats.kstest(shares, "uniform").pvalue > 1e-4) == (mode != "typical")
+
+
+# Ties
+
+
+def greedy_candidates(rows: Tensor, width: int) -> tuple[list[list[int]], Any]:
+    """Return the greedy candidates below one root per row, and the best scores."""
+    round_state = SimpleNamespace(topology=parse_tree(str(width)), choices=[SimpleNamespace(greedy=True)] * len(rows))
+    drawn = Match().draw(cast(Any, round_state), [(stream, [0]) for stream in range(len(rows))], rows)
+    return drawn.tokens if isinstance(drawn.tokens, list) else drawn.tokens[:, None].tolist(), drawn.best
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 10])
+def test_of_equal_scores_the_first_token_is_drawn_first(width):
+    """In a chain, a tree and a dense trace; tokens without a score are never drawn."""
+    rows = torch.randint(0, 4, (40, VOCABULARY), generator=torch.Generator().manual_seed(5)).float()
+    rows = rows.where(rows > 0, -torch.inf)
+    possible = [[token for token in range(VOCABULARY) if row[token] > -torch.inf] for row in rows]
+    ordered = [
+        sorted(tokens, key=lambda t, row=row: (-float(row[t]), t)) for row, tokens in zip(rows, possible, strict=True)
+    ]
+    tokens, best = greedy_candidates(rows, width)
+    assert tokens == best_tokens(rows, [width] * len(rows))[0] == [tokens[:width] for tokens in ordered]
+    if width > 1:
+        expected = [[float(row[t]) for t in o[: width + 1]] for row, o in zip(rows, ordered, strict=True)]
+        assert best == expected
+    dense = best_candidates(rows, torch.full((40,), -1), width, width + 1)
+    assert dense.tokens.tolist() == tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_best_of_rows_is_the_first_of_the_largest_scores(dtype):
+    rows = torch.randint(-3, 4, (50, 33), generator=torch.Generator().manual_seed(0)).to(dtype)  # many are equal
+    rows[1], rows[2, 7:], rows[3, 5] = -torch.inf, -torch.inf, torch.nan
+    expected = [next((i for i, v in enumerate(row) if math.isnan(v)), row.index(max(row))) for row in rows.tolist()]
+    assert best_of_rows(rows).tolist() == expected
+    assert best_of_rows(rows[:, 3:20]).tolist() == rows[:, 3:20].contiguous().argmax(-1).tolist()
+
+
+# Keyed noise
+
+
+def positions(*at: int) -> Tensor:
+    return torch.tensor(at)
+
+
+def test_a_number_depends_on_its_key_position_and_token_only():
+    whole = uniform(KEYS[0], torch.arange(100), 50)
+    assert torch.equal(uniform(KEYS[0], positions(70, 3, 3), 50), whole[[70, 3, 3]])
+    assert torch.equal(uniform(KEYS[0], positions(9), 20), whole[9:10, :20])
+    keys, places = torch.tensor(KEYS)[:, None], torch.tensor([0, 1, 15, 16, 2**40, 7])
+    batch = uniform(keys, places, 333)
+    assert torch.equal(batch, uniform_at(keys, places[:, None], torch.arange(333))), "on the host as on a device"
+    for row, key, place in zip(batch, KEYS, places, strict=True):
+        assert torch.equal(row[None], uniform(key, place[None], 333))
+    assert len(uniform(keys, torch.full((6,), 3), 900).unique()) == 6 * 900
+
+
+def test_keys_differ_with_seed_prompt_and_sample():
+    keys = {stream_key(s, p, n) for s in range(20) for p in ("a", "b", "1", "") for n in range(20)}
+    assert len(keys) == 20 * 4 * 20
+    assert stream_key(1, "2", 3) != stream_key(12, "", 3)
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+
+
+def test_mix_is_the_splitmix64_finaliser():
+    def reference(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    values = [0, 1, -1, 2**63 - 1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, *KEYS]
+    assert [v % 2**64 for v in mix(torch.tensor(values)).tolist()] == [reference(v % 2**64) for v in values]
+
+
+@pytest.mark.parametrize("key", KEYS[::2])
+def test_noise_has_the_uniform_and_the_gumbel_distribution(key):
+    values = uniform(key, torch.arange(400), 100).flatten()
+    assert bool(((values > 0) & (values < 1)).all())
+    assert stats.kstest(values.numpy(), "uniform").pvalue > FALSE_ALARM
+    noise = gumbel(key, torch.arange(300), 100, torch.float64).flatten()
+    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > FALSE_ALARM
+
+
+def independence(first: Tensor, second: Tensor) -> float:
+    """Return the p-value of a chi-square test over 8 x 8 cells of pairs."""
+    cells = (first * 8).long() * 8 + (second * 8).long()
+    return float(stats.chisquare(torch.bincount(cells, minlength=64).numpy()).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((KEYS[0], 0, 0), (KEYS[0], 1, 0)), ((KEYS[0], 0, 0), (KEYS[0], 0, 1)), ((KEYS[0], 0, 1), (KEYS[0], 1, 0)),
+        ((KEYS[0], 0, 0), (KEYS[1], 0, 0)), ((8, 0, 0), (9, 0, 0)), ((8, 1, 0), (9, 0, 0)), ((0, 0, 0), (1 << 62, 0, 0)),
+    ],
+    ids=["position", "token", "across", "key", "next key", "next key, position", "high bit"],
+)  # fmt: skip
+def test_neighbouring_numbers_are_independent(first, second):
+    one, other = (
+        uniform(key, torch.arange(400) + position, 101)[:, token : token + 100].flatten()
+        for key, position, token in (first, second)
+    )
+    assert independence(one, other) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("bits", [0, -1, -(2**63), 2**11 - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_bits_give_finite_noise(monkeypatch, bits, dtype):
+    noise_module = "specstop.decode.verify.noise"
+    monkeypatch.setattr(f"{noise_module}.mix_in_place", lambda value: torch.full_like(value, bits))
+    extreme = uniform_at(0, positions(0), positions(0, 1)).numpy()[None]
+    monkeypatch.setattr(f"{noise_module}.keyed_uniform", lambda *args: extreme)
+    noise = gumbel(0, positions(0), 2, dtype)
+    assert bool(noise.isfinite().all())
+    assert abs(float(noise[0, 0])) < 40
+
+
+@given(window=st.integers(0, 21), calls=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 22)), max_size=40))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_source_returns_the_noise_of_its_key_in_any_order(window, calls):
+    source = KeyedSource(KEYS[2], 7, window, torch.float64)
+    at = 13
+    for jump, count in calls:
+        at = jump if jump > 900 else max(0, at + jump % (2 * window + 4) - window)  # mostly near the last position
+        expected = gumbel(KEYS[2], torch.arange(at, at + min(count, window + 1)), 7, torch.float64)
+        assert torch.equal(source.gumbel(at, min(count, window + 1)), expected)
+
+
+def test_scores_are_logits_or_perturbed_log_probabilities_whose_argmax_is_a_sample():
+    logits, noise = torch.randn(4, 9, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)
+    assert torch.equal(match_scores(logits, None), logits)
+    expected = torch.log_softmax(logits, -1) + noise
+    torch.testing.assert_close(match_scores(logits, noise), expected)
+    assert target_tokens(logits, noise).tolist() == expected.argmax(-1).tolist()
+    assert target_tokens(logits, None).tolist() == logits.argmax(-1).tolist()
+    row = torch.tensor([[0.0, 1.0, -1.0, 2.0]], dtype=torch.float64)
+    draws = target_tokens(row, gumbel(KEYS[3], torch.arange(20000), 4, torch.float64))
+    counts = torch.bincount(draws, minlength=4).numpy()
+    assert stats.chisquare(counts, (torch.softmax(row[0], -1) * 20000).numpy()).pvalue > FALSE_ALARM
+
+
+# Fresh numbers of the rejection family
+
+FRESH: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "node": lambda i: (7, 3, i, Purpose.ACCEPT),
+    "round": lambda i: (7, i, 2, Purpose.RESIDUAL),
+    "round and node": lambda i: (-5, i // 40, i % 40, Purpose.DRAFT),
+    "key": lambda i: (i, 1, 0, Purpose.DRAFT),
+}
+
+
+@pytest.mark.parametrize("along", FRESH)
+def test_fresh_numbers_are_uniform_and_do_not_repeat(along):
+    values = [fresh_uniform(*FRESH[along](i)) for i in range(COUNT)]
+    assert min(values) > 0.0 and max(values) < 1.0
+    assert stats.kstest(values, "uniform").pvalue > FALSE_ALARM
+    assert len(set(values)) == COUNT
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda r, n: (r, n, Purpose.RESIDUAL), lambda r, n: (r, n, Purpose.DRAFT), lambda r, n: (r, n + 1, Purpose.ACCEPT),
+        lambda r, n: (r + 1, n, Purpose.ACCEPT), lambda r, n: (n, r + 200, Purpose.ACCEPT), None,
+    ],
+    ids=["purpose", "draft", "node", "round", "round and node exchanged", "keyed noise"],
+)  # fmt: skip
+def test_fresh_numbers_are_independent_of_neighbours_and_of_the_keyed_noise(step):
+    places = [(1 + i // 60, i % 60) for i in range(COUNT)]
+    first = torch.tensor([fresh_uniform(KEYS[0], *place, Purpose.ACCEPT) for place in places], dtype=torch.float64)
+    if step is None:
+        second = uniform(KEYS[0], torch.arange(1, 1 + COUNT // 60), 60).flatten()
+    else:
+        second = torch.tensor([fresh_uniform(KEYS[0], *step(*place)) for place in places], dtype=torch.float64)
+    assert independence(first, second) > FALSE_ALARM
+
+
+def test_categorical_and_bernoulli_draws_have_their_probabilities():
+    """Weights need not sum to 1; a token without weight is never drawn."""
+    source = KeyedSource(KEYS[4], 7, 1, torch.float64)
+    for scale in (1.0, 0.37):
+        weights = scale * torch.tensor([0.0, 0.3, 0.0, 0.05, 0.6, 0.05, 0.0], dtype=torch.float64)
+        draws = [source.categorical(weights, i // 30, i % 30, Purpose.RESIDUAL) for i in range(COUNT)]
+        counts, possible = torch.bincount(torch.tensor(draws), minlength=7), weights > 0
+        assert not counts[~possible].any()
+        expected = (weights / weights.sum() * COUNT)[possible].numpy()
+        assert stats.chisquare(counts[possible].numpy(), expected, sum_check=False).pvalue > FALSE_ALARM
+    for prob in (0.02, 0.5, 0.93):
+        hits = sum(source.bernoulli(prob, i // 30, i % 30, Purpose.ACCEPT) for i in range(COUNT))
+        assert stats.binomtest(hits, COUNT, prob).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("number", [2.0**-54, 0.5, 1.0 - 2.0**-53])
+def test_extreme_numbers_draw_possible_tokens(monkeypatch, number):
+    monkeypatch.setattr("specstop.decode.verify.noise.fresh_uniform", lambda *args: number)
+    source = KeyedSource(0, 4, 1, torch.float64)
+    for weights in ([0.0, 0.1, 0.2, 0.0], [0.0, 1.0 / 3.0, 0.0, 0.0], [0.7, 0.0, 0.0, 0.1]):
+        token = source.categorical(torch.tensor(weights, dtype=torch.float64), 0, 0, Purpose.DRAFT)
+        assert weights[token] > 0.0
+    assert source.bernoulli(1.0, 0, 0, Purpose.ACCEPT) and not source.bernoulli(0.0, 0, 0, Purpose.ACCEPT)
