@@ -13,20 +13,12 @@ from specstop.policies.learned import Calibrator, LearnedPolicy, TrainingMetadat
 from specstop.policies.rules import Derived, Rule
 
 FACTS = TrainingMetadata(
-    0.7,
-    "match",
-    "match",
-    {"target": "ab"},
-    52.5,
-    (0.8, 0.75),
-    {"kind": "profile"},
-    {"seed": 1},
-    {"gain": 0.25},
+    0.7, "match", "match", {"target": "ab"}, 52.5, (0.8, 0.75), {"kind": "profile"}, {"seed": 1}, {"gain": 0.25}
 )
 
 
 class Certain(Head):
-    """A head that takes every token to be accepted with one chance, given as a logit."""
+    """A head with one logit for every token."""
 
     kind = "certain"
 
@@ -38,9 +30,9 @@ class Certain(Head):
 
 
 def with_head(policy: LearnedPolicy, head: Head) -> LearnedPolicy:
-    other = copy.copy(policy)
-    other.head = head
-    return other
+    changed = copy.copy(policy)
+    changed.head = head
+    return changed
 
 
 def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:

@@ -1,59 +1,276 @@
-"""Files that are there whole or not at all."""
+"""Files and result folders are written whole or not at all; replacing deletes only what specstop wrote."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import specstop.policies.files as files
 from specstop.policies.errors import InputError
-from specstop.policies.files import read_json, write_atomic, write_json
+from specstop.policies.files import MANIFEST, prepare_output_dir, prepare_output_file, staged_folder
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    """Return everything below a folder."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
 
 
-def test_write_atomic_makes_parents_and_replaces(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.txt"
-    for data in ("first", b"second"):
-        write_atomic(path, data)
-    assert path.read_bytes() == b"second"
-    assert names(path.parent) == ["b.txt"]
-    assert path.stat().st_mode & 0o777 == 0o644
+def write_result(out: Path, *files: str, text: str = "old") -> Path:
+    with staged_folder(out) as stage:
+        for name in files or ("x",):
+            (stage / name).parent.mkdir(parents=True, exist_ok=True)
+            (stage / name).write_text(text)
+    return out
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+RESULT = ["out", f"out/{MANIFEST}", "out/x"]
+
+
+@pytest.mark.parametrize("call", ["", "fsync", "replace"])
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    write_atomic(tmp_path / "a", "old")
-    monkeypatch.setattr(os, call, fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(tmp_path / "a", "new")
-    assert names(tmp_path) == ["a"]
-    assert (tmp_path / "a").read_text() == "old"
+    path = tmp_path / "a" / "b.txt"
+    files.write_atomic(path, "old")
+    if call:
+        monkeypatch.setattr(os, call, fail)
+        with pytest.raises(OSError, match="disk full"):
+            files.write_atomic(path, b"new")
+    else:
+        files.write_atomic(path, b"new")
+        assert path.stat().st_mode & 0o777 == 0o644
+    assert path.read_text() == ("old" if call else "new")
+    assert names(path.parent) == ["b.txt"]
 
 
-def test_json_comes_back_and_nan_is_refused(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"x": [1, 0.1 + 0.2]})
-    assert read_json(tmp_path / "a.json", "it") == {"x": [1, 0.1 + 0.2]}
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_json(tmp_path / "a.json", float("nan"))
-    assert read_json(tmp_path / "a.json", "it") == {"x": [1, 0.1 + 0.2]}
-
-
-def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_json_round_trips_and_invalid_json_is_refused(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "a.json", {"x": [1, 0.1 + 0.2]})
+    with pytest.raises(ValueError, match="JSON"):
+        files.write_json(tmp_path / "a.json", float("nan"))
+    assert files.read_json(tmp_path / "a.json", "it") == {"x": [1, 0.1 + 0.2]}
     (tmp_path / "b").write_bytes(b"\xff{")
     (tmp_path / "c").write_text('{"outer": {"key": 1, "other": 2, "key": 1}}')
-    for path, message in (
-        (tmp_path / "a", "which does not exist"),
-        (tmp_path / "b", "cannot be read"),
-        (tmp_path / "c", "'key' occurs twice"),
-        (tmp_path, "cannot be"),
-    ):
-        with pytest.raises(InputError, match=f"it: .*{path.name}.*{message}"):
-            read_json(path, "--it")
+    for path, noun in (("nowhere", "not exist"), ("b", "read"), ("c", "'key' occurs twice"), (".", "read")):
+        with pytest.raises(InputError, match=f"it: .*{(tmp_path / path).name}.*{noun}"):
+            files.read_json(tmp_path / path, "--it")
+
+
+def test_a_result_appears_when_it_is_complete_and_is_replaced_whole(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with staged_folder(out) as stage:
+        (stage / "x").write_text("1")
+        (stage / "sub").mkdir()
+        (stage / "sub" / "y").write_text("2")
+        assert not out.exists()
+    assert names(out) == [MANIFEST, "sub", "sub/y", "x"] and out.stat().st_mode & 0o777 == 0o755
+    (out / "run.yaml").write_text("written later by every command")
+    prepare_output_dir(out, overwrite=True)
+    write_result(out, "x", "z", text="new")
+    assert names(out) == [MANIFEST, "x", "z"] and (out / "x").read_text() == "new"
+    stage = files.staging_path(out)
+    stage.mkdir()
+    (stage / "y").write_text("new")
+    files.replace_folder(stage, out)
+    assert names(out.parent) == ["out", f"out/{MANIFEST}", "out/y"]
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, OSError])
+def test_a_failed_result_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, failure: type[BaseException]
+) -> None:
+    out, rename = tmp_path / "out", os.rename
+    if old:
+        write_result(out)
+
+    def fail(source: Path, to: Path) -> None:
+        if Path(to) == out and (Path(source) / "x").read_text() == "new":
+            raise OSError("busy")
+        rename(source, to)
+
+    if failure is OSError:  # the complete folder cannot be put in place
+        monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(failure), staged_folder(out) as stage:
+        (stage / "x").write_text("new")
+        if failure is not OSError:
+            raise failure
+    assert names(tmp_path) == (RESULT if old else [])
+    assert not old or (out / "x").read_text() == "old"
+
+
+def bind_socket(folder: Path) -> None:
+    """Leave a socket, bound from within the folder because such names must be short."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("s")
+    finally:
+        os.chdir(before)
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file": (lambda f: (f / "notes.txt").write_text("mine"), "notes.txt"),
+    "a hidden file": (lambda f: (f / ".notes").write_text("mine"), ".notes"),
+    "a file in a subfolder": (lambda f: (f / "sub" / "notes.txt").write_text("mine"), "sub/notes.txt"),
+    "a repository": (lambda f: ((f / ".git").mkdir(), (f / ".git" / "HEAD").write_text("x")), ".git/HEAD"),
+    "a link": (lambda f: (f / "link").symlink_to(f.parent, target_is_directory=True), "link"),
+    "a pipe": (lambda f: os.mkfifo(f / "sub" / "pipe"), "sub/pipe"),
+    "a socket": (bind_socket, "s"),
+    "a subfolder that became a link": (lambda f: (shutil.rmtree(f / "sub"), (f / "sub").symlink_to(f.parent)), "sub"),
+    "no list of files": (lambda f: (f / MANIFEST).unlink(), "sub/y"),
+    "a list that is no JSON": (lambda f: (f / MANIFEST).write_text("{"), MANIFEST),
+    "a list of another form": (lambda f: (f / MANIFEST).write_text('["x"]'), MANIFEST),
+    "a list of numbers": (lambda f: (f / MANIFEST).write_text('{"files": [1, [2]]}'), "sub/y"),
+    "a list that is a folder": (lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()), "sub/y"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_foreign_file_stops_the_replacement_and_is_named(tmp_path: Path, case: str) -> None:
+    out = write_result(tmp_path / "out", "sub/y", "x")
+    add, name = FOREIGN[case]
+    add(out)
+    before = names(tmp_path)
+    for attempt in (lambda: prepare_output_dir(out, overwrite=True), lambda: write_result(out, text="new")):
+        with pytest.raises(InputError) as error:
+            attempt()
+        assert str(out / name) in str(error.value) and "\n" not in str(error.value)
+        assert names(tmp_path) == before
+    assert not (out / "x").exists() or (out / "x").read_text() == "old"
+
+
+def test_a_foreign_file_that_appears_during_the_run_is_kept(tmp_path: Path) -> None:
+    out = write_result(tmp_path / "out")
+    prepare_output_dir(out, overwrite=True)
+    with pytest.raises(InputError, match=r"out/notes.txt"), staged_folder(out) as stage:
+        (stage / "x").write_text("new")
+        (out / "notes.txt").write_text("mine")
+    assert ((out / "x").read_text(), (out / "notes.txt").read_text()) == ("old", "mine")
+
+
+def test_a_list_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    out = write_result(tmp_path / "out")
+    (tmp_path / "notes.txt").write_text("mine")
+    (out / MANIFEST).write_text(json.dumps({"files": ["x", "../notes.txt", str(tmp_path / "notes.txt")]}))
+    write_result(out, text="new")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_is_accepted_if_it_is_new_empty_or_holds_leftovers_of_killed_writers(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".specstop-header.json.host.17").write_text("{")
+    for name in ("empty", "a/b", "out"):
+        assert prepare_output_dir(tmp_path / name) == tmp_path / name
+    assert not (tmp_path / "a").exists()
+    write_result(tmp_path / "out", text="new")
+    assert names(tmp_path / "out") == [MANIFEST, "x"]
+    with pytest.raises(InputError, match=r"empty.*overwrite"):
+        prepare_output_dir(tmp_path / "out")
+    prepare_output_dir(tmp_path / "out", resume=True)
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(InputError, match="file"):
+            prepare_output_dir(tmp_path / "out" / "x", **options)
+
+
+def test_a_link_to_a_folder_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    write_result(tmp_path / "real" / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
+    write_result(prepare_output_dir(tmp_path / "link", overwrite=True), text="new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "out" / "x").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("out", "source"),
+    [
+        ("in", "in"), ("in/../in", "in"), (".", "in"), (".", "in/deep/file"), ("in/new", "in"), ("in/new/er", "in"),
+        ("link", "in"), ("in", "link"), ("link/new", "in"), ("results", "results/link"), ("in", "linked"),
+        ("in/deep/file", "in/deep/file"), ("hard", "in/deep/file"), ("in/new", "~/in"), ("in/new", "./in"),
+    ],
+)  # fmt: skip
+def test_an_output_never_overlaps_an_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, source: str
+) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "file").write_text("input")
+    (tmp_path / "link").symlink_to("in", target_is_directory=True)
+    (tmp_path / "hard").hardlink_to(tmp_path / "in" / "deep" / "file")
+    for folder, target in (("linked", "in/deep/file"), ("results", "in")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "link").symlink_to(tmp_path / target)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for relative in (source, source if source.startswith("~") else tmp_path / source):
+        with pytest.raises(InputError, match="which the command reads"):
+            files.check_separate(tmp_path / out, [None, "fixed:4", tmp_path / "nowhere", relative])
+    files.check_separate("inner", [source])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_working_folder_the_home_folder_the_root_and_mounts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    home, work, disk = tmp_path / "home" / "me", tmp_path / "work" / "folder", tmp_path / "disk"
+    for folder in (home, work, disk):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
+    for out, noun in (
+        (".", "working folder"), ("", "working folder"), ("..", "working folder"), (work, "working folder"),
+        (work.parent, "working folder"), ("/", "working folder"), (home, "home folder"), (home.parent, "home folder"),
+        (disk, "mount point"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=noun):
+            prepare_output_dir(out, overwrite=overwrite)
+    for out in (home / "result", "result", disk / "result"):
+        prepare_output_dir(out, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("prepare", [prepare_output_dir, lambda out: prepare_output_file(out, b"")])
+def test_an_output_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, reason in (
+        ("/dev/null/x", "Not a directory"), ("/proc/x", "No such file"), ("/proc/x/y", "No such file"),
+        ("x" * 256, "too long"), ("y/" + "x" * 256, "too long"), ("a\0b", "null byte"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=reason):
+            prepare(name)
+    assert list(tmp_path.iterdir()) == []
+
+    def refuse(**arguments: object) -> str:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(InputError, match="Read-only"):
+        prepare(tmp_path / "out")
+
+
+MARK = b"made by us"
+
+
+def test_a_file_is_replaced_only_with_overwrite_and_with_the_mark(tmp_path: Path) -> None:
+    texts = {"ours": "{made by us}", "theirs": "mine", "empty": "", "late": " " * 5000 + "made by us"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert prepare_output_file(tmp_path / "new", MARK) == tmp_path / "new"
+    for name in ("ours", "empty"):
+        with pytest.raises(InputError, match="overwrite"):
+            prepare_output_file(tmp_path / name, MARK)
+        prepare_output_file(tmp_path / name, MARK, overwrite=True)
+    for path, noun in ((tmp_path / "theirs", "specstop"), (tmp_path / "late", "specstop"), ("/dev/null", "specstop"),
+                       (tmp_path, "folder")):  # fmt: skip
+        with pytest.raises(InputError, match=noun):
+            prepare_output_file(path, MARK, overwrite=True)
+    with pytest.raises(InputError, match="which the command reads"):
+        prepare_output_file(tmp_path / "ours", MARK, overwrite=True, inputs=[tmp_path / "ours"])

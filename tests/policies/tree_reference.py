@@ -1,4 +1,4 @@
-"""The learned tree policy from the formulas in plain numpy, and random questions to ask both."""
+"""The learned tree policy from the formulas in plain numpy, and random steps for both."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.costs import extend
 from specstop.policies.learned import TreeGain
 from specstop.policies.tree_rules import TreeRule
+from steps import draft_step
 from trees import BELOW, make_tree_policy
 
 Array = np.ndarray[Any, Any]
 Levels = list[tuple[Array, Array]]
-"""Of each depth that was asked about: survival [S, B], -1 where a branch was not read, and next."""
+"""By depth of decision: survival [S, B], -1 where a branch was not read, and next."""
 
 PARENT = np.array([-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 9])
 OTHER = np.array([-1, -1, 1, 0, 1, 0, 0, 2, 2, 6])
-"""Siblings that do not stand side by side, and more of them than the rule and the calibration know."""
+"""Siblings that are not adjacent, and more of them than the rule and the calibration have entries for."""
 
 NEAR = 1e-9
 """Between survivals of kernels and of numpy, whose exponentials differ in the last place."""
@@ -28,15 +29,10 @@ NEAR = 1e-9
 
 def rule(rate: float = 100.0, verify_s: float = 1e-3, step_s: float = 1e-3, **more: object) -> TreeRule:
     entries = {
-        "rate": rate,
-        "opening_s": step_s,
-        "draft_s": [step_s, 1.2 * step_s],
-        "verify_s": [2e-3 + verify_s * n for n in range(12)],
-        "acceptance": [0.7] * 5,
-        "shares": [(-1.5, 0.1), (-2.5, 0.1)],
-        "children": [list(level) for level in BELOW],
-        **more,
-    }
+        "rate": rate, "opening_s": step_s, "draft_s": [step_s, 1.2 * step_s],
+        "verify_s": [2e-3 + verify_s * n for n in range(12)], "acceptance": [0.7] * 5,
+        "shares": [(-1.5, 0.1), (-2.5, 0.1)], "children": [list(level) for level in BELOW], **more,
+    }  # fmt: skip
     return TreeRule(**entries)  # type: ignore[arg-type]
 
 
@@ -48,7 +44,7 @@ def depths_of(parent: Array) -> Array:
 
 
 def children_of(parent: Array) -> list[list[int]]:
-    """By depth, of each branch, how many children it has."""
+    """Return by depth, of each branch, how many children it has."""
     depth, counts = depths_of(parent), [int((parent == node).sum()) for node in range(-1, len(parent))]
     return [[counts[0]], *([counts[1 + n] for n in np.flatnonzero(depth == d)] for d in range(1, depth.max() + 1))]
 
@@ -56,44 +52,34 @@ def children_of(parent: Array) -> list[list[int]]:
 def make_steps(
     policy: StopPolicy, seed: int, streams: int = 1, parent: Array = PARENT, digits: int = 9
 ) -> list[DraftStep]:
-    """Return questions about the tree of `parent` from the first decision on, some branches not alive.
-
-    Args:
-        policy: asked.
-        seed: of the draws.
-        streams: S.
-        parent: of each node, by depth.
-        digits: of the features; with few of them many branches tie.
-    """
-    chance, depth, steps = np.random.default_rng(seed), depths_of(parent), []
+    """Return steps of the tree of `parent` from the first decision on; with few digits many branches tie."""
+    rng, depth, steps = np.random.default_rng(seed), depths_of(parent), []
     for d in range(policy.first, int(depth.max())):
         nodes = np.flatnonzero(depth == d) if d else np.array([0])
-        parent_node = (
-            parent[nodes] - np.flatnonzero(depth == d - 1)[0] if d > 1 else np.zeros(len(nodes), dtype=np.int64)
-        )
-        alive = chance.random((streams, len(nodes))) > 0.15 * (d > 0)
-        features = chance.random((streams, len(nodes), len(policy.features))).round(digits) * alive[..., None]
-        every = np.zeros(streams, dtype=np.int64)
-        steps.append(DraftStep(d, alive, np.tile(parent_node, (streams, 1)), features.astype(np.float32), {}, every))
+        above = parent[nodes] - np.flatnonzero(depth == d - 1)[0] if d > 1 else np.zeros(len(nodes), dtype=np.int64)
+        alive = rng.random((streams, len(nodes))) > 0.15 * (d > 0)
+        features = rng.random((streams, len(nodes), len(policy.features))).round(digits) * alive[..., None]
+        batch = np.zeros(streams, dtype=np.int64)
+        steps.append(draft_step(d, features, alive, np.tile(above, (streams, 1)), batch=batch))
     return steps
 
 
 def make_drawn(seed: int, streams: int = 1, parent: Array = PARENT) -> DraftTree:
     drawn = np.random.default_rng(seed).random((streams, len(parent))) > 0.2
-    for node, parent_node in enumerate(parent.tolist()):
-        drawn[:, node] &= drawn[:, parent_node] if parent_node >= 0 else True
+    for node, above in enumerate(parent.tolist()):
+        drawn[:, node] &= drawn[:, above] if above >= 0 else True
     return DraftTree(*(np.tile(values, (streams, 1)) for values in (parent, parent, depths_of(parent))), drawn)
 
 
 def rows_of(step: DraftStep, at: slice) -> DraftStep:
-    """Return a question about some of its streams."""
+    """Return the step of a subset of the streams."""
     return replace(step, **{name: getattr(step, name)[at].copy() for name in ("alive", "parent", "features", "batch")})
 
 
-def asked(policy: TreeGain, steps: Sequence[DraftStep]) -> tuple[list[Array], State]:
-    """Return what is kept at each depth, and the state after the last one."""
-    state: State = policy.start(len(steps[0].alive), np.arange(len(steps[0].alive)))
-    kept = []
+def play_steps(policy: TreeGain, steps: Sequence[DraftStep]) -> tuple[list[Array], State]:
+    """Return the kept branches of each depth, and the state after the last one."""
+    streams = len(steps[0].alive)
+    state, kept = policy.start(streams, np.arange(streams)), []
     for step in steps:
         mask, state = policy.keep(step, state)
         kept.append(mask)
@@ -101,7 +87,7 @@ def asked(policy: TreeGain, steps: Sequence[DraftStep]) -> tuple[list[Array], St
 
 
 class Reference:
-    """The same decisions from the formulas, a stream after the other, in plain numpy."""
+    """The same decisions from the formulas in plain numpy."""
 
     def __init__(self, policy: TreeGain) -> None:
         self.policy, self.rule = policy, policy.rule
@@ -116,22 +102,22 @@ class Reference:
         return np.where(ranks > 0, 1.0 / (1.0 + np.exp(-odds)), chance)
 
     def mean(self, depth: int) -> float:
-        """The chance that the best child at a depth is accepted, if its parent is."""
+        """Return the probability that the best child at a depth is accepted, given its parent is."""
         return self.rule.acceptance[min(depth, len(self.rule.acceptance)) - 1]
 
     def ranks(self, depth: int, branches: int) -> Array:
-        below = self.rule.children
-        if 0 < depth <= len(below) and sum(below[depth - 1]) == branches:
-            return np.concatenate([np.arange(n) for n in below[depth - 1]])
+        children = self.rule.children
+        if 0 < depth <= len(children) and sum(children[depth - 1]) == branches:
+            return np.concatenate([np.arange(n) for n in children[depth - 1]])
         return np.arange(branches) if depth == 1 else np.zeros(branches, dtype=np.int64)
 
     def counts(self, depth: int, branches: int) -> Array:
-        below = self.rule.children
-        fits = depth < len(below) and len(below[depth]) == branches
-        return np.array(below[depth] if fits else [1] * branches)
+        children = self.rule.children
+        fits = depth < len(children) and len(children[depth]) == branches
+        return np.array(children[depth] if fits else [1] * branches)
 
     def mean_survival(self, depth: int, branches: int) -> Array:
-        """Of the rule's own tree, as far as it is as wide."""
+        """Return the expected survival in the tree of the rule, if that has as many branches."""
         mean = np.ones(1)
         for d, counts in enumerate(self.rule.children[:depth], 1):
             ranks = np.concatenate([np.arange(n) for n in counts])
@@ -148,7 +134,7 @@ class Reference:
         return np.minimum(1.0 / (1.0 + np.exp(-odds)), parent_chance)
 
     def read(self, step: DraftStep, levels: Levels) -> tuple[Array, Array]:
-        """Survival and next of the branches of a depth."""
+        """Return survival and next of the branches of a depth."""
         depth, (streams, branches) = step.depth, step.alive.shape
         ranks = self.ranks(depth, branches)
         scores = self.policy.head.scores(step.features.reshape(-1, step.features.shape[2]), depth)
@@ -161,12 +147,12 @@ class Reference:
             one, two = (np.take_along_axis(values, step.parent, 1) for values in levels[-1])
             parent_chance = np.maximum(one, 0.0)
             expected = parent_chance * self.share(two, ranks)
-        there = step.alive & ((depth == 0) | (expected >= self.rule.floor))
-        survival = np.ones(there.shape)
+        is_read = step.alive & ((depth == 0) | (expected >= self.rule.floor))
+        survival = np.ones(is_read.shape)
         if depth:
             survival = self.path(self.policy.accept.knots, parent_chance, accept, depth, ranks)
         chance = self.path(self.policy.next.knots, survival, next_, depth, ranks) / np.maximum(survival, 1e-9)
-        return np.where(there, survival, -1.0), np.where(there, chance, 0.0)
+        return np.where(is_read, survival, -1.0), np.where(is_read, chance, 0.0)
 
     def price(self, values: Array) -> Array:
         best = -np.sort(-values, 1)[:, :64]
@@ -180,7 +166,7 @@ class Reference:
         return (seconds - seconds[0]) * self.rule.rate
 
     def keep(self, step: DraftStep, levels: Levels) -> Array:
-        """Which branches are extended; the level is appended."""
+        """Return the branches to extend, and append the level."""
         depth, acceptance = step.depth, self.rule.acceptance
         survival, next_ = self.read(step, levels)
         if depth:
@@ -207,7 +193,7 @@ class Reference:
         return (np.argsort(order, axis=1) < rows[:, None]) & (survival > 0.0)
 
     def values(self, tree: DraftTree, levels: Levels) -> Array:
-        """The survival of all nodes."""
+        """Return the survival of all nodes."""
         parent, depth, drawn = tree.parent[0], tree.depth[0], tree.drawn
         out, next_ = np.empty(drawn.shape), np.empty(drawn.shape)
         for d in range(1, int(depth.max()) + 1):
@@ -234,20 +220,20 @@ class Reference:
 
 
 def random_policy(seed: int, parent: Array) -> TreeGain:
-    """Return a policy with prices of its own, half of them made for this tree."""
-    chance = np.random.default_rng(seed)
-    verify = np.cumsum(chance.random(int(chance.integers(2, 14)))) * chance.choice([5e-4, 4e-3, 1.5e-2])
+    """Return a policy with random prices and limits; every second one has the children of this tree."""
+    rng = np.random.default_rng(seed)
+    verify = np.cumsum(rng.random(int(rng.integers(2, 14)))) * rng.choice([5e-4, 4e-3, 1.5e-2])
     changes = {
-        "rate": float(chance.uniform(20.0, 250.0)),
-        "draft_s": (np.cumsum(chance.random(int(chance.integers(1, 5)))) * 5e-4).tolist(),
+        "rate": float(rng.uniform(20.0, 250.0)),
+        "draft_s": (np.cumsum(rng.random(int(rng.integers(1, 5)))) * 5e-4).tolist(),
         "verify_s": verify.tolist(),
-        "acceptance": chance.uniform(0.3, 0.95, 5).tolist(),
-        "shares": chance.normal(-1.0, 0.7, (int(chance.integers(0, 4)), 2)).tolist(),
+        "acceptance": rng.uniform(0.3, 0.95, 5).tolist(),
+        "shares": rng.normal(-1.0, 0.7, (int(rng.integers(0, 4)), 2)).tolist(),
         "children": children_of(parent) if seed % 2 else [list(level) for level in BELOW],
-        "ahead": float(chance.choice([0.0, 0.5, 1.0])),
-        "width": int(chance.choice([1, 2, 64])),
-        "floor": float(chance.choice([0.0, 0.05, 0.2])),
-        "first": int(chance.integers(0, 3)),
+        "ahead": float(rng.choice([0.0, 0.5, 1.0])),
+        "width": int(rng.choice([1, 2, 64])),
+        "floor": float(rng.choice([0.0, 0.05, 0.2])),
+        "first": int(rng.integers(0, 3)),
     }
     policy = make_tree_policy()
     return policy.with_rule(dataclasses.replace(policy.rule, **changes))

@@ -1,34 +1,87 @@
-"""Learned policies and their folder: S_j along parents, and a folder that loads as it was or not at all."""
+"""Learned policies on chains and trees of branches: calibration, survival along parents, stop rules, recalibration."""
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
-from feature_head import feature_policy
-from head_tensors import NAMES, TENSORS, features, knots
-from learned_policies import FACTS, learned
+from feature_head import feature_policy, kept_by
+from head_tensors import NAMES, TENSORS, features, knots, zeros
+from learned_policies import learned
+from random_heads import DRAFT, random_policy, scalars
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.files import STAGE_PREFIX, digest, sha256
 from specstop.policies.heads import build_head
-from specstop.policies.learned import Calibrator, LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, TrainingMetadata, build_rule
 from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.train.fit.rules import derived_thresholds
+from steps import draft_step
+
+# Calibration
 
 
-def asked(depth: int, x: Array, alive: Array | None = None, parent: Array | None = None) -> DraftStep:
-    """Return the step of branches with these features [S, B, F]."""
-    shape = x.shape[:2]
-    alive = np.ones(shape, dtype=bool) if alive is None else alive
-    parent = np.zeros(shape, dtype=np.int64) if parent is None else parent
-    return DraftStep(depth, alive, parent, np.ascontiguousarray(x, dtype=np.float32), {}, np.arange(len(x)))
+@pytest.mark.parametrize(
+    "calibrator",
+    [
+        Calibrator(), Calibrator("temperature", 2.5),
+        *(Calibrator("isotonic", knots=knots(seed, n)) for seed, n in ((0, 7), (1, 2), (2, 7), (3, 7))),
+    ],
+    ids=lambda c: f"{c.kind}-{c.knots.shape[1]}",
+)  # fmt: skip
+def test_a_calibration_map_is_its_closed_form_and_monotone(calibrator: Calibrator) -> None:
+    x = np.concatenate([np.linspace(-40, 40, 2001), calibrator.knots[0]])
+    if calibrator.kind == "isotonic":
+        expected = np.interp(x, *calibrator.knots.astype(np.float64))
+    else:
+        expected = 1 / (1 + np.exp(-x / calibrator.temperature))
+    np.testing.assert_allclose(calibrator(x), expected, atol=1e-5)
+    y = calibrator(x[:2001])
+    assert (np.diff(y) >= 0).all() and 0 <= y.min() < y.max() <= 1
+    assert np.array_equal(calibrator(x[:2001].reshape(3, -1)), y.reshape(3, -1))
+
+
+def test_isotonic_steps_are_as_sharp_as_the_fitted_data() -> None:
+    """Blocks of an isotonic fit end and begin at neighbouring logits; gaps of 1e-6 occur among many."""
+    edges = np.linspace(-8, 8, 51, dtype=np.float32)
+    x = np.stack([edges, np.nextafter(edges + np.float32(1e-6), edges + 1)], 1).reshape(-1)
+    y = np.linspace(0, 1, 52, dtype=np.float32).repeat(2)[1:-1]
+    np.testing.assert_allclose(Calibrator("isotonic", knots=np.stack([x, y]))(x), y, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature", "table"),
+    [
+        ("platt", 1.0, None), ("temperature", 0.0, None), ("temperature", -1.0, None), ("temperature", math.nan, None),
+        ("isotonic", 1.0, None), ("isotonic", 1.0, zeros(2, 1)), ("isotonic", 1.0, zeros(3, 4)),
+        ("isotonic", 1.0, [[1.0, 0.0], [0.0, 1.0]]), ("isotonic", 1.0, [[0.0, 1.0], [1.0, 0.0]]),
+        ("isotonic", 1.0, [[0.0, 1.0], [0.0, math.nan]]), ("isotonic", 1.0, [[0.0, 1.0], [0.0, 1.5]]),
+    ],
+)  # fmt: skip
+def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
+    kind: str, temperature: float, table: Any
+) -> None:
+    with pytest.raises(PolicyError, match="calibration"):
+        Calibrator(kind, temperature, None if table is None else np.array(table, dtype=np.float32))
+
+
+@pytest.mark.parametrize("maps", [("temperature", "identity"), ("identity", "isotonic"), ("isotonic", "identity")])
+def test_probabilities_are_the_calibrated_scores(maps: tuple[str, str]) -> None:
+    accept, next_ = (Calibrator(k, 1.7 if k == "temperature" else 1.0, knots() if k == "isotonic" else None)
+                     for k in maps)  # fmt: skip
+    head = build_head("mlp", NAMES, TENSORS["mlp"]())
+    policy = LearnedPolicy("mine", NAMES, head, accept, next_, Derived([0.1]), 4)
+    x = features(9, 2)
+    for depth in (0, 1):
+        scores = head.scores(x.reshape(-1, x.shape[-1]), depth).reshape(9, 2, 2)
+        probabilities = policy.probabilities(x, depth)
+        assert np.array_equal(probabilities[0], accept(scores[..., 0]))
+        assert np.array_equal(probabilities[1], next_(scores[..., 1]))
+
+
+# Survival
 
 
 def survivals(first: int, accepts: Sequence[Sequence[float]], parents: list[list[int]]) -> list[Array]:
@@ -36,234 +89,209 @@ def survivals(first: int, accepts: Sequence[Sequence[float]], parents: list[list
     rule = Rule()
     rule.first = first
     policy = feature_policy(rule, 4)
-    state, found = policy.start(1, np.zeros(1, dtype=np.int64)), []
+    state, result = policy.start(1, np.zeros(1, dtype=np.int64)), []
     for depth in range(first, len(accepts) + 1):
         accept = np.array([1.0] if depth == 0 else accepts[depth - 1])
-        parent = np.array([[0]] if depth == 0 else [parents[depth - 1]])
-        shown = np.stack([accept, np.full_like(accept, 0.5)], -1)[None]
-        keep, state = policy.keep(asked(depth, shown, parent=parent), state)
+        parent = [[0]] if depth == 0 else [parents[depth - 1]]
+        keep, state = policy.keep(
+            draft_step(depth, np.stack([accept, np.full_like(accept, 0.5)], -1)[None], parent=parent), state
+        )
         assert keep.all()
-        found.append(state[0])
-    return found[1 - first :]
+        result.append(state[0])
+    return result[1 - first :]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_survival_is_the_product_along_a_chain(first: int) -> None:
-    values = [0.9, 0.5, 0.8, 0.25]
-    found = survivals(first, [[v] for v in values], [[0]] * 4)
-    assert np.concatenate(found).tolist() == pytest.approx(np.cumprod(values).tolist())
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_survival_follows_the_parents_of_a_tree(first: int) -> None:
+def test_survival_is_the_product_along_the_parents(first: int) -> None:
     accepts = [[0.9, 0.5, 0.25], [0.5, 1.0, 0.5], [0.5, 0.25, 1.0]]
     parents = [[0, 0, 0], [2, 0, 0], [1, 1, 0]]
     expected = [[0.9, 0.5, 0.25], [0.125, 0.9, 0.45], [0.45, 0.225, 0.125]]
     np.testing.assert_allclose(survivals(first, accepts, parents), expected, rtol=1e-6)
 
 
-def test_streams_side_by_side_are_each_alone() -> None:
-    policy = learned()
-    x = features(5, 1)
-    state = policy.keep(asked(0, x), None)[1]
-    keep, survival = policy.keep(asked(1, x), state)
-    for s in range(5):
-        one = slice(s, s + 1)
-        alone = policy.keep(asked(1, x[one]), state[one])
-        assert np.array_equal(alone[0], keep[one])
-        assert np.array_equal(alone[1], survival[one])
-    dead = np.zeros((5, 1), dtype=bool)
-    assert not policy.keep(asked(1, x, dead), state)[0].any(), "dead branches are not kept"
-
-
-@pytest.mark.parametrize("kind", list(TENSORS))
-def test_what_is_dead_changes_nothing_for_the_others(kind: str) -> None:
-    """Only live branches are scored; each has the same bits as if all were."""
+@pytest.mark.parametrize("kind", ["logistic", "resnet"])
+def test_dead_branches_do_not_change_the_others(kind: str) -> None:
+    """Only live branches are scored."""
     policy = learned(kind)
     x, parent = features(40, 3), np.random.default_rng(1).integers(0, 3, (40, 3))
     alive = np.random.default_rng(2).random((40, 3)) < 0.6
-    state = policy.keep(asked(1, x), policy.keep(asked(0, x[:, :1]), None)[1])[1]
-    found, _ = policy.survive(asked(2, x, parent=parent), state)
-    middle = float(np.median(found[0] * found[2]))
-    policy = policy.with_rule(Derived([middle] * 4))
-    whole, survival = policy.keep(asked(2, x, parent=parent), state)
-    kept, partial = policy.keep(asked(2, x * alive[..., None], alive, parent), state)
-    assert np.array_equal(kept, whole & alive)
+    state = policy.keep(draft_step(1, x), policy.keep(draft_step(0, x[:, :1]), None)[1])[1]
+    values, _ = policy.survive(draft_step(2, x, parent=parent), state)
+    policy = policy.with_rule(Derived([float(np.median(values[0] * values[2]))] * 4))
+    whole, survival = policy.keep(draft_step(2, x, parent=parent), state)
+    kept, partial = policy.keep(draft_step(2, x * alive[..., None], alive, parent), state)
+    assert np.array_equal(kept, whole & alive) and 0 < kept.sum() < alive.sum()
     np.testing.assert_allclose(partial, survival * alive, rtol=1e-6 if kind == "resnet" else 0)
-    assert 0 < kept.sum() < alive.sum()
+
+
+def test_a_lagging_head_scores_the_token_before() -> None:
+    """S at depth j is the product over x_1 .. x_{j-1}: SpecDec++'s sum starts at the second step."""
+
+    def step(depth: int) -> DraftStep:
+        hidden = {"draft_hidden": np.random.default_rng(depth).standard_normal((7, 1, DRAFT)).astype(np.float32)}
+        return draft_step(depth, scalars((), 7)[:, None], hidden=hidden)
+
+    def accept(policy: LearnedPolicy, step: DraftStep) -> Array:
+        return policy.accept(
+            policy.head.scores(zeros(7, 0), step.depth, {"draft_hidden": step.hidden["draft_hidden"][:, 0]})
+        )
+
+    policy, state, product = random_policy("specdec", Threshold("survival", 0.0)), None, np.ones(7)
+    for depth in range(1, 5):
+        if depth > 1:
+            product = product * accept(policy, step(depth))[:, 0]
+        _, state = policy.keep(step(depth), state)
+        np.testing.assert_allclose(state[:, 0], product, rtol=1e-6)
+    strict = random_policy("specdec", Threshold("survival", 0.9999))
+    assert strict.keep(step(1), None)[0].all(), "at least two tokens are drafted"
+    plain = random_policy("dynasd-soft", Threshold("survival", 0.0))
+    np.testing.assert_allclose(plain.keep(step(1), None)[1][:, 0], accept(plain, step(1))[:, 0], rtol=1e-6)
+
+
+# Recalibration of survival by depth
+
+DEPTH, KNOTS = 4, 33
+
+
+def survival_tables(starts: int = 3, depth: int = DEPTH, power: float = 0.0) -> Array:
+    """Return tables [L, K, 2, n]: S^(1 + power (depth + start)), the identity at depth 2 and with power 0."""
+    grid = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
+    tables = np.broadcast_to(grid, (starts, depth, 2, KNOTS)).copy()
+    for start in range(starts):
+        for at in (d for d in range(depth) if d != 1):
+            tables[start, at, 1] = grid ** (1.0 + power * (at + 1 + start))
+    return tables
+
+
+def recalibrated(rule: Rule, tables: Array | None) -> LearnedPolicy:
+    maps = None if tables is None else SurvivalMaps(tables)
+    head = build_head("logistic", NAMES, TENSORS["logistic"]())
+    return LearnedPolicy("mine", NAMES, head, Calibrator(), Calibrator(), rule, DEPTH, survival=maps)
+
+
+def play(policy: LearnedPolicy, x: Array) -> list[Array]:
+    """Return S_j of chains from the first decision on; features [R, K + 1, F]."""
+    state, result = policy.start(len(x), np.zeros(len(x), dtype=np.int64)), []
+    for depth in range(policy.first, DEPTH + 1):
+        _, state = policy.keep(draft_step(depth, x[:, depth, None]), state)
+        result.append(state[:, 0])
+    return result
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_each_depth_is_recalibrated_before_the_next_factor(first: int) -> None:
+    policy, x = recalibrated(Derived([0.1] * DEPTH, first), survival_tables(power=0.2)), features(5, DEPTH + 1)
+    played, survival, start = play(policy, x), np.ones(5), max(first, 1)
+    for depth in range(start, DEPTH + 1):
+        survival = survival * policy.probabilities(x[:, depth], depth)[0]
+        if depth != 2:
+            grid = np.linspace(0, 1, KNOTS)
+            survival = np.interp(survival, grid, grid ** (1.0 + 0.2 * (depth + start - 1)))
+        np.testing.assert_allclose(played[depth - first], survival, atol=1e-6, rtol=1e-6)
+    row = play(policy, x[2:3])
+    assert all(np.array_equal(one, many[2:3]) for one, many in zip(row, played, strict=True))
+
+
+def test_identity_tables_change_nothing_and_stay_under_another_rule() -> None:
+    x, rule = features(20, DEPTH + 1), Threshold("survival", 0.3)
+    policy = recalibrated(rule, survival_tables())
+    assert policy.survival is not None and policy.survival.changed == []
+    assert policy.with_rule(Derived([0.1])).survival is policy.survival
+    for one, bare in zip(play(policy, x), play(recalibrated(rule, None), x), strict=True):
+        assert np.array_equal(one, bare)
+    assert SurvivalMaps(survival_tables(power=0.2)).changed == [1, 3, 4]
 
 
 @pytest.mark.parametrize(
-    "rule", [Derived([0.1, 0.2]), Derived([0.1], 1), Threshold("step", 0.4), Threshold("survival", 0.2)]
-)
-@pytest.mark.parametrize("kind", list(TENSORS))
-def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: str, rule: Rule) -> None:
-    policy = learned(kind, rule)
-    again = load_policy_folder(save_policy(policy, tmp_path / "p", {"booster.ubj": b"{xyz"}))
-    x = features(50, 1)
-    states: list[Any] = [None, None]
-    for depth in range(policy.first, 4):
-        step = asked(depth, x + 0.01 * depth)
-        answers = [p.keep(step, state) for p, state in zip((policy, again), states, strict=True)]
-        assert np.array_equal(answers[0][0], answers[1][0])
-        assert np.array_equal(answers[0][1], answers[1][1])
-        states = [a[1] for a in answers]
-    assert again.metadata == FACTS
-    for name in ("name", "features", "max_depth", "first"):
-        assert getattr(again, name) == getattr(policy, name)
-    assert (tmp_path / "p" / "booster.ubj").read_bytes() == b"{xyz"
+    "damage",
+    [
+        lambda t: t[..., ::-1], lambda t: t * 1.5, lambda t: t[0], lambda t: t[..., :1], lambda t: t.astype(np.float64),
+        lambda t: np.where(t > 0.9, np.float32(np.nan), t),
+    ],
+    ids=["falling", "above one", "a dimension short", "one knot", "float64", "nan"],
+)  # fmt: skip
+def test_survival_tables_that_are_no_monotone_maps_are_refused(damage: Any) -> None:
+    with pytest.raises(PolicyError):
+        SurvivalMaps(damage(survival_tables(power=0.2)))
 
 
-def test_the_card_names_what_matters(tmp_path: Path) -> None:
-    text = (save_policy(learned(), tmp_path / "p") / "README.md").read_text()
-    for word in ("mine", "logistic", "derived", "temperature 0.7", "52.5 tokens/s", "0.2500", *NAMES):
-        assert word in text
+def test_the_temperatures_of_training_cover_what_lies_between() -> None:
+    several, one = TrainingMetadata(temperature=(0.0, 0.7, 1.0)), TrainingMetadata(temperature=0.7)
+    assert [several.covers(t) for t in (0.0, 0.3, 1.0, 1.2)] == [True, True, True, False]
+    assert one.covers(0.7) and not one.covers(0.0)
 
 
-@pytest.mark.parametrize("maps", [("temperature", "identity"), ("identity", "isotonic"), ("isotonic", "identity")])
-def test_probabilities_are_the_calibrated_logits(maps: tuple[str, str]) -> None:
-    accept, next_ = (Calibrator(k, 1.7 if k == "temperature" else 1.0, knots() if k == "isotonic" else None)
-                         for k in maps)  # fmt: skip
-    head = build_head("mlp", NAMES, TENSORS["mlp"]())
-    policy = LearnedPolicy("mine", NAMES, head, accept, next_, Derived([0.1]), 4)
-    x = features(9, 2)
-    for depth in (0, 1):
-        scores = head.scores(x.reshape(-1, x.shape[-1]), depth).reshape(9, 2, 2)
-        found = policy.probabilities(x, depth)
-        assert np.array_equal(found[0], accept(scores[..., 0]))
-        assert np.array_equal(found[1], next_(scores[..., 1]))
+# Stop rules
 
 
-def edit(**changes: Any) -> Callable[[Path], None]:
-    """Return a damage that changes `policy.json`; None takes an entry out."""
-
-    def damage(folder: Path) -> None:
-        raw = {**json.loads((folder / POLICY_FILE).read_text()), **changes}
-        raw = {k: v for k, v in raw.items() if v is not None}
-        (folder / POLICY_FILE).write_text(json.dumps({**raw, "sha256": digest(raw)}))
-
-    return damage
-
-
-def reweigh(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], None]:
-    """Return a damage that changes the tensors and mends the checksum."""
-
-    def damage(folder: Path) -> None:
-        tensors = safetensors.numpy.load_file(folder / WEIGHTS_FILE)
-        change(tensors)
-        safetensors.numpy.save_file(tensors, folder / WEIGHTS_FILE)
-        edit(files={WEIGHTS_FILE: sha256(folder / WEIGHTS_FILE)})(folder)
-
-    return damage
+@pytest.mark.parametrize("seed", range(4))
+def test_the_derived_rule_continues_while_some_look_ahead_pays(seed: int) -> None:
+    """Against the maximum over m of S next (1 + a_{j+2} + ...) - rho (cost(j + m) - cost(j))."""
+    rng, depth = np.random.default_rng(seed), 6
+    costs = np.sort(rng.random(depth + 1)) + rng.random(depth + 1) * 0.3
+    a, rho = rng.random(depth + 1), rng.random() * 2 + 0.2
+    rule = Derived(derived_thresholds(rho, costs, a.tolist()))
+    kept = 0
+    for j in range(depth):
+        for _ in range(60):
+            survival, next_ = rng.random() if j else 1.0, float(np.float32(rng.random()))
+            best = -math.inf
+            for m in range(1, depth - j + 1):
+                run = sum(math.prod(a[j + 1 + i] for i in range(n)) for n in range(m))
+                best = max(best, survival * next_ * run - rho * (costs[j + m] - costs[j]))
+            keep = bool(kept_by(rule, j, np.array([[survival]]), np.ones((1, 1)), np.array([[next_]])))
+            assert keep == (best > 0)
+            kept += keep
+    assert 0 < kept < 60 * depth
 
 
-def flip(folder: Path) -> None:
-    raw = bytearray((folder / WEIGHTS_FILE).read_bytes())
-    raw[-1] ^= 1
-    (folder / WEIGHTS_FILE).write_bytes(raw)
+def test_threshold_rules_compare_accept_survival_or_the_best_branch() -> None:
+    before, accept = np.array([[0.5, 1.0, 1.0]]), np.array([[0.75, 0.5, 0.25]])
+    for rule, survival, expected in (
+        (Threshold("step", 0.5), before, [True, True, False]), (Threshold("step", 0.5), np.ones((1, 3)), [True, True, False]),
+        (Threshold("survival", 0.5), before, [False, True, False]), (Threshold("survival", 0.25), before, [True] * 3),
+        (Threshold("any", 0.375), before, [True] * 3), (Threshold("any", 0.75), before, [False] * 3),
+    ):  # fmt: skip
+        assert kept_by(rule, 3, survival, accept, accept).tolist() == [expected]
 
 
-def pickled(folder: Path) -> None:
-    (folder / WEIGHTS_FILE).write_bytes(pickle.dumps({"head.bias": 1}))
-    edit(files={WEIGHTS_FILE: sha256(folder / WEIGHTS_FILE)})(folder)
+def test_a_dead_branch_has_no_vote() -> None:
+    """A dead branch contains zeros, which may have any score."""
+    tensors = {"weight.0": zeros(1, DRAFT), "bias.0": zeros(1) + 1, "first": zeros(1)}
+    tensors["weight.0"][0, 0] = -1.0
+    head = build_head("dynasd-soft", (), tensors)
+    policy = LearnedPolicy("d", (), head, Calibrator(), Calibrator(), Threshold("any", 0.4), 4)
+    hidden = zeros(2, 3, DRAFT)
+    hidden[:, 1:, 0] = 9.0  # a score of sigmoid(-8); zeros have sigmoid(1)
+    step = draft_step(2, zeros(2, 3, 0), [[False, True, True], [True] * 3], hidden={"draft_hidden": hidden})
+    assert policy.keep(step, np.ones((2, 3)))[0].tolist() == [[False] * 3, [True] * 3]
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a changed byte": (flip, "checksum differs"),
-    "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), WEIGHTS_FILE),
-    "no json": (lambda f: (f / POLICY_FILE).unlink(), "policy.json"),
-    "broken json": (lambda f: (f / POLICY_FILE).write_text("{"), "expected JSON"),
-    "json list": (lambda f: (f / POLICY_FILE).write_text("[]"), "expected a JSON object"),
-    "another schema": (edit(schema=3), "has schema 3, but this specstop reads 2"),
-    "pickled weights": (pickled, "is invalid"),
-    "no head": (edit(head=None), "'head'"),
-    "unknown head": (edit(head="forest"), "unknown head 'forest'"),
-    "unhashable head": (edit(head=["mlp"]), "head"),
-    "unknown feature": (edit(features=["top1", "tpo2"]), "unknown feature 'tpo2'"),
-    "fewer features": (edit(features=list(NAMES[:4])), "weights: expected mean"),
-    "unknown rule": (edit(rule={"kind": "guess"}), "unknown rule 'guess'"),
-    "no threshold": (edit(rule={"kind": "step"}), "'threshold'"),
-    "rule of text": (edit(rule="derived"), "rule"),
-    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "calibration"),
-    "unknown calibration": (
-        edit(calibration=[{"kind": "x", "temperature": 1.0}] * 2),
-        "not x",
-    ),
-    "depth 0": (edit(max_depth=0), "max_depth: "),
-    "depth of text": (edit(max_depth="4"), "max_depth: "),
-    "no facts": (edit(pair=None), "'pair'"),
-    "a temperature of text": (edit(temperature="warm"), "temperature"),
-    "a rate of text": (edit(rho="fast"), "rho"),
-    "a mangled acceptance": (edit(acceptance=3), "acceptance"),
-    "a wrong shape": (
-        reweigh(lambda t: t.update({"head.bias": np.zeros(5, dtype=np.float32)})),
-        "expected bias",
-    ),
-    "a missing tensor": (reweigh(lambda t: t.pop("head.scale")), "missing or unknown: scale"),
-    "an extra tensor": (
-        reweigh(lambda t: t.update({"head.more": np.zeros(1, dtype=np.float32)})),
-        "missing or unknown: more",
-    ),
-    "NaN weights": (reweigh(lambda t: t["head.bias"].fill(np.nan)), "finite numbers in bias"),
-    "no knots": (reweigh(lambda t: t.pop("calibration.next")), "calibration.next"),
-    "falling knots": (
-        reweigh(lambda t: t.update({"calibration.accept": t["calibration.accept"][:, ::-1].copy()})),
-        "increasing, the second row",
-    ),
-}
+def test_thresholds_are_multiplied_by_the_factor_of_the_batch_size() -> None:
+    rule = Derived([0.2, 0.4], 1, scales=[(2, 1.5), (4, 2.5)])
+    batch = np.array([0, 1, 0, -1, 2, 2, 2, 2, 2, 0])  # 0 has three streams, 1 one, 2 five
+    factors = np.array([2.0, 1.5, 2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.0])
+    assert rule.threshold_at(0, batch)[batch >= 0] == pytest.approx(0.2 * factors)
+    assert rule.threshold_at(3, batch)[:2] == pytest.approx([0.8, 0.6]), "the last threshold holds for greater depths"
+    assert Derived([0.2, 0.4], 1).threshold_at(1, batch).tolist() == [0.4]
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    damage, message = DAMAGES[name]
-    save_policy(learned(), tmp_path / "p")
-    load_policy_folder(tmp_path / "p")
-    damage(tmp_path / "p")
-    with pytest.raises(PolicyError, match=message) as caught:
-        load_policy_folder(tmp_path / "p")
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith("policy")
+DERIVED = {"kind": "derived", "thresholds": [0.1], "first": 0}
 
 
-def test_a_pickle_or_an_empty_folder_is_no_policy(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "run",))
-
-    (tmp_path / "policy.pkl").write_bytes(pickle.dumps(Evil()))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / POLICY_FILE).write_bytes(pickle.dumps(Evil()))
-    for path in (tmp_path / "policy.pkl", tmp_path / "folder", tmp_path / "nowhere"):
-        with pytest.raises(PolicyError, match="policy"):
-            load_policy_folder(path)
-    assert not (tmp_path / "run").exists()
-
-
-class Unwritable(Derived):
-    """Fails when it is written, after the weights."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "derived", "thresholds": [float("inf")]}
-
-
-def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        save_policy(learned(rule=Unwritable([0.1])), tmp_path / "p")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_save_that_fails_keeps_the_old_policy(tmp_path: Path) -> None:
-    save_policy(learned(), tmp_path / "p")
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        save_policy(learned(rule=Unwritable([0.1])), tmp_path / "p")
-    assert load_policy_folder(tmp_path / "p").rule.to_dict() == learned().rule.to_dict()
-    assert [p.name for p in tmp_path.iterdir()] == ["p"]
-    assert not list(tmp_path.glob(f"{STAGE_PREFIX}*"))
-
-
-def test_a_save_replaces_the_old_policy_whole(tmp_path: Path) -> None:
-    save_policy(learned(), tmp_path / "p", {"old.ubj": b"x"})
-    save_policy(learned("mlp"), tmp_path / "p")
-    assert load_policy_folder(tmp_path / "p").head.kind == "mlp"
-    assert not (tmp_path / "p" / "old.ubj").exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+@pytest.mark.parametrize(
+    ("raw", "noun"),
+    [
+        ({"kind": "guess"}, "guess"), ({}, "kind"), ([], "rule"), ({"kind": "step"}, "threshold"),
+        ({"kind": "step", "threshold": 1.5}, "threshold"), ({"kind": "any", "threshold": -0.1}, "threshold"),
+        ({"kind": "survival", "threshold": math.nan}, "threshold"), ({"kind": "step", "threshold": "x"}, "step"),
+        ({**DERIVED, "thresholds": []}, "depth"), ({**DERIVED, "thresholds": [math.nan]}, "depth"),
+        ({**DERIVED, "thresholds": 3}, "derived"), ({"kind": "derived", "thresholds": [0.1], "last": 0}, "last"),
+        ({**DERIVED, "first": 2}, "first"), ({**DERIVED, "first": "0"}, "first"),
+        *(({**DERIVED, "scales": scales}, "streams") for scales in (
+            [(2, 1.0), (1, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, math.inf)], [(1, math.nan)])),
+    ],
+)  # fmt: skip
+def test_an_invalid_rule_is_refused(raw: Any, noun: str) -> None:
+    with pytest.raises(PolicyError, match=noun):
+        build_rule(raw)
