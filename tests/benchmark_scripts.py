@@ -1,8 +1,7 @@
-"""Scripts of `benchmarks/` as modules, and families of damaged inputs."""
+"""Scripts of `benchmarks/` as modules."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -22,8 +21,3 @@ def script(name: str) -> ModuleType:
         sys.modules[alias] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
         spec.loader.exec_module(sys.modules[alias])
     return sys.modules[alias]
-
-
-def family(name: str) -> ModuleType:
-    """Return the module `attacks.<name>`."""
-    return importlib.import_module(f"attacks.{name}")

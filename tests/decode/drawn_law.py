@@ -24,9 +24,9 @@ from specstop.policies.costs import CostTable
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.host import PolicyHost
 from specstop.policies.profile import Profile
+from specstop.train.replay.arrays import TraceArrays
+from specstop.train.replay.checks import check_replayable
 from specstop.train.replay.source import TraceSource
-from specstop.train.replay.traces.arrays import TraceArrays
-from specstop.train.replay.traces.checking import check_replayable
 from text_law import Case, JointLaw, Rounds
 from torch import Tensor
 

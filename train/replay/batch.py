@@ -72,7 +72,7 @@ def recorded(times: Sequence[float], count: int) -> Array:
     return since
 
 
-@dataclass(frozen=True, repr=False, kw_only=True)
+@dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class BatchRounds(Rounds):
     """The rounds of a batch in the order of decoding. The texts of `Rounds` are the requests, in the order of their start.
 

@@ -35,7 +35,7 @@ class KnownPlan(StopPolicy):
     name = "plan"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Rounds:
     """The rounds of R target calls over S texts, sorted by text, in each in the order of decoding.
 

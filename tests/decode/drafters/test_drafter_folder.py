@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from attack_families import family
+from attacks import drafter_folders
 from small_drafters import CLASSES, TRAINED, new_round, proposed, small_network
 from specstop.decode.drafters import find_drafter, with_drafter
 from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter, save_drafter
@@ -138,6 +138,6 @@ def test_a_drafter_that_does_not_reach_the_depth_causes_a_warning(pair, folder, 
 
 
 def test_randomly_damaged_folders_are_refused_or_draft_as_before(tmp_path):
-    outcomes, faults = family("drafter_folders").attack(60, 7, tmp_path)
+    outcomes, faults = drafter_folders.attack(60, 7, tmp_path)
     assert faults == []
     assert sum(outcomes.values()) == 60 and sum(n for name, n in outcomes.items() if name.endswith("refused")) > 30

@@ -41,8 +41,8 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.train.replay.log import play
-from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 
 
 def begun(drafter: Any, *texts: Sequence[int]) -> Any:
@@ -360,7 +360,7 @@ def test_replay_charges_the_backlog_of_the_live_loop(pair, prompts, prompt_ids, 
     options: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
     options |= {"policy": policy} if collector == "live" else {}
     arrays = trace_arrays(collect(used, texts, tmp_path / "trace", collector=collector, **options))
-    played = play(arrays, policy.limited(3), profile).rounds
+    played = replay(arrays, policy.limited(3), profile)
     run = Speculator(used, policy, Settings(0.7, NEW, 3, verification="match"))
     live = [
         record

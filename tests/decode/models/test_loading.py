@@ -15,7 +15,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from attack_families import family
+from attacks import configs
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from safetensors.torch import load_file, save_file
 from specstop.decode.loop import Settings, Speculator
@@ -276,7 +276,7 @@ def test_an_unusual_folder_decodes_as_with_the_library(folder: Path, prompt_ids:
 
 
 def test_randomly_damaged_folders_are_refused_or_decode_as_with_the_library(tmp_path: Path) -> None:
-    outcomes, faults = family("configs").attack(12, 5, tmp_path)
+    outcomes, faults = configs.attack(12, 5, tmp_path)
     assert faults == [] and sum(outcomes.values()) == 12
     assert {"refused", "decodes as the library does"} <= {name.split(": ")[1] for name in outcomes}
 
