@@ -21,7 +21,7 @@ from specstop.policies.fixed import FixedLength
 from specstop.train.drafters.fit import initialize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .policy_folders import damage_folders
+from .folders import damage_folders
 
 COUNT, QUICK = 1000, 100
 """Damaged folders in a full run, and in a quick one."""

@@ -1,8 +1,8 @@
-"""Damaged policy folders: each is refused in one line, or decides exactly as the good one does.
+"""Damaged folders with checksums: each is refused in one line, or behaves exactly as the good one does.
 
 Two sorts of damage, seeded. Accidents (bits, cuts, insertions, swapped entries, files lost or added) must be refused or
-change no decision. Forgeries mend all checksums behind themselves: no checksum can tell those from a policy somebody meant,
-so they must be refused or be a policy that decides without failing. Nothing may raise anything but `PolicyError`, or take
+change no decision. Forgeries mend all checksums behind themselves: no checksum can tell those from a folder that somebody meant,
+so they must be refused or be used without failing. Nothing may raise anything but the expected error, or take
 more than `SECONDS` of the processor, which a busy machine does not change.
 """
 
@@ -19,102 +19,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from specstop.policies.contract import Array, DraftStep
-from specstop.policies.errors import PolicyError
-from specstop.policies.features import check_sizes
 from specstop.policies.files import digest
-from specstop.policies.heads import build_head
-from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.learned import Calibrator, LearnedPolicy
-from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.train.heads.base import with_ranges
+from specstop.policies.storage import WEIGHTS_FILE
 
 COUNT, QUICK = 1000, 100
 """Damaged folders in a full run, and in a quick one."""
 
-NAMES = ("mean_accepted", "top1", "entropy", "depth")
-WIDTH = len(NAMES) + 1
-HIDDEN = 6
 SECONDS = 5.0
 ODD_VALUES = (
     None, True, -1, 0, 10**400, 1e308, "", "os:system", "../../etc/passwd", "/etc/passwd", "\x1b[2J", [], {}, [[[]]],
     [1] * 5000, {"__reduce__": "os.system"}, float("nan"), float("inf"), "learned", ["top1"], "top1", -0.0, 3.5,
 )  # fmt: skip
-
-
-def good_policies() -> list[LearnedPolicy]:
-    """Return one small policy of each head, with all sorts of calibration and rule."""
-    chance = np.random.default_rng(0)
-
-    def draw(*shape: int, size: float = 1.0) -> Array:
-        return (size * chance.standard_normal(shape)).astype(np.float32)
-
-    def scale(width: int) -> Array:
-        return np.abs(draw(width)) + np.float32(0.2)
-
-    base = {"mean": draw(WIDTH), "scale": scale(WIDTH)}
-    layers = {"weight.0": draw(6, WIDTH + 1), "bias.0": draw(6), "weight.1": draw(2, 6), "bias.1": draw(2)}
-    trees = {
-        "feature": chance.integers(0, len(NAMES), (2, 4, 7)),
-        "threshold": chance.random((2, 4, 7), dtype=np.float32),
-        "missing_left": chance.random((2, 4, 7)) < 0.5,
-        "leaf": draw(2, 4, 8),
-        "base": draw(2),
-    }
-    resnet = {
-        **base,
-        "enter.weight": draw(5, WIDTH + 1), "enter.bias": draw(5), "enter.draft_hidden": draw(5, HIDDEN),
-        "mean.draft_hidden": draw(HIDDEN), "scale.draft_hidden": scale(HIDDEN),
-        "block.weight": draw(2, 5, 5, size=0.3), "block.bias": draw(2, 5), "leave.weight": draw(2, 5), "leave.bias": draw(2),
-    }  # fmt: skip
-    soft = {"weight.0": draw(5, HIDDEN), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
-    hard = {"weight.0": draw(5, 11), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
-    specdec = {
-        "block.weight": draw(1, HIDDEN, HIDDEN, size=0.3), "block.bias": draw(1, HIDDEN),
-        "order": np.zeros(3, dtype=np.int64), "leave.weight": draw(2, HIDDEN), "leave.bias": draw(2), "first": draw(1),
-    }  # fmt: skip
-    tokens = {
-        "mean": draw(3), "scale": scale(3), "weight": draw(3, 3), "bias": draw(2, 4), "table": draw(2, 1, 9),
-        "strides": np.array([[1, 0, 0, 2], [3, 5, 0, 0]]), "edges": np.sort(draw(1, 3)), "hashed": draw(2, 2, 7),
-    }  # fmt: skip
-    tokens = with_ranges(tokens, np.zeros(3), np.array([0.0, 0.8, 3.0]))
-    knots = np.stack([np.linspace(-3, 3, 5), np.linspace(0.05, 0.9, 5)]).astype(np.float32)
-    maps = Calibrator("isotonic", knots=knots), Calibrator("temperature", 1.5)
-    heads: dict[str, tuple[tuple[str, ...], dict[str, Array], Rule]] = {
-        "logistic": (
-            NAMES, {**base, "weight": draw(3, WIDTH), "bias": draw(3)}, Derived([0.1, 0.2, 0.3, 0.2])
-        ),
-        "mlp": (NAMES, {**base, **layers}, Threshold("survival", 0.3)),
-        "xgboost": (NAMES, trees, Threshold("step", 0.4)),
-        "resnet": (NAMES, resnet, Derived([0.1, 0.2, 0.3, 0.2])),
-        "dynasd-soft": ((), soft, Threshold("any", 0.4)),
-        "dynasd-hard": (HARD_FEATURES, hard, Threshold("any", 0.4)),
-        "specdec": ((), specdec, Threshold("survival", 0.3)),
-        "tokens": (("drawn_token", "top1", "depth"), tokens, Threshold("survival", 0.3)),
-    }  # fmt: skip
-    return [
-        LearnedPolicy(f"good {kind}", names, build_head(kind, names, tensors), *maps, rule, 4)
-        for kind, (names, tensors, rule) in heads.items()
-    ]
-
-
-def decisions(policy: LearnedPolicy) -> str:
-    """Return a fingerprint of what the policy decides and of everything it is named and limited by."""
-    chance = np.random.default_rng(1)
-    streams = 24
-    alive, parent = np.ones((streams, 1), dtype=np.bool_), np.zeros((streams, 1), dtype=np.int64)
-    answers: list[Any] = [policy.name, policy.features, policy.max_depth, policy.first, str(policy.metadata)]
-    check_sizes(policy, dict.fromkeys(policy.hidden, HIDDEN))
-    state = policy.start(streams, np.arange(streams))
-    for depth in range(policy.first, min(policy.max_depth, 4)):
-        x = chance.random((streams, 1, len(policy.features)), dtype=np.float32)
-        hidden = {name: chance.standard_normal((streams, 1, HIDDEN)).astype(np.float32) for name in policy.hidden}
-        keep, state = policy.keep(DraftStep(depth, alive, parent, x, hidden, np.arange(streams)), state)
-        assert keep.dtype == np.bool_ and keep.shape == alive.shape
-        answers += [keep.tolist(), [f"{v:.5g}" for v in state[:, 0].tolist()]]
-    return repr(answers)
 
 
 # Damages: each changes a folder, with a random generator; forged ones mend the checksums behind themselves.
@@ -251,12 +166,6 @@ ACCIDENTS: tuple[Callable[[Path, random.Random], None], ...] = (
     flip_bits, cut, insert, lose, add, swap_files, edit_number,
 )  # fmt: skip
 FORGERIES: tuple[Callable[[Path, random.Random], None], ...] = (forge_json, forge_header, forge_weights)
-
-
-def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
-    """Damage `count` folders; return how often what happened, and the faults found."""
-    folders = [save_policy(p, room / f"good{i}", {"accept.ubj": b"{L"}) for i, p in enumerate(good_policies())]
-    return damage_folders(folders, lambda folder: decisions(load_policy_folder(folder)), PolicyError, count, seed, room)
 
 
 def damage_folders(
