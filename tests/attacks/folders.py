@@ -1,7 +1,7 @@
 """Damaged folders with checksums: each is refused in one line, or behaves exactly as the good one does.
 
 Two sorts of damage, seeded. Accidents (bits, cuts, insertions, swapped entries, files lost or added) must be refused or
-change no decision. Forgeries mend all checksums behind themselves: no checksum can tell those from a folder that somebody meant,
+change no decision. Forgeries mend all checksums behind themselves: no checksum tells those from a folder that somebody meant,
 so they must be refused or be used without failing. Nothing may raise anything but the expected error, or take
 more than `SECONDS` of the processor, which a busy machine does not change.
 """

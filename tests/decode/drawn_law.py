@@ -148,10 +148,10 @@ def drawn_traces(case: Case, text: tuple[int, ...]) -> tuple[TraceArrays, Any]:
         return position - start + depths[node] <= case.new - 2 and position - start < len(text)
 
     collector = DenseCollector(
-        pair, Settings(1.0, case.new, tree.deepest, tree=tree.name, verification=case.mode), off_text=case.off_text,
-        choices=lambda key, draw: lambda position, node: EnumeratedDraws(numbers, wanted, position, node),
+        pair, Settings(1.0, case.new, tree.deepest, tree=tree.name, verification=case.mode),
+        choices=lambda key, draw, position, node: EnumeratedDraws(numbers, wanted, position, node),
     )  # fmt: skip
-    depths = collector.shape.depth
+    depths = collector.shape.topology.depth
     rows = target_rows(pair, list(case.prompt), list(text))[0]
     anchor = torch.arange(1, len(text))
     prompt = PromptTask(0, "t", "", list(case.prompt))
@@ -180,7 +180,18 @@ def _combined(
     mixed = copy.copy(first)
     state = torch.arange(states)
     for name in (
-        *("token", "accepted", "pre", "best", "numbers", "overlap", "target_prob", "accept_chance", "next_chance"),
+        *(
+            "token",
+            "accepted",
+            "top",
+            "stats",
+            "best",
+            "numbers",
+            "overlap",
+            "target_prob",
+            "accept_chance",
+            "next_chance",
+        ),
         *("next_token", "hidden"),
     ):
         stack = [getattr(run, name) for run in runs]
@@ -202,7 +213,7 @@ def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:
     mode = MODES[case.mode]
     header = Header(
         "", "", {}, case.vocabulary, eos, 1.0, parents(tree), names, ANCHOR_FEATURES, case.new, 0, 1, many, "",
-        verification=case.mode, label=mode.label, off_text=case.off_text,
+        verification=case.mode, label=mode.label,
     )  # fmt: skip
     tokens = torch.from_numpy(columns["tokens"]).int()
     full = torch.full((many,), rows, dtype=torch.int64)

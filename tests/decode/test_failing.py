@@ -175,7 +175,7 @@ def test_every_function_accepts_a_policy_by_spec_or_folder(
         assert [line.name for line in bench(pair, one, "fixed:2", settings=settings)] == ["plain", "fixed:2"]
     trace = collect(pair, prompts, tmp_path / "t", collector="live", policy="fixed:2", depth=2, max_new_tokens=6)
     assert trace.header.policy == FixedLength(2).name
-    report = evaluate(sides[1], full_profile, "confidence:0.3", sweep=False)
+    report = evaluate(sides[1], full_profile, "confidence:0.3")
     assert any("confidence" in line.name for line in report.lines)
     with pytest.raises(PolicyError, match=r"fixd:3.*did you mean"):
         decode(pair, "w7", "fixd:3")

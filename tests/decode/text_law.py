@@ -40,7 +40,6 @@ class Case:
         decider: makes the policy, of a depth; it carries nothing from round to round.
         kind, seed: of the table.
         eos: whether the last token of the vocabulary ends a text.
-        off_text: see `Unroller`.
         new, vocabulary, prompt: of the texts.
     """
 
@@ -50,7 +49,6 @@ class Case:
     kind: str = "dense"
     seed: int = 0
     eos: bool = False
-    off_text: str = "exact"
     new: int = 5
     vocabulary: int = 3
     prompt: tuple[int, ...] = (0, 1)

@@ -132,7 +132,7 @@ def train(
 
         check_whole(arrays, "leave out --tune and give --rule survival, step or any with a --threshold")
         training, _ = split_report(arrays, options.report_share, options.seed)
-        plan, metrics["trials"] = search(plans, training, profile, progress=progress)
+        plan, metrics["trials"] = search(plans, training, profile, fit_policy, progress=progress)
     mixed_rows = None if mixed is None else mixed_arrays(mixed, opened[0], plan.features, plan.hidden)
     policy, files = fit_policy(plan, arrays, profile, mixed_rows, progress)
     solved, sampled_at = policy.metadata, temperatures(opened)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sklearn.base import clone
 from sklearn.model_selection import GroupKFold
 
 from ...decode.profile import add_decisions
+from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopError
 from ...policies.profile import Profile
@@ -30,7 +31,6 @@ from ..replay.arrays import TraceArrays
 from ..replay.run import replay
 from .plan import Plan
 from .rules import fixed_grid
-from .run import fit_policy
 
 TUNE_FOLDS = 3
 
@@ -38,8 +38,16 @@ STARTUP = 4
 """Trials before the first one that may be pruned."""
 
 
+Fit = Callable[[Plan, TraceArrays, Profile], tuple[StopPolicy, Any]]
+
+
 def search(
-    plans: Sequence[Plan], arrays: TraceArrays, profile: Profile, folds: int = TUNE_FOLDS, progress: Progress = silent
+    plans: Sequence[Plan],
+    arrays: TraceArrays,
+    profile: Profile,
+    fit: Fit,
+    folds: int = TUNE_FOLDS,
+    progress: Progress = silent,
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Run trials; return the plan of the fastest one with its hyper-parameters, and all trials by rate, as rows of JSON.
 
@@ -47,6 +55,7 @@ def search(
         plans: candidates, each a head with its features and a rule, with the number of trials and the journal in the options.
         arrays: training prompts, without report prompts.
         profile: what rounds cost.
+        fit: returns the policy of a plan, and the files of its head.
         folds: parts of the prompts that are left out in turn.
         progress: see `Progress`.
 
@@ -55,7 +64,7 @@ def search(
     """
     options = plans[0].options
     count, storage = options.tune or 1, options.storage
-    objective = _Objective(plans, arrays, profile, folds)
+    objective = _Objective(plans, arrays, profile, fit, folds)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if storage is not None:
         check_journal(Path(storage))
@@ -114,9 +123,9 @@ def _ended(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 class _Objective:
     """Measures a trial on prompts left out: tokens per second over all folds."""
 
-    def __init__(self, plans: Sequence[Plan], arrays: TraceArrays, profile: Profile, folds: int) -> None:
+    def __init__(self, plans: Sequence[Plan], arrays: TraceArrays, profile: Profile, fit: Fit, folds: int) -> None:
         self.candidates = {f"{number}: {plan.head.form}, {plan.rule}": plan for number, plan in enumerate(plans)}
-        self.arrays, self.profile = arrays, profile
+        self.arrays, self.profile, self.fit = arrays, profile, fit
         prompts = len(set(arrays.clusters))
         if prompts < folds:
             raise InputError(f"--tune: expected at least {folds} prompts, one for each fold, got {prompts}")
@@ -161,7 +170,7 @@ class _Objective:
         tokens, seconds, fixed_tokens, fixed_seconds = 0.0, 0.0, 0.0, np.zeros(len(self.grids[0]))
         try:
             for number, ((training, held_out), grid) in enumerate(zip(self.folds, self.grids, strict=True)):
-                policy, _ = fit_policy(plan, training, self.profile)
+                policy, _ = self.fit(plan, training, self.profile)
                 header = self.arrays.header
                 profile = add_decisions(self.profile, [policy], header.vocabulary, header.hidden)
                 played = replay(held_out, policy, profile)

@@ -287,8 +287,8 @@ def test_drafters_by_spec(pair, tmp_path):
         *((spec, "one of model, lookup") for spec in ("lookup:", "model:3", "medusa", "medusa:", "suffix+modle", "")),
         *((spec, "longest") for spec in ("lookup:0", "lookup:x", "lookup?longest=2.5", "lookup:4?longest=4")),
         *((spec, "keep") for spec in ("suffix?keep=false", "suffix?keep=2", "suffix?keep=1&keep=0")),
-        *((f"suffix?confidence={value}+model", "sure") for value in ("2", "-1", "much", "", "nan")),
-        ("lookup?length=4", "length"), ("suffix?confidence=0.5", "sure"), ("suffix:none.txt", "none.txt"),
+        *((f"suffix?confidence={value}+model", "confidence") for value in ("2", "-1", "much", "", "nan")),
+        ("lookup?length=4", "length"), ("suffix?confidence=0.5", "confidence"), ("suffix:none.txt", "none.txt"),
         ("suffix:~nobody-here/x.txt", "nobody-here"), ("model+suffix", "draft model"), ("model+model", "draft model"),
     ],
 )  # fmt: skip
@@ -371,4 +371,4 @@ def test_replay_charges_the_backlog_of_the_live_loop(pair, prompts, prompt_ids, 
     assert played.backlog.tolist() == [r.backlog for r in live]
     columns = ([getattr(r, name) for r in live] for name in ("context", "drafted", "verified", "backlog", "decisions"))
     seconds = profile.round_seconds(*map(np.array, columns), profile.decision(policy.cost_name))
-    np.testing.assert_allclose(played.seconds(profile).numpy(), seconds, rtol=1e-12)
+    np.testing.assert_allclose(played.price(profile).numpy(), seconds, rtol=1e-12)

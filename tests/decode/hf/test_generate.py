@@ -66,7 +66,7 @@ def ours(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
     "options",
     [{}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
      {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"}],
-    ids=str,
+    ids=lambda options: ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in options.items()) or "default",
 )  # fmt: skip
 def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: Prompts, options: dict[str, Any]) -> None:
     assert torch.equal(ours(pair, prompt_ids[4:5], **options), stock(pair, prompt_ids[4:5]))

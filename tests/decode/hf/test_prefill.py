@@ -30,7 +30,7 @@ DRAFTING: list[dict[str, Any]] = [
     {"policy": "fixed:4", "drafter": "lookup"}, {"policy": "fixed:4", "drafter": "suffix", "tree": "2,2"},
     {"policy": "fixed:2", "verification": "rejection", "tree": "2,2"}, {"policy": "fixed:5", "draft": "target"},
 ]  # fmt: skip
-VOCABULARY, IMAGE = table.VOCABULARY, 7
+VOCABULARY, IMAGE = table.CLASS_VOCABULARY, 7
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.4, "eos_token_id": None,

@@ -174,9 +174,8 @@ def searched(
     rules: Sequence[str] = ("survival",), **options: Any,
 ) -> tuple[Plan, Rows]:  # fmt: skip
     settings = TrainOptions(tune=count, **options)
-    return search(
-        [Plan(make_head(head), rule, options=settings) for rule in rules for head in heads], arrays, profile, 2
-    )
+    plans = [Plan(make_head(head), rule, options=settings) for rule in rules for head in heads]
+    return search(plans, arrays, profile, fit_policy, 2)
 
 
 def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, full_profile: Profile) -> None:
