@@ -402,7 +402,7 @@ def repeated(*names: str) -> list[str]:
     defaults = {option.name: option.default for option in context.command.params} if context else {}
     for name in names:
         value = context.params.get(name) if context else None
-        for item in value if isinstance(value, list) else [value]:
+        for item in value if isinstance(value, list | tuple) else [value]:  # typer's empty list is a tuple
             if item not in (None, False, defaults.get(name)):
                 words += [f"--{name.replace('_', '-')}", *([] if item is True else [str(item)])]
     return words

@@ -92,10 +92,11 @@ def collect(
     rounds = ["--through", "vllm"] if collector == "vllm" else options.repeated("sampling", "tree")
     if sampling.temperature > 0 and collector != "vllm":
         rounds += ["--verification", header.verification]
+    # The shipped pair has its own prompts; standard input cannot be read again.
+    prompts = [] if source.prompts is None else ["--prompts", "PROMPTS" if source.prompts == "-" else source.prompts]
     next_step(
         "profile", *options.repeated("target", "draft", "drafter", "device", "device_map", "dtype", "chat", "temperature"),
-        *rounds, "--depth", header.depth, "--prompts", "PROMPTS" if source.prompts in (None, "-") else source.prompts,
-        "--out", "profile.json",
+        *rounds, "--depth", header.depth, *prompts, "--out", "profile.json",
     )  # fmt: skip
 
 

@@ -116,6 +116,12 @@ def test_the_next_command_times_the_rounds_of_the_trace(collect: list[object], h
         assert header.sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
 
 
+def test_the_next_command_has_no_option_that_was_not_set(collect: list[object], tmp_path: Path) -> None:
+    answer = cli(*collect, "--limit", 3, "--out", tmp_path / "t")
+    line = next(line for line in answer.out.splitlines() if line.startswith("Next: specstop profile"))
+    assert answer.code == 0 and "--sampling" not in line and "--temperature" not in line
+
+
 def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:
     texts = [
         {"prompt_id": "q", "id": name, "prompt": "w7 w8", "answer": f"w{9 + at} w10"} for at, name in enumerate("ab")
