@@ -92,11 +92,13 @@ def collect(
     rounds = ["--through", "vllm"] if collector == "vllm" else options.repeated("sampling", "tree")
     if sampling.temperature > 0 and collector != "vllm":
         rounds += ["--verification", header.verification]
+    rounds += ["--depth", str(header.depth)]
     # The shipped pair has its own prompts; standard input cannot be read again.
-    prompts = [] if source.prompts is None else ["--prompts", "PROMPTS" if source.prompts == "-" else source.prompts]
+    if source.prompts is not None:
+        rounds += ["--prompts", "PROMPTS" if source.prompts == "-" else source.prompts]
     next_step(
         "profile", *options.repeated("target", "draft", "drafter", "device", "device_map", "dtype", "chat", "temperature"),
-        *rounds, "--depth", header.depth, *prompts, "--out", "profile.json",
+        *rounds, "--out", "profile.json",
     )  # fmt: skip
 
 
