@@ -54,8 +54,8 @@ def classes(run: Run) -> None:
     built = [row for row in rows if row.cells]
     for row in rows:
         cells = Counter(row.cells.values())
-        found = ", ".join(f"{count} {cell}" for cell, count in cells.items()) or "not built"
-        run.row(f"{row.name} ({row.cls})", cells["equal"], f"{found} {row.note}".strip())
+        results = ", ".join(f"{count} {cell}" for cell, count in cells.items()) or "not built"
+        run.row(f"{row.name} ({row.cls})", cells["equal"], f"{results} {row.note}".strip())
     equal = sum(set(row.cells.values()) == {"equal"} for row in built)
     run.row("classes with equal texts in every way", equal, f"of {len(built)} that were built, {len(rows)} in all")
     faults = sum(row.faults for row in rows)

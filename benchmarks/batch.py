@@ -52,7 +52,7 @@ LEAST, FASTER, MIB = 0.99, 2.5, 32.0
 
 
 def gpu_profile(sizes: Sequence[int]) -> ss.Profile:
-    """Return the costs of a machine whose calls are flat up to 64 tokens and then linear, in steps of recorded sizes."""
+    """Return the costs of a machine with calls that are flat up to 64 tokens and then linear, in steps of recorded sizes."""
 
     def call(tokens: int) -> float:
         return STEP_S * max(1.0, next(size for size in CUDA_GRAPH if size >= tokens) / FLAT)
@@ -133,20 +133,20 @@ def sizes(run: Run) -> None:
     """Replay policies at each batch size."""
     setup = prepare(run)
     for machine, profile in {"this machine": setup.profile, "like a GPU": gpu_profile(setup.sizes)}.items():
-        own = setup.policy(profile)
+        joint = setup.policy(profile)
         single = ss.train(setup.traces["train"], profile, head="logistic", name="one-stream").policy
-        policies = [own, single, *(ss.load_policy(spec).with_costs(profile) for spec in JOINT)]
+        policies = [joint, single, *(ss.load_policy(spec).with_costs(profile) for spec in JOINT)]
         report = ss.evaluate(
             setup.traces["test"], profile, policies, batch=setup.sizes, achievable=not run.smoke, detailed=True
         )
-        found = report.details["batch"]
-        for line in found["lines"]:
-            for size, ratio in zip(found["sizes"], line["to_best_fixed"], strict=True):
+        by_size = report.details["batch"]
+        for line in by_size["lines"]:
+            for size, ratio in zip(by_size["sizes"], line["to_best_fixed"], strict=True):
                 interval = "" if ratio["low"] is None else f"[{ratio['low']:.3f}, {ratio['high']:.3f}]"
                 run.row(f"{machine}, batch {size}, {line['name']}: of best fixed", float(ratio["value"]), interval)
-            if line["name"] == own.shown_name:
+            if line["name"] == joint.shown_name:
                 least = min(ratio["value"] for ratio in line["to_best_fixed"])
-                plain = min(rate / base for rate, base in zip(line["tokens_per_s"], found["plain"], strict=True))
+                plain = min(rate / base for rate, base in zip(line["tokens_per_s"], by_size["plain"], strict=True))
                 run.bar(f"{machine}: rule batch over best fixed, least", least, at_least=LEAST)
                 run.bar(f"{machine}: rule batch over plain decoding, least", plain, at_least=LEAST)
 
@@ -154,14 +154,14 @@ def sizes(run: Run) -> None:
 def live(run: Run) -> None:
     """Decode batches in alternation."""
     setup = prepare(run)
-    own, rates = setup.policy(setup.profile), {}
+    joint, rates = setup.policy(setup.profile), {}
     for size in setup.sizes:
         prompts = encode_prompts(run.pair, setup.prompts["test"])
         turn = texts_per_turn(size)
         prompts = prompts * -(-turn * run.choose(8, 1) // len(prompts))
         fixed = [ss.load_policy(f"fixed:{k}") for k in run.choose((0, 1, 2, 3, 4, 6), (0, 2))]
         methods = [
-            ss.Speculator(run.pair, policy, setup.settings(), setup.profile, batch=size) for policy in (*fixed, own)
+            ss.Speculator(run.pair, policy, setup.settings(), setup.profile, batch=size) for policy in (*fixed, joint)
         ]
         texts = run_alternating(methods, prompts, batch=size)
         best = max(range(1, len(fixed)), key=lambda at: _rate(texts[at]))

@@ -8,7 +8,7 @@
   most 1.1 and 2.5 times the time of `match`.
 - `agreement`: rows of live rounds at full depth equal the dense rows at the same anchors. At most 1 of 500 differ
   (ties), and features agree within 2e-3.
-- `completions`: texts that transformers samples are labelled as they are: acceptance by depth is that of our own
+- `completions`: texts that transformers samples are labelled as they are: acceptance by depth is that of our
   texts, and texts of another temperature are refused.
 - `memory`: collecting long texts takes at most 100 MiB more than collecting short ones.
 - `kills`: collecting processes, 1 to 3 at a time, are killed at random moments and resumed. The rows are those of an
@@ -132,9 +132,9 @@ def completions(run: Run) -> None:
     options = {"depth": 8, "temperature": 0.7, "max_new_tokens": new, "verification": "match"}
     sampled = {temperature: _sampled(stock, prompts, new + 8, temperature) for temperature in (0.7, 1.0)}
     given = ss.collect(run.pair, prompts, run.folder("completions"), completions=sampled[0.7], **options)
-    own = ss.collect(run.pair, prompts, run.folder("own"), **options)
+    generated = ss.collect(run.pair, prompts, run.folder("generated"), **options)
     lengths = []
-    for trace in (given, own):
+    for trace in (given, generated):
         table = (
             trace.to_pandas(["prompt_id", "accepted_length"])
             .groupby("prompt_id")["accepted_length"]
@@ -144,8 +144,8 @@ def completions(run: Run) -> None:
     both = sorted(set(lengths[0].index) & set(lengths[1].index))
     ratio = ratio_of_sums([lengths[0][name] for name in both], [lengths[1][name] for name in both])
     covers = ratio.low is None or ratio.low <= 1.0 <= (ratio.high or 1.0)
-    run.row("mean accepted length, completions over own texts", ratio)
-    run.bar("interval of completions over own texts contains 1", float(covers), at_least=1.0)
+    run.row("mean accepted length, completions over generated texts", ratio)
+    run.bar("interval of completions over generated texts contains 1", float(covers), at_least=1.0)
     try:
         ss.collect(run.pair, prompts, run.folder("refused"), completions=sampled[1.0], **options)
         refused = 0

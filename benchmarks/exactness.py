@@ -1,11 +1,10 @@
-"""Exactness of the decoding loop: lossless modes sample the target's own distribution, and lossy modes are seen to
-differ.
+"""Exactness of the decoding loop: lossless modes sample from the target's distribution; lossy modes are detected.
 
     python benchmarks/exactness.py --check
     python benchmarks/exactness.py --part pair --pair DIR
 
 - `enumeration`: every sequence of random choices of the rejection family on tiny vocabularies, by the test helpers.
-  The total variation between the texts of the loop and the target's own texts is at most 1e-12.
+  The total variation between the texts of the loop and those of the target is at most 1e-12.
 - `noise`: texts of `match` on tables of Gumbel noise are those of sampling one token at a time with the same noise.
 - `texts`: greedy texts of the pair equal `generate` of transformers, and texts of `match` at 0.7 equal plain sampling
   by the same noise, alone and in a batch. Texts may differ at ties of the two best tokens, in at most 1 of 200 texts.
@@ -13,8 +12,8 @@ differ.
   (Kolmogorov-Smirnov test of the probability integral transform) and against plain sampling (chi-square test).
 - `lossy`: `typical` on tables, and target-initialized drafting (DynaSD, arXiv 2409.10644), a baseline of the
   literature. Its candidates for the next token come from the target, without replacement; below each the draft
-  proposes a chain, and the longest branch wins. This is a reference loop without caches, so that it reports tokens
-  per target call and no speed.
+  proposes a chain, and the longest branch wins. This is a reference loop without caches: it reports tokens per target
+  call and no speed.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def enumeration(run: Run) -> None:
     cases = [*all_cases(), *other_cases()][:: run.choose(1, 400)]
     worst, leaves, later = 0.0, 0, 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some policies fail on purpose
+        warnings.simplefilter("ignore")  # the failing policies of the test helpers
         for case in cases:
             proved, proof = prove_within(case, run.choose(1500, 300))
             leaves, later = leaves + proof.leaves, later + (proof.later > 0)
@@ -198,7 +197,7 @@ def lossy(run: Run) -> None:
 def target_initialized(
     pair: ss.Pair, prompt: Sequence[int], width: int, temperature: float, new: int, seed: int
 ) -> tuple[list[int], int, float]:
-    """Decode with `width` branches whose roots are drawn from the target; width 0 is plain decoding.
+    """Decode with `width` branches that begin with tokens drawn from the target; width 0 is plain decoding.
 
     Returns:
         The text, the target calls, and the negative log-likelihood of the text under the target.

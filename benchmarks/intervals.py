@@ -63,7 +63,7 @@ from simulated_worlds import (
 def worlds(run: Run) -> None:
     """Count how often the intervals of `evaluate` and `importance_estimate` cover the truth."""
     count = run.choose(run.options.worlds, 2)
-    found = [
+    estimates = [
         one
         for answers in (_map(dense_world, count, run), _map(live_world, count, run))
         for row in answers
@@ -71,7 +71,7 @@ def worlds(run: Run) -> None:
     ]
     if count < 2:
         return
-    rows, faults = judge(found, count)
+    rows, faults = judge(estimates, count)
     for row in rows:
         name = f"{row['method']}, {row['what']}, {row['prompts']} prompts: covered"
         note = f"bias {row['bias']:+.4f}, root mean square error {row['rmse']:.4f}"
@@ -122,8 +122,8 @@ def family(job: tuple[str, int, int, float, float, int]) -> tuple[bool, bool, bo
         return values
 
     pace, shared = noise(texts, columns), noise(texts, 1)
-    own = slice(len(SLOWER), None)
-    pace[:, own] = correlation**0.5 * shared + (1.0 - correlation) ** 0.5 * pace[:, own]
+    policies = slice(len(SLOWER), None)
+    pace[:, policies] = correlation**0.5 * shared + (1.0 - correlation) ** 0.5 * pace[:, policies]
     groups = np.zeros(texts, dtype=int)
     if structure.startswith("groups"):  # half of the variance is between groups
         number = int(structure.split()[1])

@@ -70,9 +70,9 @@ def compare(run: Run) -> None:
         trees, chains = (
             {
                 side: ss.collect(
-                    run.pair, some, run.folder(f"{where}-{kind}-{side}"), tree=shape, depth=depth, **options
+                    run.pair, subset, run.folder(f"{where}-{kind}-{side}"), tree=shape, depth=depth, **options
                 )
-                for side, some in prompts.items()
+                for side, subset in prompts.items()
             }
             for kind, shape in (("tree", tree), ("chain", None))
         )

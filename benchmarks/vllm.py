@@ -67,7 +67,7 @@ def ours(folder: Path, policy: str, depth: int = DEPTH, **more: Any) -> dict[str
 
 
 def theirs(folder: Path, method: str, length: int) -> dict[str, Any]:
-    """Return vLLM's options for its own drafter."""
+    """Return vLLM's options for its built-in drafter."""
     more = {"draft_model": {"model": str(folder / "draft")}, "ngram": {"prompt_lookup_max": 3}}[method]
     return {"speculative_config": {"method": method, "num_speculative_tokens": length, **more}}
 
@@ -347,8 +347,8 @@ def speeds(run: Run) -> None:
                 names = list(methods) if start // turn % 2 == 0 else list(methods)[::-1]
                 for name in names:
                     engine, policy = running[methods[name][0]], methods[name][1]
-                    some = prompts[start : start + turn]
-                    answer = engine.call("serve", prompts=some, tokens=TOKENS, size=size, policy=policy)
+                    batch = prompts[start : start + turn]
+                    answer = engine.call("serve", prompts=batch, tokens=TOKENS, size=size, policy=policy)
                     tokens[name] += map(len, answer["texts"])
                     seconds[name] += answer["shares"]
         rates = {name: sum(tokens[name]) / sum(seconds[name]) for name in methods}
@@ -391,7 +391,7 @@ def overhead(run: Run) -> None:
 
 
 def traces(run: Run) -> None:
-    """Check the rounds of live traces, of an undisturbed run and of one that is killed and resumed."""
+    """Check the rounds of live traces, of an undisturbed run and of a killed and resumed run."""
     space, chance = Workspace(run), random.Random(0)
     options = ("--collector", "vllm", "--prompts", space.train, "--limit", 96, "--depth", 6, "--extra", "shards=24",
                "--max-new-tokens", 48, "--policy", "confidence:0.4")  # fmt: skip

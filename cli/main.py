@@ -144,7 +144,7 @@ def run() -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run the command line as a process of its own, and end it without tearing the interpreter down.
+    """Run the command line as a process, and end it without tearing the interpreter down.
 
     Freeing the modules of torch and transformers one by one takes a CPU second.
     """
@@ -194,7 +194,7 @@ def _run() -> tuple[int, str]:
     except Exception as error:
         if not hasattr(error, "format_message"):  # of usage errors, which have no public class
             raise
-        causes = getattr(error.__cause__, "errors", None)  # of pydantic, whose messages do not contain the value
+        causes = getattr(error.__cause__, "errors", None)  # of pydantic: its messages do not contain the value
         value = f", not {str(causes()[0]['input'])[:40]!r}" if causes else ""
         return int(getattr(error, "exit_code", 2)), f"{error.format_message().rstrip('.')}{value}. Try --help."
     return (code if isinstance(code, int) else 0), ""  # 130 if typer has converted a KeyboardInterrupt

@@ -36,7 +36,7 @@ _GRAMMARS = ("json_schema", "grammar")
 COLLECT_KEYS = (
     "batch", "completions", "draws", "explore", "hidden", "memory", "mix", "profile", "shards"
 )  # fmt: skip
-"""Parameters of `specstop.collect` without an option of their own."""
+"""Parameters of `specstop.collect` without an option."""
 
 VERIFICATIONS = ("auto", "match", "rejection", "rejection_replace", "block", "point", "typical")
 """Verification modes, as `decode.verify.modes` has them; importing that module imports torch."""
@@ -132,7 +132,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "epochs": "Maximum epochs; training stops early.",
         "batch_size": "Texts in a training step.",
         "learning_rate": "Learning rate at its peak.",
-        "rejection_weight": "Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released "
+        "rejection_weight": "Weight of rejections in SpecDec++'s training. Its bias is removed: 6 for the released "
         "head, 1 for none.",
         "to": "onnx: a file with the calibrated probabilities. hf: a folder for generate(custom_generate=...) that runs "
         "the exact policy. vllm: the policy as a class that drafts there. vllm, sglang, trtllm: draft lengths by batch "
@@ -412,7 +412,7 @@ def repeated(*names: str) -> list[str]:
 
 
 def with_options(name: str, command: Callable[..., None], config: bool) -> Callable[..., None]:
-    """Return a command for typer, whose parameters have their texts and whose groups are replaced by their fields.
+    """Return a command for typer: parameters get their texts, and groups are replaced by their fields.
 
     Args:
         name: of the command.

@@ -33,7 +33,7 @@ FIXED, VARIED = "fixed", "varied"
 """All lengths are equal; they vary, and may depend on acceptance."""
 
 _EXPLORED = (
-    "P(A >= k) is of the rounds that explored: they were drafted to full depth at random, so that it is unbiased for the "
+    "P(A >= k) is of the rounds that explored: they were drafted to full depth at random, which makes it unbiased for the "
     "anchors that the recorded run visited"
 )
 _ASSUMED = (

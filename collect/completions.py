@@ -1,4 +1,4 @@
-"""Completions: texts that already exist, labelled instead of the target's own texts with one target pass per text.
+"""Completions: texts that already exist, labelled with one target pass per text.
 
 At temperature 0 those positions are anchors after which a text continues as the target itself would. Above it a text is
 taken as a sample of the target. Under `match`, noise is drawn given the text (`gumbel_given`), so that text and noise
@@ -35,7 +35,7 @@ Completions: TypeAlias = "Mapping[str, str | Sequence[int]] | Mapping[tuple[str,
 """By prompt id, or by (prompt id, sample): what followed the prompt, as a text or as token ids."""
 
 _CHUNK = 64
-"""Positions whose noise is drawn together: it takes several rows of float64 each."""
+"""Number of positions for which noise is drawn together: it takes several rows of float64 each."""
 
 MAX_ERRORS = 4.0
 """Standard errors from 0 beyond which texts are refused."""
@@ -209,14 +209,14 @@ def check_completions(
     sampling = sampling_text(settings.temperature, settings.sampling.to_dict())
     mean, error = result["mean"], result["standard_error"]
     if result["texts"] < MIN_TEXTS:
-        _warn(f"{result['texts']} texts are too few to tell whether they were sampled from the target at {sampling}")
+        _warn(f"{result['texts']} texts are too few to test whether they were sampled from the target at {sampling}")
     elif (
         abs(mean) > MAX_ERRORS * error > 0
     ):  # without a spread, as of rows with one possible token, nothing can be said
         raise InputError(
             f"--completions: these texts were not sampled from this target at {sampling}: log p + entropy is "
             f"{mean:+.3f} a token, {abs(mean) / error:.1f} standard errors from 0; give the --temperature and --sampling "
-            "that they were sampled with, or leave out --completions to use the target's own texts"
+            "that they were sampled with, or leave out --completions to let the target generate the texts"
         )
     if result["impossible"] > MAX_IMPOSSIBLE * result["tokens"]:
         _warn(

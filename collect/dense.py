@@ -96,7 +96,7 @@ def dense_mode(settings: Settings, draws: int = 1) -> Verification:
     mode = find_mode(name, settings.temperature)
     if not mode.lossless:
         raise InputError(
-            f"--verification {mode.name}: expected a lossless one, whose texts do not depend on the policy; or give "
+            f"--verification {mode.name}: expected a lossless mode, with texts that do not depend on the policy; or give "
             "--collector live"
         )
     if mode.chains_only and not tree.is_chain:

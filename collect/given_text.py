@@ -197,7 +197,7 @@ def block_states(step: Array, depth: int, anchors: int) -> tuple[Array, Array, A
     """Return the states of block verification on a text: the weights that rounds from any anchor bring to each place.
 
     A round of weight w at a place has weight min(1, w p / q) at the next one, p and q of the text's token (block
-    verification, arXiv 2403.10444). Rounds whose weight was 1 at the same place continue alike, so there are few states.
+    verification, arXiv 2403.10444). Rounds with weight 1 at the same place continue alike, so there are few states.
 
     Args:
         step: [P] p / q of the text's token at each place.

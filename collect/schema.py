@@ -48,7 +48,7 @@ TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
 """Columns of a live round: seconds by phase, as in `decode.records.Round`."""
 
 GIVEN_TEXT = ("rejection", "rejection_replace", "block")
-"""Modes whose drafts and acceptances are sampled given the text (`given_text`)."""
+"""Modes in which drafts and acceptances are sampled given the text (`given_text`)."""
 
 MAX_COUNT = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""
@@ -124,7 +124,7 @@ class Header:
     # Kind of the labels of the verification mode; "outcome" for records of an engine.
     label: Annotated[str, Field(pattern="^(match|point|ratio|block|typical|outcome)$")] = "match"
     collector: Literal["dense", "live"] = "dense"
-    # "target": the target's own texts. "sampled": completions sampled from it. "completions": any completions; anchors are
+    # "target": texts of the target. "sampled": completions sampled from it. "completions": any completions; anchors are
     # recorded where the target continues in the same way. "vllm": texts of a server.
     texts: Literal["target", "sampled", "completions", "vllm"] = "target"
     policy: str = ""  # of a live run; "" for dense traces
@@ -385,5 +385,5 @@ def arrow_schema(header: Header) -> pa.Schema:
     if header.drafts_in_turn:
         columns.append((READS, pa.bool_()))
     if header.mix:
-        columns.append(("mixed", pa.bool_()))  # the draft read its own sample at this position
+        columns.append(("mixed", pa.bool_()))  # the draft read a sampled token at this position
     return pa.schema(columns, metadata={HEADER_KEY: header.to_json().encode()})

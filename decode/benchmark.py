@@ -1,4 +1,4 @@
-"""Benchmark of decoding methods: policies, plain decoding and transformers' own loops on the same prompts, in alternation."""
+"""Benchmark of decoding methods: policies, plain decoding and loops of transformers on the same prompts, alternating."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class BatchStop(LearnedPolicy):
         self._undecided = CostGrid(self.profile)  # fixed lengths take no decisions
         acceptance = metadata.acceptance[:depth]
         self._means: Array = np.cumprod(np.array(acceptance, dtype=np.float64))
-        # By depth j: survival of the tokens 0, 1, ... after x_{j+1}, as shares of its own; `acceptance[i]` is a_{i+1}.
+        # By depth j: relative survival of the tokens 0, 1, ... after x_{j+1}; `acceptance[i]` is a_{i+1}.
         self._ahead = [np.cumprod([1.0, *acceptance[j + 1 :]]) for j in range(depth + 1)]
         self._known_rates: dict[tuple[int, int], Array] = {}
 

@@ -217,15 +217,15 @@ def custom_feature(
     """
 
     def register(function: Callable[..., Array]) -> Callable[..., Array]:
-        own = name or function.__name__.replace("_", "-")
+        label = name or function.__name__.replace("_", "-")
         if not inputs or not all(source in FEATURES for source in inputs):
             unknown = next((source for source in inputs if source not in FEATURES), "none")
-            raise PolicyError(f"feature {own!r}: expected built-in features as inputs, got {unknown}; see FEATURES")
-        if own in FEATURES:
-            raise PolicyError(f"feature {own!r}: expected a name that no built-in feature has; rename it")
+            raise PolicyError(f"feature {label!r}: expected built-in features as inputs, got {unknown}; see FEATURES")
+        if label in FEATURES:
+            raise PolicyError(f"feature {label!r}: expected a name that no built-in feature has; rename it")
         kind = max((FEATURES[source].kind for source in inputs), key=(_ANCHOR, _HISTORY, _PRE, _POST).index)
         definition = (function.__doc__ or "").strip().partition("\n")[0]
-        _CUSTOM[own] = Feature(own, kind, definition, low, high, inputs=inputs, function=function)
+        _CUSTOM[label] = Feature(label, kind, definition, low, high, inputs=inputs, function=function)
         return function
 
     return register

@@ -80,7 +80,7 @@ def _map(apply: Callable[..., Array], *states: State) -> State:
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
-_MAX_REASON = 300  # characters of an error's own text
+_MAX_REASON = 300  # characters of the text of an error
 
 
 class PolicyHost:

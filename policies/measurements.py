@@ -4,7 +4,7 @@ The same function gives the costs of a profile and of each bootstrap draw of it.
 two contexts, and the counts of each (`Key.counts`):
 
     verify (tokens)                 a verification in a round that may have drafted
-    plain ()                        a verification of plain decoding, in texts of its own
+    plain ()                        a verification of plain decoding, in separate texts
     first draft (backlog)           the first draft step of a round, which reads so many tokens
     later drafts (drafted)          the other ones of a round that drafted so many, together
     outside (drafted)               all of a round except models and policy
@@ -233,7 +233,7 @@ def per_unit(timed: Sequence[tuple[int, Seconds]]) -> float:
 def fit_curves(sides: Sequence[Groups]) -> list[Points]:
     """Return for each side the seconds of a call by tokens: never falling, linear between powers of two.
 
-    All sides share the shape of the curve, which is fitted to all timings, and each has a scale of its own. Single sizes come
+    All sides share the shape of the curve, which is fitted to all timings, and each has its scale. Single sizes come
     up too seldom to be priced alone: the best tree would be the one that was timed in a lucky moment.
 
     Args:

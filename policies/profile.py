@@ -183,7 +183,7 @@ class Profile(Costs):
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, each series of its measurements on a line of its own."""
+        """Write the profile as JSON, one line for each series of measurements."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         if self.measurements:
             lines = ",\n".join(f"    {json.dumps(series)}" for series in self.measurements.to_list())

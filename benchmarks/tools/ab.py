@@ -51,7 +51,7 @@ Figures = dict[str, float]
 
 
 class CheckoutError(Exception):
-    """A state that cannot be found, installed or measured."""
+    """A state of the project that cannot be located, installed or measured."""
 
 
 @dataclass(frozen=True)

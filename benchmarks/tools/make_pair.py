@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_DEPTH = 8
-"""Depths whose acceptance is measured."""
+"""Depths at which acceptance is measured."""
 
 # Folders of the standard library without library text: tests, installed packages, generated tables.
 SKIPPED_FOLDERS = frozenset(
@@ -478,7 +478,7 @@ def make_pair(
 def acceptance(pair: Path, prompts: int, tokens: int) -> dict[str, Any]:
     """Measure greedy acceptance on the test prompts, with a round from every position of the target's text.
 
-    While all drafted tokens are accepted the draft continues the target's own text. One pass of the draft over that text
+    While all drafted tokens are accepted the draft continues the target's text. One pass of the draft over that text
     is therefore exact.
     """
     tokenizer = AutoTokenizer.from_pretrained(pair / "target")
@@ -552,7 +552,7 @@ Seed {seed}; {versions}; {seconds} s on two CPU cores. Final losses (nats per to
 
 ## Greedy acceptance on the test prompts
 
-{rounds} rounds, one from every position of the target's own text.
+{rounds} rounds, one from every position of the target's text.
 
 | depth j | P(A >= j) | P(A >= j given A >= j - 1) |
 |---|---|---|

@@ -145,10 +145,10 @@ def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Mutant
     """Return random mutants of files and folders, in the order of their lines."""
     files = []
     for path in paths:
-        found = [root / path] if (root / path).is_file() else sorted((root / path).rglob("*.py"))
-        if not found:
+        matches = [root / path] if (root / path).is_file() else sorted((root / path).rglob("*.py"))
+        if not matches:
             raise SystemExit(f"expected Python files at {root / path}, got none; pass others with --files")
-        files += [str(file.relative_to(root)) for file in found]
+        files += [str(file.relative_to(root)) for file in matches]
     candidates = [mutant for file in dict.fromkeys(files) for mutant in mutants_of(root, file)]
     drawn = random.Random(seed).sample(candidates, min(count, len(candidates)))
     return sorted(drawn, key=lambda mutant: (mutant.file, mutant.start, mutant.after))
@@ -205,12 +205,14 @@ def tests_for(file: str, tests: Path) -> list[str]:
     """Return the paths of the tests of a product file, relative to the checkout."""
     prefix = next((prefix for prefix in TEST_FOLDERS if file.startswith(prefix)), None)
     patterns = TEST_FOLDERS[prefix] if prefix else ("",)
-    found = [f"tests/{path.relative_to(tests)}" for pattern in patterns for path in sorted(tests.glob(pattern or "*"))]
-    if not found:
+    matches = [
+        f"tests/{path.relative_to(tests)}" for pattern in patterns for path in sorted(tests.glob(pattern or "*"))
+    ]
+    if not matches:
         raise SystemExit(
             f"expected tests of {file} at {', '.join(patterns)} below {tests}, got none; adapt TEST_FOLDERS"
         )
-    return found
+    return matches
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ def decode(
     json: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Generate texts with a policy. Under every lossless verification they are the target's own, whatever the policy.
+    """Generate texts with a policy. Under lossless verification the policy does not change their distribution.
 
     Example: specstop decode "def main():" --target T --draft D --policy policy
     """

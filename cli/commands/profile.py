@@ -56,7 +56,7 @@ def profile(
     if path is None:
         raise InputError("--out: expected a JSON file for the profile")
     if profile is not None and not policy:
-        raise InputError("--profile: expected --policy with it, whose decisions are added to the profile")
+        raise InputError("--profile: expected --policy with it; its decisions are added to the profile")
     existing = None if profile is None else Profile.load(profile)
     rules = [load_policy(spec).limited(depth if existing is None else existing.max_depth) for spec in policy or ()]
     if out is not None:

@@ -31,7 +31,7 @@ def train_drafter(
     json: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Fit a drafter on the target's own texts and hidden states, and save it as a folder.
+    """Fit a drafter on texts and hidden states of the target, and save it as a folder.
 
     Example: specstop train-drafter --target T --prompts train.jsonl --kind medusa --out drafter
     """

@@ -1,4 +1,4 @@
-"""What rounds cost inside vLLM, timed by its own steps.
+"""The cost of rounds inside vLLM, from the timings of its steps.
 
 A script replaces the policy in texts that vLLM decodes. A step of vLLM, from one draft to the next, is what the proposer
 spends (first draft step, later ones, decisions, everything else) and the rest: vLLM's verification with its scheduler and

@@ -190,8 +190,8 @@ def _card(trained: TrainedDrafter) -> str:
     table = markdown_table(("", ""), ((name.replace("_", " "), value) for name, value in values.items()))
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, drafter]\n---\n\n"
-        f"# A {trained.kind} drafter\n\nProposes tokens for one target from the target's own hidden states; it needs no "
+        f"# A {trained.kind} drafter\n\nProposes tokens for one target from its hidden states; it needs no "
         f"draft model. Under lossless verification it never changes the text.\n\n{table}\n"
-        "`acceptance` is the share of held-out positions whose next tokens, up to each depth, it proposes.\n\n"
+        "`acceptance` is the share of held-out positions at which the next tokens, up to each depth, are proposed.\n\n"
         f"Use: `specstop decode --target <its target> --drafter {trained.kind}:<this folder>`.\n"
     )

@@ -94,7 +94,7 @@ class LookupIndex(TextIndex):
         for start in range(len(context)):
             if followers := self._followers.get(tuple(context[start:])):
                 last = {token: at for at, token in enumerate(followers)}
-                # At most a thousandth, so that it only breaks ties.
+                # At most a thousandth: it only breaks ties.
                 return {t: n + 1e-3 * (last[t] + 1) / len(followers) for t, n in Counter(followers).items()}
         return {}
 

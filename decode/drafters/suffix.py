@@ -154,8 +154,8 @@ class SuffixIndex(TextIndex):
 class SuffixDrafter(TextDrafter):
     """What followed the longest suffix that occurred before, weighted by how often (SuffixDecoding, arXiv 2411.04975).
 
-    The counts are mixed with those after shorter suffixes (`SuffixAutomaton.followers`), so that scores tell a long
-    repetition from a short one, and a policy can read how far to trust them.
+    The counts are mixed with those after shorter suffixes (`SuffixAutomaton.followers`): the scores of a long and of a
+    short repetition differ, and a policy can read them.
 
     Args:
         pair: for the vocabulary and the device.

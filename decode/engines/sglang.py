@@ -3,7 +3,7 @@
 SGLang (`--speculative-adaptive`, EAGLE and EAGLE3 with top-k 1) changes its number of draft steps by thresholds on the mean
 accepted length. This rule takes the number with the most tokens per second: tokens by the acceptance of each position, from
 the last steps and from the traces; seconds from a table. Both are in the JSON file of `--speculative-adaptive-config`, under
-`specstop`. Without that entry, SGLang's own rule is used.
+`specstop`. Without that entry, SGLang's built-in rule is used.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def _check(role: str, model: PreTrainedModel) -> Reading:
             text = str(error).strip().split("\n")[0][:160]
             why = text if isinstance(error, PairError) else f"{type(error).__name__}: {text}"
             raise PairError(
-                f"the {role} is a {type(model).__name__}, which cannot be decoded here: {why}; choose a decoder whose cache "
-                "is a list of keys and values"
+                f"the {role} is a {type(model).__name__}, which cannot be decoded here: {why}; choose a decoder with a "
+                "cache of keys and values"
             ) from None
 
 

@@ -135,7 +135,7 @@ def _affordable_tokens(probe: CalibrationRun, maximum: int, effort: Effort, cloc
 
 
 class CalibrationRun:
-    """Texts decoded to time the parts of a round: in turns of their own, or between those of a live comparison.
+    """Texts decoded to time the parts of a round: in separate turns, or between those of a live comparison.
 
     A shared machine changes its pace within minutes, and not equally for all sizes. So a live comparison is timed in the
     same minutes as the profile that predicts it.
@@ -166,7 +166,7 @@ class CalibrationRun:
         self.settings = Settings(temperature, new_tokens, depth, **options).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
-        # After a drafting round a plain one runs on cold caches: plain decoding is timed in texts of its own.
+        # After a drafting round a plain one runs on cold caches: plain decoding is timed in separate texts.
         self._script, self._plain = (
             Speculator(pair, policy, self.settings) for policy in (ChainScript(depth), FixedLength(0))
         )

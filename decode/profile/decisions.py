@@ -102,7 +102,7 @@ def loop_decisions(
 
 
 def settings_of_profile(profile: Profile, policies: Sequence[StopPolicy], new_tokens: int = 96) -> Settings:
-    """Return the settings of texts whose rounds are those that a profile timed.
+    """Return the settings of texts with the rounds that a profile timed.
 
     If a policy does not support the verification of the profile, it is `auto`.
     """

@@ -113,8 +113,8 @@ def card_at(cards: int, key: int, number: int) -> int:
 class TreeScript(Script):
     """Extends and verifies branches at random: some rounds are a single path, some the full tree.
 
-    Others extend at most 1, 2, 4, ... branches of a depth, each equally often, and verify a number of nodes whose logarithm
-    is uniform.
+    Others extend at most 1, 2, 4, ... branches of a depth, each equally often, and verify a log-uniform number of
+    nodes.
     """
 
     name = "random-tree"

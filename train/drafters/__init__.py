@@ -1,1 +1,1 @@
-"""Fitting drafters that read the target's hidden states: its own texts recorded once, then one network on them."""
+"""Fitting drafters that read the target's hidden states: its texts are recorded once, then one network on them."""

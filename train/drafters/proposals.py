@@ -1,7 +1,7 @@
 """Proposals of a drafter's network at every position of known texts, and its loss.
 
 At position s the target has read token s and drawn token s + 1, the root. A drafter there proposes tokens s + 2, s + 3, ...
-It is fed with the text's own tokens, so that it sees what it would see in decoding as long as its candidates are accepted.
+It is fed with the tokens of the text, which is what it reads in decoding as long as its candidates are accepted.
 """
 
 from __future__ import annotations

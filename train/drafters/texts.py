@@ -1,4 +1,4 @@
-"""The target's own texts and hidden states, recorded once and read from disk while a drafter is fitted."""
+"""Texts and hidden states of the target, recorded once and read from disk while a drafter is fitted."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
 
 
 def compare_places(places: Sequence[Compared]) -> list[Compared]:
-    """Return comparisons of the same policies whose intervals and verdicts hold for all policies in all of them at once."""
+    """Return comparisons of the same policies with intervals and verdicts that are simultaneous over all of them."""
     logs = [one.logs for one in places if one.logs is not None]
     out = []
     for compared, ratios in zip(places, places[0].boot.simultaneous(logs), strict=True):

@@ -321,7 +321,7 @@ def _evaluate_place(place: _Place, options: _Options, earlier: dict[str, Any] | 
 def _evaluate_places(
     places: dict[str, tuple[Trace, Profile]], candidates: Sequence[StopPolicy], options: _Options
 ) -> Report:
-    """Return the report on several places, whose prompts are resampled together."""
+    """Return the report on several places. Their prompts are resampled together."""
     prepared = [_prepare(*place, candidates, options) for place in places.values()]
     among = tuple(sorted({cluster for place in prepared for cluster in place.setting.clusters.of}))
     compared = []

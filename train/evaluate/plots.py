@@ -23,7 +23,7 @@ Data = Mapping[str, Any]
 
 INK, QUIET, LINE = "#1a1d21", "#59616b", "#d5d9de"
 SERIES = ("#b85300", "#0064a8", "#00805f", "#a5487d", "#7a6500")
-"""Colours that colour-blind readers can tell apart (Okabe and Ito 2008, darkened). Each series also has a marker."""
+"""Colours that colour-blind readers can distinguish (Okabe and Ito 2008, darkened). Each series also has a marker."""
 
 VARIABLES = {INK: "--ink", QUIET: "--quiet", LINE: "--line"} | {code: f"--s{at}" for at, code in enumerate(SERIES, 1)}
 """Variables of the style sheet by colour."""

@@ -39,7 +39,7 @@ def settle_batch(policy: LearnedPolicy, parts: Sequence[Part], profile: Profile,
     taken, and the best fixed length is drafted.
 
     Args:
-        policy: whose head and calibration are used; an existing rule `batch` says what is sent.
+        policy: provides the head and the calibration; an existing rule `batch` says what is sent.
         parts: training traces, never the evaluated ones.
         profile: what rounds cost. Without batches no rate is solved.
         min_gain: relative gain over a fixed length that decisions must have.
@@ -105,7 +105,7 @@ def _best_length(parts: Sequence[Part], profile: Profile, size: int, depth: int)
 def solve_batch_rates(policy: BatchStop, parts: Sequence[Part], profile: Profile) -> dict[int, tuple[float, float]]:
     """Return by batch size of the profile the fastest replayed rate, and what a second was taken to be worth for it.
 
-    That value is a multiple of the best fixed length's rate, found by Dinkelbach's iteration: assume the rate of the best
+    That value is a multiple of the best fixed length's rate, by Dinkelbach's iteration: assume the rate of the best
     fixed length, replay batches, assume the result. A profile without batches has none.
     """
     if profile.batch is None:

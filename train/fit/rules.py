@@ -130,7 +130,7 @@ def solve_derived(
     share of the mean acceptance (fewer tokens than the mean follow a doubtful one).
 
     Args:
-        policy: whose head and calibration are used.
+        policy: provides the head and the calibration.
         arrays: training traces, never the evaluated ones.
         profile: what rounds cost.
         acceptance: a_1..a_K of the training traces.

@@ -29,7 +29,7 @@ from ...policies.profile import Profile, as_profile
 from ...policies.rules import Derived, Rule
 from ...policies.storage import save_policy
 from ..heads.calibration import auc, calibrate, log_loss
-from ..heads.crossfit import FoldHeads, Folds, fit_folds, held_out_outputs, own_visits, prompt_folds
+from ..heads.crossfit import FoldHeads, Folds, fit_folds, held_out_outputs, on_policy_rounds, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance, label_columns, mixed_arrays, visits
 from ..replay.arrays import TraceArrays, joined_arrays, temperatures, trace_arrays, typical_context
 from ..replay.checks import check_whole, load_traces, warn_other_rounds
@@ -49,7 +49,7 @@ from .rules import (
 from .tree_rules import choose_tree
 
 REFERENCES = 5
-"""Fixed lengths near the best one, on whose rounds heads are fitted first."""
+"""Fixed lengths near the best one: the first heads are fitted on their rounds."""
 
 MIN_ROUNDS = 5000
 """Rounds of the policy below which those of fixed lengths are added."""
@@ -259,7 +259,7 @@ def _fit_heads(
         profile = add_decisions(profile, policies[:1], arrays.header.vocabulary, arrays.header.hidden)
         acceptance = conditional_acceptance(arrays, visited)
         rule = _rule_without_search(plan, policies[0], arrays, profile, acceptance, best_of(grid).rate)
-        on_policy = own_visits(arrays, folds, [policy.with_rule(rule) for policy in policies], profile)
+        on_policy = on_policy_rounds(arrays, folds, [policy.with_rule(rule) for policy in policies], profile)
         visited = on_policy if len(on_policy.row) >= MIN_ROUNDS else on_policy.with_more(reference)
     return fitted, visited, profile
 

@@ -27,7 +27,7 @@ from ...policies.heads.base import Head
 from ...policies.learned import PathCalibrator, TrainingMetadata, TreeGain
 from ...policies.profile import Profile
 from ...policies.tree_rules import PRICED_NODES, TreeRule
-from ..heads.crossfit import Folds, fit_head, own_visits
+from ..heads.crossfit import Folds, fit_head, on_policy_rounds
 from ..heads.rows import FitRows, Visits
 from ..replay.arrays import TraceArrays, seen_features, typical_context
 from ..replay.bounds import best_static_tree, drafted_alone, likeliest_nodes, on_subtree
@@ -178,7 +178,7 @@ def _uncalibrated(ranks: int) -> Array:
 
 
 def _fit_level(parent: Array, logits: Array, labels: Array, rank: Array, ranks: int) -> Array:
-    """Return [2 + R]: scale, tilt and shifts by rank, of a level whose nodes have parents of this survival."""
+    """Return [2 + R]: scale, tilt and shifts by rank, of a level of nodes with parents of this survival."""
     start = _uncalibrated(ranks)
     if not len(labels):
         return start
@@ -249,7 +249,7 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: float) -> dict[st
     """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
 
     Args:
-        arrays: a trace of trees, or of chains, whose rounds cost less.
+        arrays: a trace of trees, or of chains (their rounds cost less).
         profile: what rounds cost.
         price: seconds of a decision.
     """
@@ -363,9 +363,9 @@ def fit_tree(
     passes = plan.options.passes or PASSES
     for number in range(passes):
         progress("fit trees", number, passes)
-        policies, files, rows = _fit_pass(plan, arrays, folds, own_visits(arrays, folds, players, profile))
+        policies, files, rows = _fit_pass(plan, arrays, folds, on_policy_rounds(arrays, folds, players, profile))
         policy = policies[0]
-        # Measured where the best static tree is played, whose rounds are about as wide as the policy's own.
+        # Measured on rounds of the best static tree, which are about as wide as the policy's.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         policy = policy.with_rule(dataclasses.replace(policy.rule, rate=rate, **seconds))

@@ -50,7 +50,7 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A stop head that is fitted on rows (anchor, depth) and exported to the form that policies run.
 
-    A subclass is a dataclass whose fields are its hyper-parameters. It sets `form` and implements `_fit`.
+    A subclass is a dataclass. Its fields are the hyper-parameters. It sets `form` and implements `_fit`.
 
     Args:
         features: names of the F scalar features, in the order of the columns; an estimator of columns without names cannot
@@ -234,7 +234,7 @@ def _float32(x: Array) -> Array:
 
 
 def fit_basis(rows: FitRows, names: Sequence[str]) -> Basis:
-    """Return the basis whose columns have mean 0 and deviation 1 over rows with a drawn token; constant ones have scale 1."""
+    """Return the basis: columns have mean 0 and deviation 1 over rows with a drawn token; constant ones have scale 1."""
     width = len(names) + sum(feature(name).is_probability for name in names)
     plain = Basis(names, np.zeros(width, dtype=np.float32), np.ones(width, dtype=np.float32))
     columns = plain.expand(rows.features[rows.drawn].contiguous().numpy()).astype(np.float64)

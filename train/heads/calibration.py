@@ -156,8 +156,8 @@ def _quantiles(x: Array, count: int) -> Array:
 def fit_survival(accept: Array, outputs: Outputs) -> SurvivalMaps | None:
     """Return survival tables by first factor and depth; None if all of them are the identity.
 
-    A live policy does not know that a branch has failed, so S_j has to be right for rounds whose tokens were rejected before
-    depth j as well: all K depths of a round count, where a token was drawn.
+    A live policy does not know that a branch has failed, so S_j has to be right for rounds with a rejection before depth j
+    as well: all K depths of a round count, where a token was drawn.
 
     Args:
         accept: [R, K] calibrated `accept` at depths 1..K.

@@ -27,7 +27,7 @@ from .rows import FitRows, Visits, fit_rows, join_rows, mixed_rows, ranked_promp
 
 FOLDS = 4
 
-_SCORE_ROUNDS = 1 << 14  # rounds whose hidden states are in memory at a time, in float32
+_SCORE_ROUNDS = 1 << 14  # rounds with hidden states in memory at a time, in float32
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def fit_folds(
         seed: of the fits.
         every: fit a head for each fold; else for the first only.
         progress: see `Progress`.
-        mixed: a trace of `collect --mix` whose rows the heads are fitted on; early stopping uses the held-out fold.
+        mixed: a trace of `collect --mix`: the heads are fitted on its rows; early stopping uses the held-out fold.
 
     Raises:
         TraceError: no row has a label.
@@ -170,7 +170,7 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     )
 
 
-def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], profile: Profile) -> Visits:
+def on_policy_rounds(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], profile: Profile) -> Visits:
     """Return the rounds that policies play on prompts left out of their fit.
 
     A head knows the prompts that it was fitted on: it stops there where drafts fail, as it does not on new ones.

@@ -160,7 +160,7 @@ def block_tensors(weights: Mapping[str, Tensor], blocks: int, width: int) -> dic
 def flagged_columns(basis: Basis, rows: FitRows) -> Tensor:
     """Return [M, F' + 1] float32, the columns of `basis_columns`, then whether the depth is 0.
 
-    Columns that are unknown at depth 0 are 0 there, which elsewhere is their mean. The flag tells the two apart.
+    Columns that are unknown at depth 0 are 0 there, which elsewhere is their mean. The flag distinguishes the two.
     """
     columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
     return torch.cat([columns, (~rows.drawn)[:, None].float()], 1)

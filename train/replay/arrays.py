@@ -126,7 +126,7 @@ class TraceArrays:
     @cached_property
     def draft_bound(self) -> Tensor:
         """[N] of a chain, the most tokens that can be drafted at each anchor: up to EOS or the length limit."""
-        # The target's own token takes one place of the text.
+        # The target's token takes one place of the text.
         allowed = (self.header.max_new_tokens - self.every_anchor - 1).clamp(0, self.depth)
         if not self.header.eos or not self.ends.shape[1]:
             return allowed

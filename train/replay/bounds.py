@@ -1,6 +1,6 @@
 """Bounds of a trace: the oracle, the loss of each round against it, the oracle of a batch, and the best static tree.
 
-The best tree that is drafted in every round is found by the dynamic programme of Sequoia (arXiv 2402.12374): of all
+The best tree that is drafted in every round is the result of the dynamic program of Sequoia (arXiv 2402.12374): of all
 sub-trees of n nodes and depth d, the one with the most accepted nodes; then over n and d the one with the most tokens per
 second under a profile. The best candidates are replayed, and the fastest is the result.
 """

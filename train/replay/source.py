@@ -25,7 +25,7 @@ _NO_HISTORY = np.zeros((0, 0), dtype=np.float32)
 class TraceSource:
     """The `decode.rounds.RoundSource` of R streams, each with a queue of texts that are decoded one after the other.
 
-    The tensors of the trace are viewed as numpy arrays, whose small operations between two decisions are faster.
+    The tensors of the trace are viewed as numpy arrays: small operations between two decisions are faster on them.
 
     Args:
         arrays: a trace.
@@ -117,7 +117,7 @@ class TraceSource:
     def begin(self) -> RoundState:
         """See `decode.rounds.RoundSource`."""
         self.row = self.rows()
-        allowed = self.arrays.header.max_new_tokens - self.anchor - 1  # the target's own token takes one place
+        allowed = self.arrays.header.max_new_tokens - self.anchor - 1  # the target's token takes one place
         limit = np.minimum(allowed, self.topology.deepest)
         limit[~self.active] = self.topology.deepest  # the loop reads the smallest limit
         round = RoundState(self.topology, self.active, self.context(), self.backlog, limit)
@@ -239,7 +239,7 @@ class TraceSource:
     def commit(self, round: RoundState) -> None:
         """See `decode.rounds.RoundSource`."""
         left = self._text[self.sequence] - self.anchor
-        # The end of the text cuts the target's own token, and accepted tokens beyond it.
+        # The end of the text cuts the target's token, and accepted tokens beyond it.
         round.committed = np.minimum(self._taken + 1, left) * self.active
         round.ended = round.committed >= left
         drafting = round.drafted > 0

@@ -34,7 +34,7 @@ from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import train
 from specstop.train.heads import make_head
 from specstop.train.heads.calibration import log_loss
-from specstop.train.heads.crossfit import own_visits, prompt_folds
+from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
 from specstop.train.heads.networks import MLPEstimator, flagged_columns, perceptron
 from specstop.train.heads.rows import (
     CHANCE_COLUMNS,
@@ -129,7 +129,7 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
 def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
     trace = synthetic_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], DEPTH)
     folds = prompt_folds(trace, 3, 0)
-    result = own_visits(trace, folds, [FixedLength(2), FixedLength(1)], profile)
+    result = on_policy_rounds(trace, folds, [FixedLength(2), FixedLength(1)], profile)
     for fold, length in enumerate((2, 1, 2)):
         whole = visits(trace, [replay(trace, FixedLength(length), profile)])
         mine, expected = (folds.of_rows(trace, part) == fold for part in (result, whole))
