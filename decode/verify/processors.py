@@ -1,7 +1,7 @@
 """Logits processors with state, called so that candidates and rollback are supported.
 
-The decoding loop requests scores after any prefix, in any order and repeatedly. If the state of a processor depends only on the tokens,
-it is called on copies, one per prefix. Each copy receives the same calls as in plain decoding.
+The decoding loop requests scores after any prefix, in any order and repeatedly. If the state of a processor depends
+only on the tokens, it is called on copies, one per prefix. Each copy receives the same calls as in plain decoding.
 """
 
 from __future__ import annotations
