@@ -1,6 +1,6 @@
-"""Shared by all rooms: a tiny random pair in float64, its folders, prompts, traces, and a latency profile.
+"""Fixtures of all tests: a tiny random pair in float64, its folders, prompts, traces and a latency profile.
 
-What is slow to import is imported where it is used: pytest's controller reads this file too, and runs no test.
+Large libraries are imported inside the functions: the controller of pytest-xdist imports this file but runs no test.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 os.environ["OMP_NUM_THREADS"] = "1"
-"""Child processes too: pytest runs a worker a core, and threads that wait for each other spin."""
+"""Also for child processes: pytest runs one worker per core."""
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that puts pytest in the background has that ignored
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """A command ends with signals ignored, which the next test in this process must not inherit."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    """Restore the signal handlers: a command ends with signals ignored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     yield
-    for number, handler in kept.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
@@ -53,25 +53,22 @@ def one_thread() -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Every second worker compiles kernels from the last to the first, so that each finds half of them in numba's cache.
+    """Compile the numba kernels before collection, in opposite order in odd workers.
 
-    Before collection: test modules import some of them, which both workers would compile at the same time.
+    Two workers then compile half of the kernels each and read the other half from numba's cache.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker:
         from specstop.policies import kernels
 
-        names = sorted(found.name for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
+        names = sorted(module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
         for name in names[:: -1 if int(worker.removeprefix("gw")) % 2 else 1]:
             importlib.import_module(name)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_wait_for_the_disk() -> Iterator[None]:
-    """Thousands of small files are flushed one by one, 4 ms each; no test cuts the power, and killed processes do flush.
-
-    A descriptor that is none is an error still.
-    """
+    """Replace `fsync`, which takes 4 ms per file, by a check of the descriptor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
         yield
@@ -79,22 +76,18 @@ def no_wait_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def decisions_timed_briefly() -> None:
-    """What a decision costs is measured in many tests that want any price at all, of warm caches too."""
+    """Measure the cost of a decision with 2 repetitions: most tests need only a price."""
     from specstop.decode.profile import decisions
     from specstop.decode.profile.measuring import Effort
     from specstop.policies.display import silent
 
     decisions.EFFORT, decisions.ROUNDS, decisions.SCRATCH = Effort(repetitions=2), 2, 64
-    decisions.loop_decisions.__defaults__ = (
-        None,
-        decisions.EFFORT,
-        silent,
-    )  # a default is read once, with the function
+    decisions.loop_decisions.__defaults__ = (None, decisions.EFFORT, silent)  # defaults are bound at definition
 
 
 @pytest.fixture(scope="module")
 def few_draws() -> Iterator[None]:
-    """Reports whose intervals are of few draws of the profile, for tests that want any interval at all."""
+    """Compute the intervals of reports from 4 draws of the profile."""
     from specstop.train.evaluate.pricing import ProfileBootstrap
 
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +98,7 @@ def few_draws() -> Iterator[None]:
 CACHE = tempfile.mkdtemp(prefix="specstop-cache-")
 os.environ["SPECSTOP_CACHE"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
-"""What tests leave in the user's cache folder goes with them; read by child processes too."""
+"""The cache folder of the tests and of their child processes; removed at exit."""
 
 VOCABULARY = 48
 EOS = 16
@@ -114,7 +107,7 @@ NEW = 26
 
 
 def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:
-    """Return a random Llama of about 6,000 weights, so large that its text does not repeat itself."""
+    """Return a random Llama of about 6,000 weights, enough for text without repetition."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -136,7 +129,7 @@ def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:
 
 
 def build_draft(target: LlamaForCausalLM, noise: float = 0.02) -> LlamaForCausalLM:
-    """Return the target with noise on its weights: its proposals are accepted now and then."""
+    """Return the target with noise on its weights: the target accepts a part of its drafts."""
     import torch
 
     draft = copy.deepcopy(target)
@@ -154,13 +147,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = {
-        "<pad>": 0,
-        "<s>": 1,
-        "<unk>": 2,
-        **{f"w{i}": i for i in range(3, VOCABULARY) if i != EOS},
-        "</s>": EOS,
-    }
+    special = {"<pad>": 0, "<s>": 1, "<unk>": 2, "</s>": EOS}
+    words = special | {f"w{i}": i for i in range(3, VOCABULARY) if i != EOS}
     inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -186,19 +174,19 @@ def _loaded(folder: Path, **options: str) -> Pair:
 
 @pytest.fixture(scope="session")
 def plain_pair(pair_folder: Path) -> Pair:
-    """The pair as transformers' own modules."""
+    """The pair with the modules of transformers."""
     return _loaded(pair_folder)
 
 
 @pytest.fixture(scope="session")
 def compact_pair(pair_folder: Path) -> Pair:
-    """The pair under its own forward, which takes a fourth of the time."""
+    """The pair with the compact engine, which takes a quarter of the time."""
     return _loaded(pair_folder, engine="compact")
 
 
 @pytest.fixture(scope="session")
 def pair(compact_pair: Pair) -> Pair:
-    """Who looks into the models puts the plain one in its place; what the session shares is made with the compact one."""
+    """The default pair; tests of the modules of transformers override it with `plain_pair`."""
     return compact_pair
 
 
@@ -209,7 +197,7 @@ def eager_pair(pair_folder: Path) -> Pair:
 
 @pytest.fixture(scope="session")
 def endless_pair(plain_pair: Pair) -> Pair:
-    """The pair without an end of text."""
+    """The pair without an end-of-text token."""
     from specstop.decode.models.pair import join
 
     target, draft = copy.deepcopy(plain_pair.target), plain_pair.draft
@@ -250,7 +238,7 @@ def traces(compact_pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.T
 
 @pytest.fixture
 def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The cache that transformers copies code into, for this test alone."""
+    """Give the test a separate cache for the remote code of transformers."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -263,7 +251,7 @@ def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
-    """Return prompts of two to six words with ids of their own."""
+    """Return prompts of two to six words with distinct ids."""
     import torch
     from specstop.collect.prompts import Prompt
 
@@ -280,21 +268,20 @@ def sides(compact_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
     folder = tmp_path_factory.mktemp("sides")
     options = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "shards": 2}
-    made = ((24, "fit", 21), (12, "held", 22))
-    return tuple(collect(compact_pair, make_prompts(*args), folder / args[1], **options) for args in made)
+    splits = ((24, "fit", 21), (12, "held", 22))
+    return tuple(collect(compact_pair, make_prompts(*args), folder / args[1], **options) for args in splits)
 
 
 @pytest.fixture(scope="session")
 def full_profile(profile: Profile) -> Profile:
-    """The profile with the decisions of every head: nothing is measured, so that results are exact."""
-    return profile.with_decisions(
-        {"logistic": 7.0e-5, "mlp": 9.0e-5, "xgboost": 2.0e-4, "resnet": 1.0e-4, "mine": 7.0e-5}
-    )
+    """The profile with a decision cost for each head, which makes reports deterministic."""
+    decisions = {"logistic": 7.0e-5, "mlp": 9.0e-5, "xgboost": 2.0e-4, "resnet": 1.0e-4, "mine": 7.0e-5}
+    return profile.with_decisions(decisions)
 
 
 @pytest.fixture(scope="session")
 def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
-    """What `train` makes of the traces and the profile as it stands; `with_rule` is a copy that may be changed."""
+    """The result of `train`, shared by tests; call `with_rule` for a copy that may be changed."""
     from specstop.train.fit.run import train
 
     return train(sides[0], full_profile).policy
@@ -302,16 +289,8 @@ def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
 
 @pytest.fixture(scope="session")
 def profile() -> Profile:
-    """Seconds of no machine; verifying 5 tokens is cheaper than 4, as it was measured on one."""
+    """A synthetic profile; verifying 5 tokens is cheaper than 4, as measured on one machine."""
     low = CostTable(8.0, (1.0e-3, 1.1e-3), 2.0e-5, (4.0e-3, 4.1e-3, 4.3e-3, 4.8e-3, 5.4e-3, 4.9e-3, 5.5e-3))
     high = CostTable(40.0, (1.5e-3, 1.7e-3), 3.0e-5, (6.0e-3, 6.2e-3, 6.3e-3, 7.0e-3, 7.6e-3, 7.1e-3, 8.0e-3))
-    return Profile(
-        low,
-        high,
-        3.0e-5,
-        2.0e-4,
-        (5.0e-3, 1.0e-4),
-        {"confidence": 6.0e-5, "trimming": 4.0e-5, "adaptive": 1.0e-5},
-        0.7,
-        {"made": "up"},
-    )
+    decisions = {"confidence": 6.0e-5, "trimming": 4.0e-5, "adaptive": 1.0e-5}
+    return Profile(low, high, 3.0e-5, 2.0e-4, (5.0e-3, 1.0e-4), decisions, 0.7, {"made": "up"})

@@ -1,4 +1,4 @@
-"""The pages of `docs/` and the README: every command and every Python block in them runs as it stands."""
+"""The README and the pages of `docs/`: their commands and Python blocks run, and their options, paths and links exist."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ BLOCK = re.compile(r"^```(console|sh|python)\n(.*?)^```$", re.DOTALL | re.MULTIL
 
 
 @pytest.fixture
-def place(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder as the guide wants it: `target`, `draft`, `train.jsonl` and `test.jsonl`."""
+def place(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the inputs of the guide: `target`, `draft`, `train.jsonl` and `test.jsonl`."""
     for name in ("target", "draft"):
         shutil.copytree(pair_folder / name, tmp_path / name)
     for side, count, seed in (("train", 8, 21), ("test", 4, 22)):
         lines = [json.dumps({"id": p.id, "prompt": p.text, "group": p.id[-1]}) for p in make_prompts(count, side, seed)]
         (tmp_path / f"{side}.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
+    return tmp_path
 
 
 def commands(block: str) -> list[list[str]]:
-    """Return the commands of a console block as words; a backslash goes on in the next line."""
+    """Return the commands of a console block as words; a backslash continues a line."""
     lines = block.replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
 
 
 @pytest.fixture
 def one_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles of one repetition: where the machine is noisy a command goes on until its budget is spent."""
+    """Measure profiles with one repetition instead of until the budget is spent."""
     check = Effort.__post_init__
 
     def bounded(effort: Effort) -> None:
@@ -113,7 +113,7 @@ def test_the_published_systems_run_as_their_table_says(plain_pair: Pair, place: 
 
 @functools.cache
 def help_of(name: str) -> str:
-    """Return what a command's --help says: pages name the same ones."""
+    """Return the help of a command."""
     answer = cli(name, "--help")
     assert answer.code == 0, f"specstop {name}"
     return answer.out
@@ -126,18 +126,17 @@ def documents() -> list[Path]:
 @pytest.mark.parametrize("page", documents(), ids=lambda p: p.name)
 def test_every_command_named_in_a_page_exists_with_its_options(page: Path) -> None:
     text = page.read_text()
-    found: list[tuple[str, str]] = re.findall(r"`specstop ([a-z]+)([^`]*)`", text)
+    references: list[tuple[str, str]] = re.findall(r"`specstop ([a-z]+)([^`]*)`", text)
     consoles = [block for kind, block in BLOCK.findall(text) if kind != "python"]
     named = [words for block in consoles for words in commands(block) if words[0] == "specstop"]
-    found += [(words[1], " ".join(words[2:])) for words in named]
-    for name, rest in found:
-        said = help_of(name)
+    references += [(words[1], " ".join(words[2:])) for words in named]
+    for name, rest in references:
         for option in re.findall(r"--[a-z][a-z-]+", rest):
-            assert option in said, f"{page}: specstop {name} {option}"
+            assert option in help_of(name), f"{page}: specstop {name} {option}"
 
 
 def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
-    """Of a benchmark, at least; what other engines are started with is theirs (`engines.md`)."""
+    """Options of benchmarks are included; `engines.md` is not, because it names options of other engines."""
     pages = [cli("--help").out, *map(help_of, COMMANDS)]
     assert all("--config" in help_of(name) for name in set(COMMANDS) - {"info", "policies"})
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(pages)))
@@ -181,7 +180,7 @@ def test_the_documentation_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", [*documents(), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_exists(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
 
@@ -193,10 +192,10 @@ PACKAGES = ("specstop.policies", "specstop.decode", "specstop.collect", "specsto
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
     """Import the packages again with EAGER_IMPORT, and restore them afterwards."""
     packages = [importlib.import_module(name) for name in PACKAGES]
-    kept = [vars(package).copy() for package in packages]
+    original = [vars(package).copy() for package in packages]
     monkeypatch.setenv("EAGER_IMPORT", "1")
     yield [importlib.reload(package) for package in packages]
-    for package, before in zip(packages, kept, strict=True):
+    for package, before in zip(packages, original, strict=True):
         vars(package).clear()
         vars(package).update(before)
 
@@ -204,7 +203,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
 @pytest.mark.filterwarnings("error:.*does not resolve")
 def test_the_reference_is_made_from_docstrings(eager: list[ModuleType], tmp_path: Path) -> None:
     pdoc, render = pytest.importorskip("pdoc"), pytest.importorskip("pdoc.render")
-    render.configure(show_source=False, search=False)  # both are pdoc's own, and half of the time
+    render.configure(show_source=False, search=False)  # halves the time
     pdoc.pdoc(*PACKAGES, output_directory=tmp_path)
     for package in eager:
         page = (tmp_path / f"{package.__name__.replace('.', os.sep)}.html").read_text()

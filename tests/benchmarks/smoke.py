@@ -1,4 +1,4 @@
-"""A smoke run of every benchmark script: minutes, so that pytest does not collect this file unless it is named.
+"""A smoke run of every benchmark script. It takes minutes; pytest collects this file only if it is an argument.
 
 python -m pytest -n0 tests/benchmarks/smoke.py
 """
@@ -16,15 +16,8 @@ from benchmark_scripts import BENCHMARKS, script
 
 @pytest.mark.parametrize("name", script("tools/bars").SCRIPTS)
 def test_a_smoke_run_meets_the_bars_on_correctness(name: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(BENCHMARKS / f"{name}.py"),
-        "--smoke",
-        "--check",
-        "--out",
-        str(tmp_path / "out.json"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    options = ["--smoke", "--check", "--out", tmp_path / "out.json"]
+    done = subprocess.run([sys.executable, BENCHMARKS / f"{name}.py", *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     if "skipped" in done.stdout and "{" not in done.stdout:
         return

@@ -26,7 +26,7 @@ COMPACT = ("--dtype", "float64")
 """The exact forward."""
 
 _built = functools.cache(typer.main.get_command)
-"""Typer builds all commands again each time, which takes 0.1 s; a process runs one command."""
+"""Cached: Typer builds all commands at each call, which takes 0.1 s."""
 
 
 class Answer(NamedTuple):
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 def cli(*args: object, stdout: TextIO | None = None) -> Answer:
     """Run `specstop` with these arguments as a process would, and restore the state of this process.
 
-    With another `stdout` nothing is captured of what is written there.
+    With `stdout`, output is written there and not captured.
     """
     out, err, code = io.StringIO(), io.StringIO(), 0
     handler = signal.getsignal(signal.SIGINT)
@@ -62,7 +62,7 @@ def cli(*args: object, stdout: TextIO | None = None) -> Answer:
 
 
 def parsed(*args: object) -> Any:
-    """Run a command that succeeds in silence, and return its line of JSON."""
+    """Run a command that succeeds without warnings, and return its line of JSON."""
     answer = cli(*args, "--json")
     assert (answer.code, answer.err, answer.out.count("\n")) == (0, "", 1), answer.err
     return json.loads(answer.out)
@@ -91,7 +91,7 @@ def write_prompts(path: Path, prompts: Iterable[Any]) -> Path:
 
 @contextlib.contextmanager
 def loading_once() -> Iterator[None]:
-    """Have commands load each pair once, where many read the same one and loading is not what is tested."""
+    """Load each pair once for all commands."""
     from specstop.decode.models import pair
 
     with pytest.MonkeyPatch.context() as patch:
@@ -105,5 +105,5 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def ascii_locale() -> dict[str, str]:
-    """Return the environment of a process with an ASCII locale; Python would choose UTF-8 by itself."""
+    """Return the environment of a process with an ASCII locale, without the UTF-8 mode of Python."""
     return {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

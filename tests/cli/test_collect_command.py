@@ -41,7 +41,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
-    """A folder with prompt files and two pairs: with a chat template, and with one that writes the time."""
+    """A folder with prompt files and two pairs: with a chat template, and with a template of the current time."""
     folder = tmp_path_factory.mktemp("options")
     prompts = make_prompts(COUNT, "c", 50)
     lines = [{"id": p.id, "question": [p.text, "more"], "category": f"g{i % 2}"} for i, p in enumerate(prompts)]
@@ -81,8 +81,8 @@ def same_rows(first: Trace, second: Trace) -> bool:
     return bool(first.table().equals(second.table()))
 
 
-def lose_shards(out: Path) -> None:
-    """Remove shards, as a kill leaves a trace."""
+def remove_shards(out: Path) -> None:
+    """Leave the trace as an interrupted process does."""
     for file in out.glob("data/*0000[12]*"):
         file.unlink()
 
@@ -99,7 +99,7 @@ def test_info_describes_a_trace(done: Trace) -> None:
 
 
 def test_the_next_command_times_the_rounds_of_the_trace(collect: list[object], home: Path, tmp_path: Path) -> None:
-    """Sampled rounds of trees and drafters are those of match, where `profile` by itself takes block."""
+    """Sampled rounds of trees and live rounds use match, whereas the default of `profile` is block."""
     sampled = ("--temperature", 0.7, "--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--limit", 3)
     for number, (options, words) in enumerate({
         ("--depth", 2): "--verification block --depth 2",
@@ -131,12 +131,8 @@ def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_
     recorded = ["--depth", 1, "--verification", "match", *extra(completions="answer")]
     rows = collected(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
     assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
-    live = ["--collector", "live", *extra(batch=2)]
-    collected(*command, *live, "--out", tmp_path / "b")
     facts = parsed("info", tmp_path / "a")
     assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
-    assert parsed("info", tmp_path / "b")["batch"] == 2
-    assert "another batch" in refused(*command, *live[:2], "--out", tmp_path / "b", "--resume")
     decode = ["decode", *collect[1:7], "--prompts", tmp_path / "p.jsonl", "--temperature", 0.9, "--max-new-tokens", 12]
     answer = cli(*decode, "--policy", "fixed:1")
     assert "[1 of 2: q, sample a]" in answer.out and "[2 of 2: q, sample b]" in answer.out, answer.err
@@ -154,47 +150,45 @@ def test_the_chat_template_is_written_around_each_prompt(
     assert {name: length - 2 for name, length in lengths[0].items()} == {n: lengths[1][n] for n in lengths[0]}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_template_that_writes_the_time_is_rendered_once(
-    collect: list[object], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+def test_a_template_of_the_current_time_is_rendered_once(
+    collect: list[object], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "trace"
     command = [*collect, *model_options(home / "clock"), *extra(shards=3), "--out", out]
-    for rank in range(ranks):
-        if ranks > 1:
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
         assert cli(*command, "--chat").code == 0
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
     whole = load_trace(out).table()
     assert load_trace(out).complete
-    lose_shards(out)
+    remove_shards(out)
     assert cli(*command, "--chat", "--resume").code == 0
     assert load_trace(out).table() == whole
-    lose_shards(out)
+    remove_shards(out)
     assert "prompts" in refused(*command, "--resume")
 
 
-def give(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def set_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
 
-def test_prompts_of_a_pipe_are_kept_for_resume(
+def test_resume_reads_the_stored_prompts_of_a_pipe(
     collect: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     out = tmp_path / "trace"
     command = [word for word in collect if word not in ("--column", "question")]
-    give(monkeypatch, "".join(f"w{n} w{n + 1}\n" for n in range(5, 20)))
+    set_stdin(monkeypatch, "".join(f"w{n} w{n + 1}\n" for n in range(5, 20)))
     first = cli(*command, "--prompts", "-", *extra(shards=3), "--out", out)
     assert first.code == 0 and "--prompts PROMPTS" in first.out, "the pipe is empty for the next command"
     whole = load_trace(out).table()
-    lose_shards(out)
-    give(monkeypatch, "")
+    remove_shards(out)
+    set_stdin(monkeypatch, "")
     assert cli("collect", "--config", out / "run.yaml", "--resume").code == 0
     assert load_trace(out).table() == whole
-    lose_shards(out)
-    give(monkeypatch, "w1\nw2\nw3\n")
+    remove_shards(out)
+    set_stdin(monkeypatch, "w1\nw2\nw3\n")
     assert "prompts" in refused("collect", "--config", out / "run.yaml", "--resume", "--limit", 3), "another selection"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -207,7 +201,7 @@ def test_damaged_prompts_of_a_run_are_refused(collect: list[object], tmp_path: P
     assert cli(*command).code == 0
     original = (out / "prompts.jsonl").read_text()
     for text in (original.replace("w9", "w8"), original[:-20], "[]\n" + original, original.replace('"id"', '"number"')):
-        lose_shards(out)
+        remove_shards(out)
         (out / "prompts.jsonl").write_text(text)
         refused(*command, "--resume")
         (out / "prompts.jsonl").write_text(original)
@@ -246,12 +240,12 @@ def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
 ) -> None:
     out, write = tmp_path / "out", shards.write_shard
 
-    def press(folder: Path, header: Any, index: int, rows: Any) -> None:
+    def interrupt(folder: Path, header: Any, index: int, rows: Any) -> None:
         if index == 1:
             os.kill(os.getpid(), signal.SIGINT)
         write(folder, header, index, rows)
 
-    monkeypatch.setattr(shards, "write_shard", press)
+    monkeypatch.setattr(shards, "write_shard", interrupt)
     answer = cli(*collect, *SHARDS, "--out", out)
     assert (answer.code, answer.out, answer.err.count("\n")) == (130, "", 1) and "--resume" in answer.err
     monkeypatch.undo()

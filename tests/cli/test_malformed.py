@@ -1,4 +1,4 @@
-"""Malformed configurations and artefacts: whatever they hold, a command ends with one line or does its work."""
+"""Malformed configurations and artefacts: a command succeeds or fails with one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VALUES = st.recursive(
 
 
 def one_line_or_success(*words: object) -> None:
-    """Run a command, which must succeed or fail with one line; nothing may control the terminal."""
+    """Run a command that succeeds or fails with one line; its output has no control sequence."""
     answer = cli(*words)
     assert answer.code in (0, 2) and "\x1b" not in answer.out + answer.err and "Traceback" not in answer.err
     if answer.code == 2:
@@ -58,17 +58,7 @@ def one_line_or_success(*words: object) -> None:
 def test_any_configuration_is_refused_in_one_line(raw: Any, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     one_line_or_success("train", "--config", tmp_path / "run.yaml")
-    one_line_or_success("evaluate", "--config", tmp_path / "run.yaml")
     assert list(tmp_path.iterdir()) == [tmp_path / "run.yaml"]
-
-
-@several
-@given(data=st.data())
-def test_a_profile_with_any_value_in_any_field(full_profile: Profile, tmp_path: Path, data: st.DataObject) -> None:
-    raw = full_profile.to_dict()
-    raw[data.draw(st.sampled_from(sorted(raw)))] = data.draw(VALUES)
-    (tmp_path / "profile.json").write_text(json.dumps(raw))
-    one_line_or_success("info", tmp_path / "profile.json")
 
 
 @several
@@ -90,7 +80,7 @@ def forged(
     header: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw,
     table: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Path:
-    """Return a copy of a trace with another header or other rows, with metadata of shards that agrees with them."""
+    """Return a copy of a trace with changed header and rows, and consistent metadata of shards."""
     shutil.rmtree(out, ignore_errors=True)
     folder = shutil.copytree(trace.folder, out)
     text = json.dumps(header(json.loads((folder / "header.json").read_text())))
@@ -104,13 +94,19 @@ def forged(
 
 @settings(several, max_examples=150)
 @given(data=st.data())
-def test_a_header_with_any_value_in_any_field(sides: tuple[Trace, Trace], tmp_path: Path, data: st.DataObject) -> None:
-    fields = sorted(json.loads(sides[1].header.to_json()))
-    name, value = data.draw(st.sampled_from(fields)), data.draw(VALUES)
-    one_line_or_success("info", forged(sides[1], tmp_path / "trace", lambda raw: {**raw, name: value}))
+def test_any_value_in_a_field_of_a_profile_or_header(
+    full_profile: Profile, sides: tuple[Trace, Trace], tmp_path: Path, data: st.DataObject
+) -> None:
+    profile, header = full_profile.to_dict(), json.loads(sides[1].header.to_json())
+    name, value = data.draw(st.sampled_from(sorted({*profile, *header}))), data.draw(VALUES)
+    if name in header:
+        one_line_or_success("info", forged(sides[1], tmp_path / "trace", lambda raw: {**raw, name: value}))
+    if name in profile:
+        (tmp_path / "profile.json").write_text(json.dumps({**profile, name: value}))
+        one_line_or_success("info", tmp_path / "profile.json")
 
 
-def test_ids_and_names_reach_no_terminal_as_they_are(
+def test_control_characters_of_ids_and_names_are_escaped(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
     name = "\x1b[31m<script>alert(1)</script>|`x`\x9b"

@@ -1,4 +1,4 @@
-"""Help and imports, standard streams that are full or closed, progress, tables, and Ctrl-C."""
+"""Help and imports, standard streams that are full or closed, tables, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
-from commands import COMMANDS, ascii_locale, cli
-from specstop.cli import output
+from commands import COMMANDS, ascii_locale, cli, model_options
 from specstop.cli.main import app
-from specstop.cli.output import progress_bars, table
+from specstop.cli.output import table
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store import Trace, load_trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
@@ -68,10 +66,10 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def results(commands: list[list[str]], folder: Path) -> tuple[list[Any], str]:
+def results(commands: list[list[str]], folder: Path, env: dict[str, str] | None = None) -> tuple[list[Any], str]:
     """Run commands in one process; return the words, exit code and imported large libraries of each, and the errors."""
     call = [sys.executable, "-c", RUN_EACH, json.dumps(commands)]
-    run = subprocess.run(call, capture_output=True, text=True, check=True, cwd=folder)
+    run = subprocess.run(call, capture_output=True, text=True, check=True, cwd=folder, env=env)
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[[")], run.stderr
 
 
@@ -101,24 +99,18 @@ def test_help_and_lists_need_no_large_libraries(tmp_path: Path) -> None:
     assert len(answers) == 2 + len(COMMANDS)
 
 
+def test_files_are_utf8_in_an_ascii_locale(pair_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w7 w8", "id": "é", "group": "größe"}', encoding="utf-8")
+    options = ["--dtype", "float64", "--prompts", "p.jsonl", "--max-new-tokens", "5", "--depth", "2", "--quiet"]
+    commands = [["collect", *model_options(pair_folder, *options), "--out", "t"], ["info", "t", "--json"]]
+    answers, errors = results(commands, tmp_path, ascii_locale())
+    assert (errors, [code for _, code, _ in answers]) == ("", [0, 0])
+    assert load_trace(tmp_path / "t").rows["group"][0] == "größe"
+
+
 FULL = "specstop: No space left on device; check the path, its permissions and the free disk space\n"
 SCRIPT = [sys.executable, "-c", "from specstop.cli.main import main; main()"]
 linux = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-
-
-def test_progress_without_a_terminal_is_a_line_every_few_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rate is of what this run did: a resumed one begins at 3."""
-    now = [100.0]
-    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with progress_bars() as progress:
-        for done, seconds in ((3, 2.0), (4, 2.0), (5, 4.0), (6, 1.0), (7, 1.0)):
-            now[0] += seconds
-            progress("collect", done, 7)
-    first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("collect: 5 of 7, 00:06") and "3.00s/it" in first and "00:06 left" in first
-    assert last.startswith("collect: 7 of 7, 00:08") and "2.00s/it" in last
 
 
 def test_a_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +123,7 @@ def test_a_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 @linux
-def test_results_that_cannot_be_shown_are_still_written(
+def test_results_are_written_when_standard_output_is_full(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
     full_profile.save(tmp_path / "profile.json")
@@ -155,7 +147,7 @@ def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None
     assert (run.returncode, run.stderr) == (code, err)
 
 
-def test_a_console_without_a_character_shows_another_one(pair: Pair, tmp_path: Path) -> None:
+def test_a_console_replaces_characters_that_it_cannot_encode(pair: Pair, tmp_path: Path) -> None:
     prompts = [Prompt("naïve-日本-😀", "w7 w8", "größe"), Prompt("b", "w9", "größe")]
     collect(pair, prompts, tmp_path / "trace-é", depth=2, max_new_tokens=5)
     for more, text in (((), "1: gr??e"), (("--json",), "1: gr\\u00f6\\u00dfe")):
@@ -201,7 +193,7 @@ main()
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_ctrl_c_in_an_import_unless_it_is_ignored(ignored: bool) -> None:
-    """A shell has processes in the background ignore it."""
+    """A shell ignores SIGINT for background jobs."""
     command = [sys.executable, "-c", RUN_WITH_SIGNAL, "numpy", str(ignored)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == ((0, "") if ignored else INTERRUPTED)
@@ -222,7 +214,7 @@ def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 
     monkeypatch.setattr(owner, name, call)
 
 
-def places() -> dict[str, tuple[list[str], Callable[[], tuple[Any, str]], int]]:
+def interruptions() -> dict[str, tuple[list[str], Callable[[], tuple[Any, str]], int]]:
     """Return the arguments of `train` or `evaluate`, where the signal comes, and after how many calls."""
     import sklearn.linear_model
     import xgboost
@@ -238,12 +230,12 @@ def places() -> dict[str, tuple[list[str], Callable[[], tuple[Any, str]], int]]:
     }
 
 
-@pytest.mark.parametrize("where", places())
+@pytest.mark.parametrize("where", interruptions())
 def test_ctrl_c_in_the_middle_of_a_command(
     where: str, full_profile: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_profile.save(tmp_path / "profile.json")
-    (command, *options), spot, after = places()[where]
+    (command, *options), spot, after = interruptions()[where]
     during(monkeypatch, *spot(), after)
     traces = sides[command == "evaluate"].folder
     answer = cli(command, *options, "--traces", traces, "--profile", tmp_path / "profile.json", "--out", tmp_path / "out",
@@ -253,7 +245,7 @@ def test_ctrl_c_in_the_middle_of_a_command(
     assert {path.name for path in tmp_path.rglob("*")} <= {"out", "profile.json"}
 
 
-def test_an_interrupted_drafter_continues_from_its_checkpoints_with_the_same_command(
+def test_an_interrupted_drafter_names_the_same_command(
     pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specstop.train.drafters import fit

@@ -1,22 +1,18 @@
-"""`specstop train`, `import`, `deploy` and `train-drafter`: policies and drafters, and the commands that read them."""
+"""`specstop train`, `deploy` and `train-drafter`: policies and drafters, and the commands that read them."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from commands import cli, files, model_options, parsed, refused, write_prompts
+from commands import cli, files, parsed, write_prompts
 from conftest import make_prompts
 from specstop.collect.store import Trace
 from specstop.policies.files import MANIFEST
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
-from torch import nn
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -47,13 +43,7 @@ def test_the_table_and_the_folder_of_a_policy(home: Path) -> None:
     assert set(files(home / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml", MANIFEST}
 
 
-def test_a_policy_that_is_slower_than_the_best_fixed_length_is_named(home: Path) -> None:
-    answer = cli(*TRAIN, "p", "--rule", "step", "--threshold", 0.99, "--quiet")
-    assert answer.code == 0 and "slower than the best fixed length" in answer.err
-    assert load_policy_folder(home / "p").metadata.metrics["held_out_ratio_to_best_fixed"] < 1.0
-
-
-def test_a_search_ends_with_its_trials(home: Path) -> None:
+def test_a_search_lists_its_trials(home: Path) -> None:
     answer = cli(*TRAIN, "p", "--tune", 2, "--head", "logistic", "--rule", "step,survival", "--quiet")
     assert answer.code == 0, answer.err
     lines = answer.out.splitlines()
@@ -61,56 +51,11 @@ def test_a_search_ends_with_its_trials(home: Path) -> None:
     assert [sum(rule in line for line in trials) for rule in ("step", "survival")] == [1, 1]
 
 
-# Released weights
-
-
-class DecisionModel(nn.Module):
-    def __init__(self, inputs: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1), nn.Sigmoid())
-
-
-def test_a_released_head_is_imported_evaluated_and_decodes(home: Path, pair_folder: Path) -> None:
-    torch.manual_seed(0)
-    torch.save(DecisionModel(11, 44).state_dict(), home / "hard.pt")
-    facts = parsed("import", "hard.pt", "--out", "p", "--threshold", "0.55")
-    assert (facts["name"], facts["head"], facts["rule"], facts["max depth"]) == ("dynasd-hard", "dynasd-hard", "any", 5)
-    assert facts["weights"] == 11 * 44 + 44 + 44 + 1 + 1 and facts["features"].startswith("entropy, top1, top2")
-    again = cli("import", "--config", "p/run.yaml", "--out", "q", "hard.pt")
-    assert again.code == 0, again.err
-    assert json.loads((home / "q" / "policy.json").read_text())["rule"] == {"kind": "any", "threshold": 0.55}
-    report = cli("evaluate", "--traces", "others", "--profile", "profile.json", "--policy", "p", "--json")
-    assert "dynasd-hard" in report.out
-    decode = ["decode", "w6 w7 w8", *model_options(pair_folder), "--max-new-tokens", 9, "--json", "--policy"]
-    texts = [json.loads(cli(*decode, policy).out)["texts"] for policy in ("p", "fixed:0")]
-    assert texts[0] == texts[1]
-
-
-def test_a_head_of_another_width_is_refused(home: Path, pair_folder: Path) -> None:
-    torch.save(DecisionModel(768, 4).state_dict(), home / "soft.pt")
-    assert "draft_hidden (768 numbers)" in parsed("import", "soft.pt", "--out", "p")["hidden states"]
-    assert "768" in refused("decode", "w7 w8", *model_options(pair_folder), "--policy", "p", "--max-new-tokens", 9)
-
-
-class Evil:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
-def test_a_crafted_pickle_does_nothing(home: Path) -> None:
-    torch.save({"layers.0.weight": Evil(home / "mark")}, home / "w.pt")
-    assert "tensors" in refused("import", "w.pt", "--out", "p")
-    assert not (home / "mark").exists() and not (home / "p").exists()
-
-
 # Other runtimes
 
 
 @pytest.mark.parametrize("target", ["hf", "onnx", "vllm", "sglang", "trtllm", "llama.cpp"])
-def test_a_policy_is_exported_with_what_is_lost(target: str, home: Path) -> None:
+def test_an_export_lists_what_is_lost(target: str, home: Path) -> None:
     if target == "onnx":
         pytest.importorskip("onnx")
     portable = target in ("hf", "onnx")
@@ -123,7 +68,7 @@ def test_a_policy_is_exported_with_what_is_lost(target: str, home: Path) -> None
     assert (out / "run.yaml").exists() != portable
 
 
-def test_an_export_answers_its_figures_and_is_repeated_from_its_options(home: Path) -> None:
+def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(home: Path) -> None:
     export = ("deploy", "--to", "vllm", "--traces", "traces", "--profile", "profile.json", "--held-out", "others")
     answer = cli(*export, "--out", "v", "--json")
     assert answer.code == 0, answer.err
