@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 from commands import COMPACT, cli, model_options, parsed, refused
 from contract_policies import DEPTH
 from specstop.collect.store import Trace
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
@@ -145,6 +147,18 @@ def test_decision_costs_are_added_to_a_profile(
     assert {key.of for key in priced.measurements.where(lambda key: key.what == DECISIONS).series} == {"confidence"}
     assert priced.measurements.where(lambda key: key.what != DECISIONS) == bare.measurements
     assert not any("does not price" in text for text in evaluate(sides[1], priced).findings)
+
+
+def test_a_noisy_profile_is_saved_with_a_warning(
+    profile: Profile, profile_command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = timed_profile(profile, jitter=0.5)
+    measure = mock.Mock(return_value=noisy)
+    monkeypatch.setattr("specstop.decode.profile.measure_profile", measure)
+    answer = cli(*profile_command, "--out", tmp_path / "p.json", "--budget", 30, "--repeats", 7)
+    assert (answer.code, answer.err) == (0, f"warning: {parsed('info', tmp_path / 'p.json')['verdict']}\n")
+    assert measure.call_args.kwargs["effort"] == Effort(30.0, repetitions=7)
+    assert Profile.load(tmp_path / "p.json") == noisy
 
 
 def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: list[object], tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def test_the_table_and_the_folder_of_a_policy(home: Path) -> None:
     assert set(files(home / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml", MANIFEST}
 
 
+def test_a_policy_slower_than_the_best_fixed_length_has_a_warning(home: Path) -> None:
+    answer = cli(*TRAIN, "p", "--rule", "step", "--threshold", 0.99, "--quiet")
+    assert answer.code == 0 and "slower than the best fixed length" in answer.err
+
+
 def test_a_search_lists_its_trials(home: Path) -> None:
     answer = cli(*TRAIN, "p", "--tune", 2, "--head", "logistic", "--rule", "step,survival", "--quiet")
     assert answer.code == 0, answer.err
