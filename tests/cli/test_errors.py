@@ -165,6 +165,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("evaluate", "--policy fixed:2 --policy fixed:2", "two policies are called"),
     ("evaluate", "--train-traces {held}", "--train-traces"),
     ("evaluate", "--profile {profile.txt}", "--profile: expected a latency profile"),
+    ("evaluate", "--seed -1", "--seed: expected"),
     ("evaluate", "--primary fixed:9", "--primary"), ("evaluate", "--arrivals 3", "--batch"),
     ("evaluate", "--batch 8", "--batch"),
     ("evaluate", "--traces {held} --policy fixed:1", "each trace and each profile once"),
