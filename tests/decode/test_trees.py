@@ -9,14 +9,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 from small_models import table
-from specstop.decode.models.attention import LayerMasks, Part, TreeRows
+from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.topology import Topology, parse_tree
 from torch import Tensor
 from transformers import PreTrainedModel
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 whatever the dtype
-WINDOWED = {"mistral-window": False, "gemma2": True, "gemma3": True, "qwen2-window": True}
 CAPACITY = 60
 TREES = ["chain:5", "3,2,1", "fork:3x3", "parents:-1,-1,0,0,1,2,5", "7"]
 
@@ -126,27 +125,6 @@ def test_a_pruned_tree_and_what_is_kept_of_it(model, seed):
     text, more = tree.keep(path(topology, draw.choice(rows[2:]))), tokens(4, seed + 50)
     check(model, tree.read_text(more), [[*text, *more[: i + 1]] for i in range(4)])
     Tree(model, topology, [*text, *more], seed + 9, tree.cached).check(rows)
-
-
-@pytest.mark.parametrize("kind", WINDOWED)
-@pytest.mark.parametrize("length", [3, 20, 70])
-def test_an_attention_window_shorter_than_the_text(kind, length):
-    """In one read, one by one, and in pieces with roll-backs."""
-    model = build(kind, "eager" if kind in table.EAGER_ONLY else "sdpa")
-    masks = LayerMasks.of(model)
-    assert masks is not None and (masks.window, len(masks.layer_types) > 1) == (table.WINDOW, WINDOWED[kind])
-    text, near = tokens(length, 2), NEAR[model.config._attn_implementation]
-    with torch.no_grad():
-        expected = model(torch.tensor([text]), use_cache=False).logits
-        whole = CachedModel(model, 80, table.VOCABULARY)
-        torch.testing.assert_close(whole.read(torch.tensor([text])), expected, atol=near, rtol=0)
-        check(model, whole.read(torch.tensor([[5, 6]])), [[*text, 5], [*text, 5, 6]])
-        single = CachedModel(model, 80, table.VOCABULARY)
-        rows = [single.read(torch.tensor([[token]])) for token in text]
-        torch.testing.assert_close(torch.cat(rows, 1), expected, atol=near, rtol=0)
-        single.roll_back(length // 2)
-        half = text[: length // 2]
-        check(model, single.read(torch.tensor([[8, 9, 4]])), [[*half, 8], [*half, 8, 9], [*half, 8, 9, 4]])
 
 
 @pytest.mark.parametrize("kind", ["mistral-window", "gemma3"])
