@@ -113,7 +113,7 @@ def all_cases() -> Iterator[Case]:
 def other_cases() -> Iterator[Case]:
     """Yield prompt lookup, larger vocabularies, and masks of the other form."""
     said = (0, 1, 0, 2, 0, 1)
-    for decider in ("fixed", "best-branch", "trims-unsure", "selects-unsure", "raising"):
+    for decider in ("fixed", "confidence", "trims-unsure", "selects-unsure", "raising-in-select"):
         for mode, trees in SHAPES.items():
             for tree in trees[::2]:
                 yield Case(mode, tree, decider, "mixed", 3, drafter="lookup", eos=True, prompt=said)

@@ -1,4 +1,4 @@
-"""Every sequence of random choices of the loop, one by one: the exact distribution of its texts, to compare with theory."""
+"""Enumeration of all random choices of the loop: the exact distribution of its texts, compared with the target's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Enumerator:
 
 @dataclass
 class Proof:
-    """What enumerating a case brought.
+    """Result of enumerating a case.
 
     Attributes:
         texts: probability by text.

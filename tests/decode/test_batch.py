@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,9 @@ from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
-from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.registry import load_policy
 
@@ -126,22 +123,6 @@ def test_a_text_begins_with_a_fresh_state_unless_the_policy_carries_it(pair, pro
     speculator = Speculator(pair, policy, Settings(0.0, NEW))
     rounds = sum(len(speculator.generate(prompt).rounds) for prompt in prompt_ids[:2])
     assert policy.states == list(range(rounds)), "from text to text"
-
-
-def test_decode_in_a_batch_streams_each_text(pair, prompts, tokenizer):
-    whole = dataclasses.replace(pair, tokenizer=tokenizer)
-    texts, settings = [p.text for p in prompts[:4]], Settings(0.7, NEW, verification="match")
-    streamed = [""] * 4
-
-    def on_text(number: int, new: str) -> None:
-        streamed[number] += new
-
-    alone = decode(whole, texts, FixedLength(2), settings=settings)
-    together = decode(whole, texts, FixedLength(2), settings=settings, batch=3, on_text=on_text)
-    assert [g.text for g in together] == [g.text for g in alone]
-    assert [text.strip() for text in streamed] == [g.text.strip() for g in alone]
-    with pytest.raises(InputError, match="batch"):
-        decode(whole, texts, FixedLength(2), batch=0)
 
 
 # Policies that weigh the streams of a batch against each other

@@ -129,8 +129,13 @@ def test_verification_padded_to_a_cheaper_size_stays_within_learned_positions(pr
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_records_add_up(pair, prompt_ids, temperature):
-    for prompt, generation in zip(prompt_ids, generate(pair, FixedLength(4), prompt_ids, temperature), strict=True):
+def test_the_records_add_up_and_on_commit_receives_the_tokens(pair, prompt_ids, temperature):
+    speculator = Speculator(pair, FixedLength(4), Settings(temperature, NEW, verification="match"))
+    for key, prompt in enumerate(prompt_ids):
+        parts: list[list[int]] = []
+        generation = speculator.generate(prompt, key, lambda new, parts=parts: parts.append(list(new)))
+        assert [t for part in parts for t in part] == list(generation.tokens)
+        assert [len(part) for part in parts] == [1, *(r.committed for r in generation.rounds)]
         at, unread = 1, len(prompt) + 1
         for r in generation.rounds:
             assert (r.anchor, r.context, r.backlog) == (at, len(prompt) + at, unread)
@@ -149,14 +154,6 @@ def test_decisions_are_counted_from_the_first_depth(endless_pair, prompt_ids):
     ):  # fmt: skip
         rounds = [r for g in generate(endless_pair, policy, prompt_ids[:3]) for r in g.rounds if not r.cut]
         assert {r.decisions for r in rounds} == {expected}, policy.name
-
-
-def test_on_commit_receives_exactly_the_tokens(pair, prompt_ids):
-    speculator = Speculator(pair, FixedLength(4), Settings(0.7, NEW, verification="match"))
-    parts: list[list[int]] = []
-    generation = speculator.generate(prompt_ids[4], 11, lambda new: parts.append(list(new)))
-    assert [t for part in parts for t in part] == list(generation.tokens)
-    assert [len(part) for part in parts] == [1, *(r.committed for r in generation.rounds)]
 
 
 def test_a_policy_is_limited_to_the_depth_of_the_run(pair, prompt_ids):

@@ -167,8 +167,8 @@ def test_earlier_texts_and_files_are_searched_on_request(pair, tmp_path):
 
 
 @torch.inference_mode()
-def test_the_first_drafts_where_it_is_confident_and_the_other_elsewhere(pair):
-    """Alone and in a batch, in which the rows of both stand in the order of the streams."""
+def test_a_fallback_drafter_uses_its_first_drafter_where_it_is_confident(pair):
+    """In a batch, the rows of both drafters keep the order of the streams."""
     repeats, fresh = [5, 8, 30, 31, 5, 8], [5, 8, 30, 31, 6, 7]
 
     def rows(drafter: Any, *texts: list[int]) -> list[torch.Tensor]:

@@ -119,14 +119,6 @@ def test_processors_with_a_matcher_follow_every_candidate(pair, questions, rows)
         assert generate(small, prompts, processor, **ours) == expected
 
 
-def test_a_grammar_for_each_row_is_refused(pair, questions):
-    pytest.importorskip("xgrammar")
-    processor = xgrammars_processor(pair, 'root ::= [^!]{4} "!"')
-    ours = {"custom_generate": specstop_generate, "draft_model": pair.draft}
-    with pytest.raises(InputError, match="rows of a batch"):
-        generate(pair, [questions[0][:3], questions[2][:3]], processor, **ours)
-
-
 @pytest.mark.parametrize(
     ("method", "source", "noun"),
     [

