@@ -80,7 +80,7 @@ class Case:
 
 
 def shaped(logits: Sequence[float], prefix: Sequence[int], case: Case) -> list[float]:
-    """Return the probabilities that `case` samples from: written out again, so that it can differ from the loop's."""
+    """Return the probabilities that `case` samples from: computed independently of the product code."""
     sampling = SHAPINGS[case.sampling]
     penalty = sampling.options.get("repetition_penalty", 1.0)
     scores = [(x * penalty if x < 0 else x / penalty) if t in prefix else x for t, x in enumerate(logits)]

@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TIE = 1e-4
 VOCABULARY = 64
-WINDOW = 6  # shorter than every text and than some trees
+WINDOW = 6  # shorter than every text and several trees
 IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 NARROW = {**IDS, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
 WIDE = {
@@ -76,7 +76,7 @@ POLICIES: tuple[StopPolicy, ...] = (FixedLength(4), Confidence(0.2))
 
 
 def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
-    """Return a random model of one kind, whose text does not repeat itself at once."""
+    """Return a random model of one kind, with text that does not repeat immediately."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention)
     model.generation_config.eos_token_id = None
@@ -84,7 +84,7 @@ def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0)
 
 
 def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
-    """Return a copy with noise on its matrices, `share` of their own spread: accepted now and then."""
+    """Return a copy with noise on its matrices, of `share` times their standard deviation, which is sometimes accepted."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import pytest
 from conftest import NEW, VOCABULARY, build_model
 from joint_policies import JOINT, MOST
@@ -17,7 +15,7 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.registry import load_policy
 
@@ -91,38 +89,6 @@ def test_a_text_is_the_same_in_any_batch_with_a_draft_of_fewer_tokens(tokenizer,
     pair = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
     prompts = [[7, 8], [9], [VOCABULARY + 1, 7], [8, 9, 10]]
     same_in_batches(pair, prompts, FixedLength(3), Settings(temperature, 14, ignore_eos=True, verification="match"))
-
-
-class Counting(StopPolicy):
-    """Counts its rounds in its state and drafts as many tokens."""
-
-    name, max_depth, features = "counting", 3, ()
-
-    def __init__(self, carries: bool) -> None:
-        self.carries = carries
-        self.states: list[int] = []
-
-    def start(self, streams: int, keys: Array) -> State:
-        return np.zeros(streams, dtype=np.int64)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.depth <= state)[:, None], state
-
-    def observe(self, outcome: Any, state: State) -> State:
-        self.states.append(int(state[0]))
-        return state + 1
-
-
-def test_a_text_begins_with_a_fresh_state_unless_the_policy_carries_it(pair, prompt_ids):
-    requests = [Request(prompt) for prompt in prompt_ids[:4]]
-    fresh = Speculator(pair, Counting(False), Settings(0.0, NEW), batch=2).run(requests)
-    assert all([r.drafted for r in g.rounds[:2]] == [1, 2] for g in fresh if len(g.rounds) > 2)
-    carried = Speculator(pair, Counting(True), Settings(0.0, NEW), batch=2).run(requests)
-    assert any(g.rounds[0].drafted == 3 for g in carried[2:] if not g.rounds[0].cut)
-    policy = Counting(True)
-    speculator = Speculator(pair, policy, Settings(0.0, NEW))
-    rounds = sum(len(speculator.generate(prompt).rounds) for prompt in prompt_ids[:2])
-    assert policy.states == list(range(rounds)), "from text to text"
 
 
 # Policies that weigh the streams of a batch against each other

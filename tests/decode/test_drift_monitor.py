@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 import warnings
 from typing import Any
 
@@ -36,28 +35,6 @@ def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = No
     head = build_head("logistic", ("depth",), tensors)
     rule, metadata = Threshold("survival", 0.0), TrainingMetadata(profile=profile or {})
     return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, metadata)
-
-
-def simulated_band(truth: float, predicted: float, rounds: int, seed: int) -> tuple[float, float, float]:
-    chance, monitor = random.Random(seed), DriftMonitor(promising(predicted), "warn")
-    for _ in range(rounds):
-        k = chance.randint(1, 5)
-        accepted = next((j for j in range(k) if chance.random() >= truth), k)
-        monitor.add([predicted**depth for depth in range(1, k + 1)], accepted)
-    band = monitor.band()
-    assert band is not None
-    return band
-
-
-def test_the_band_contains_the_mean_of_a_calibrated_policy_only():
-    """The band allows for a thousand times as many windows."""
-    for seed in range(40):
-        live, low, high = simulated_band(0.7, 0.7, 200, seed)
-        assert low < live < high
-    for truth in (0.4, 0.95):
-        for seed in range(10):
-            live, low, high = simulated_band(truth, 0.7, 200, seed)
-            assert not low <= live <= high
 
 
 def test_the_band_has_the_mean_and_variance_of_the_accepted_length():

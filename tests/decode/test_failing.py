@@ -43,7 +43,7 @@ def leave(*args: Any) -> Any:
     raise SystemExit(0)
 
 
-FAULTS: dict[str, dict[str, Callable[..., Any]]] = {  # `PolicyHost` has its own tests of all invalid answers
+FAULTS: dict[str, dict[str, Callable[..., Any]]] = {  # tests of `PolicyHost` cover all invalid answers
     **{f"raises in {method}": {method: fail} for method in ("keep", "start", "observe", "select")},
     "exits": {"keep": leave},
     "NaN": {"keep": lambda self, step, state: (step.features[..., 0] * math.nan, state)},

@@ -157,7 +157,7 @@ def test_decisions_are_counted_from_the_first_depth(endless_pair, prompt_ids):
 
 
 def test_a_policy_is_limited_to_the_depth_of_the_run(pair, prompt_ids):
-    """As in replay: one that shrinks from 20 would be at 4 after 16 rejections."""
+    """A length that shrinks from 20 would reach 4 after 16 rejections."""
     policy = load_policy("heuristic-transient")
     runs = [Speculator(pair, one, Settings(0.0, NEW, max_depth=4)) for one in (policy, policy.limited(4))]
     drafted = [[r.drafted for r in run.generate(prompt_ids[4]).rounds] for run in runs]

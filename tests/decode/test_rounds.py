@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import NEW
 from hypothesis import given, settings as hypothesis_settings, strategies as st
-from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.records import Generation, Round, Tally
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology, chain, from_parents, from_widths, parse_tree
 from specstop.policies.arguments import MAX_ROWS
 from specstop.policies.errors import InputError
-from specstop.policies.fixed import FixedLength
 
 SHAPES = {
     "4,2,2,1": (1 + 4 + 8 + 16 + 16, 4, 16), " 4, 2": (1 + 4 + 8, 2, 8), "8": (9, 1, 8), "1": (2, 1, 1),
@@ -150,11 +147,3 @@ def test_sums_of_rounds():
     empty = Tally()
     assert (empty.block_efficiency, empty.tokens_per_s, empty.acceptance()) == (0.0, 0.0, [])
     assert GENERATIONS[0].tokens_per_s == 0.9 and "9 tokens" in repr(GENERATIONS[0])
-
-
-def test_acceptance_in_a_tree_counts_depths_not_nodes(pair, prompt_ids):
-    settings = Settings(0.0, NEW, tree="3,2")
-    tally = Tally(Speculator(pair, FixedLength(2), settings).run([Request(p) for p in prompt_ids[:4]]))
-    whole = sum(not r.cut for r in tally.rounds)
-    assert max(r.verified for r in tally.rounds) > 2
-    assert [(depth, count) for depth, _, count in tally.acceptance()] == [(1, whole), (2, whole)]

@@ -161,7 +161,7 @@ def test_earlier_texts_and_files_are_searched_on_request(pair, tmp_path):
     drafter = find_drafter(f"suffix:{tmp_path}/code.txt", pair)
     assert best(drafter, [20, 7, 8]) == 11
     drafter.reserve(1, 64)
-    assert best(drafter, [20, 7, 8, 12, 20, 7, 8]) == 12, "the text's own match is longer"
+    assert best(drafter, [20, 7, 8, 12, 20, 7, 8]) == 12, "the match within the text is longer"
     drafter.reset()
     assert best(drafter, [20, 7, 8]) == 11, "the file stays"
 

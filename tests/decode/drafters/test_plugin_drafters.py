@@ -1,4 +1,4 @@
-"""Drafters of installed packages: how they are found and called, and how one that does not load is reported."""
+"""Drafters of installed packages: discovery, calls, and errors of drafters that do not load."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def test_the_drafter_of_the_documentation_works(pair, declare, tmp_path, tree, v
         ("unsure", "needs_draft"), ("second+model", "draft model"),
     ],
 )  # fmt: skip
-def test_one_that_cannot_be_used_is_refused_with_the_reason(pair, spec, noun):
+def test_a_drafter_that_cannot_be_used_is_refused_with_the_reason(pair, spec, noun):
     with pytest.raises(InputError, match=f"^drafter.*{noun}"):
         find_drafter(spec, pair)
 
 
-def test_one_may_use_the_draft_model(pair):
+def test_a_drafter_may_use_the_draft_model(pair):
     drafter: Any = find_drafter("suffix+copycat?longest=5&share=0.5", pair)._other
     assert (drafter._indexes[0].longest, drafter.share) == (5, 0.5)
     for name, expected in (("copycat", False), ("second", True), ("suffix+second", True), ("suffix+copycat", False)):

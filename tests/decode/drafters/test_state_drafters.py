@@ -18,7 +18,7 @@ from specstop.decode.drafters import (
     save_drafter,
     with_drafter,
 )
-from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapsed, collapsed_length, first_positions, size
+from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapsed, collapsed_length, size
 from specstop.decode.drafters.networks import LayerNetwork, output_layer, output_scale
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
@@ -141,17 +141,6 @@ def test_chances_of_prefixes_are_sums_over_all_alignments():
             expected = [chance.get((*prefix, token), 0.0) for token in range(3)]
             assert extended.next(positions)[0].tolist() == pytest.approx(expected, abs=1e-15)
     assert [collapsed_length(symbols, 9) for symbols in ([], [9], [1, 1], [1, 9, 1], [9, 1, 2, 2])] == [0, 0, 1, 2, 2]
-
-
-def test_positions_that_were_not_drawn_change_no_chance():
-    positions = torch.rand(3, 5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64).softmax(-1)
-    drawn, token = torch.tensor([5, 2, 1]), torch.tensor([2])
-    masked = first_positions(positions, drawn)
-    for row, count in enumerate(drawn.tolist()):
-        few, more = positions[row : row + 1, :count], masked[row : row + 1]
-        one, other = Prefixes.empty(few), Prefixes.empty(more)
-        torch.testing.assert_close(one.next(few), other.next(more))
-        torch.testing.assert_close(one.extended(token, few).next(few), other.extended(token, more).next(more))
 
 
 @torch.inference_mode()

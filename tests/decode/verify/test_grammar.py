@@ -108,7 +108,7 @@ def xgrammars_processor(pair: Pair, *grammars: str) -> LogitsProcessor:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_processors_with_a_matcher_follow_every_candidate(pair, questions, rows):
-    """The same object twice, which xgrammar's own processor forbids."""
+    """The same object twice, which xgrammar's processor forbids."""
     pytest.importorskip("xgrammar")
     # xgrammar masks scores of at most 32 bits.
     models = [copy.deepcopy(model).float() for model in (pair.target, pair.draft_model)]
