@@ -38,7 +38,7 @@ def test_texts_have_the_distribution_of_the_target_under_any_policy(decider):
 
 @pytest.mark.parametrize(("mode", "tree"), MODES)
 def test_texts_of_a_fixed_length_have_the_distribution_of_the_target(mode, tree):
-    assert check(Case(mode, tree, "fixed", "dense", 1, new=3), 3000).accepted > 0
+    assert check(Case(mode, tree, "fixed", "dense", 1, new=4), 6000).accepted > 0
 
 
 @pytest.mark.parametrize("case", random.Random(1).sample(list(other_cases()), 8), ids=str)
