@@ -33,6 +33,8 @@ from scipy import stats
 from specstop.decode import plain_texts, stream_key
 from specstop.decode.benchmark import count_differences
 from specstop.decode.loop import Request
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.pair import Pair
 from specstop.decode.prompts import encode_prompts
 from torch import Tensor
 
@@ -42,7 +44,6 @@ _TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
 
 from cases import CHAINS, TREES, Case, all_cases, other_cases  # noqa: E402
-from conditionals import pit  # noqa: E402
 from enumeration import EXACT, prove, prove_within  # noqa: E402
 from noise_tables import NOISE_POLICIES, noise_case, plain_on_noise, speculate_on_noise  # noqa: E402
 
@@ -56,6 +57,27 @@ MODES = (
     ("block", "chain:4"),
 )
 NEW, BRANCH_DEPTH, WIDTHS = 6, 4, (1, 2, 4, 8)
+
+
+@torch.inference_mode()
+def pit(
+    pair: Pair, prompt: Sequence[int], texts: Sequence[Sequence[int]], temperature: float, seed: int = 0
+) -> np.ndarray:
+    """Return a share in (0, 1) for each token: independent uniforms iff the texts are samples of the target.
+
+    Tokens are ordered by probability, so that texts which are too likely have large shares. A token's share is drawn from
+    the stretch that it takes up (Rosenblatt 1952, randomised for discrete outcomes).
+    """
+    places = torch.from_numpy(np.random.default_rng(seed).random((len(texts), max(map(len, texts)))))
+    shares = []
+    for text, place in zip(texts, places, strict=True):
+        ids = torch.tensor([[*prompt, *text]], device=pair.device)
+        logits = CachedModel(pair.target, ids.shape[1], pair.vocabulary).read(ids)[0, len(prompt) - 1 : -1]
+        probs = torch.softmax(logits.double() / temperature, -1).cpu()
+        prob = probs.gather(-1, torch.tensor(text)[:, None])
+        less = torch.where(probs < prob, probs, 0.0).sum(-1)
+        shares.append(less + prob[:, 0] * place[: len(text)])
+    return torch.cat(shares).numpy()
 
 
 def enumeration(run: Run) -> None:

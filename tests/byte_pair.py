@@ -1,4 +1,4 @@
-"""A pair whose tokenizer knows all bytes, for structured output, and a schema with a check of its own."""
+"""A pair whose tokenizer knows all bytes, for structured output, and a schema with its validator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_person(text: str) -> bool:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes with some merges across the tokens of JSON."""
+    """Return a tokenizer of bytes with merges across the tokens of JSON."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Small drafters of every kind for a given target, with random weights that still agree with it now and then."""
+"""Small drafters of every kind for a given target, with random weights that sometimes agree with it."""
 
 from __future__ import annotations
 

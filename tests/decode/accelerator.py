@@ -20,7 +20,7 @@ DEVICE = torch.device("meta")
 
 _aten = torch.ops.aten
 READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default}
-"""Operations whose answer, or its size, the host waits for."""
+"""Operations with a result or a size that the host waits for."""
 
 
 CROSSING = {

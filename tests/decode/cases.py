@@ -80,7 +80,7 @@ class Case:
 
 
 def shaped(logits: Sequence[float], prefix: Sequence[int], case: Case) -> list[float]:
-    """Return the probabilities that `case` samples from: written out again, so that it can differ from the loop's."""
+    """Return the probabilities that `case` samples from: computed independently of the product code."""
     sampling = SHAPINGS[case.sampling]
     penalty = sampling.options.get("repetition_penalty", 1.0)
     scores = [(x * penalty if x < 0 else x / penalty) if t in prefix else x for t, x in enumerate(logits)]
@@ -113,7 +113,7 @@ def all_cases() -> Iterator[Case]:
 def other_cases() -> Iterator[Case]:
     """Yield prompt lookup, larger vocabularies, and masks of the other form."""
     said = (0, 1, 0, 2, 0, 1)
-    for decider in ("fixed", "best-branch", "trims-unsure", "selects-unsure", "raising"):
+    for decider in ("fixed", "confidence", "trims-unsure", "selects-unsure", "raising-in-select"):
         for mode, trees in SHAPES.items():
             for tree in trees[::2]:
                 yield Case(mode, tree, decider, "mixed", 3, drafter="lookup", eos=True, prompt=said)

@@ -1,4 +1,4 @@
-"""Policies of each kind that must not bias the rejection family; a few try to."""
+"""Policies of each kind under which the rejection family must be lossless; several try to bias it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,8 @@ from trees import FREE, make_tree_policy
 MOST = 3
 
 
-class BestBranch(StopPolicy):
-    """Extends only the branch whose path the draft likes best, and none below a threshold."""
-
-    name, features, max_depth = "best-branch", ("path_logprob",), MOST
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        score = np.where(step.alive, step.features[..., 0], -np.inf)
-        return step.alive & (score == score.max(1, keepdims=True)) & (score > -3.0), state
-
-
-class UnlikelyBranches(StopPolicy):
-    """Extends what the draft found unlikely, and all siblings of it or none."""
-
-    name, features, first, max_depth = "unlikely-branches", ("drawn_prob", "branch_rank"), 0, MOST
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        low = step.alive & (step.features[..., 0] < 0.45)
-        return step.alive & low.any(1, keepdims=True) if step.depth % 2 else low, state
-
-
 class TrimsUnsure(StopPolicy):
-    """Drops what was drawn from a flat distribution: known before drawing."""
+    """Drops tokens drawn from a flat distribution, a PRE feature."""
 
     name, features, trims, max_depth = "trims-unsure", ("top1",), True, MOST
 
@@ -44,7 +24,7 @@ class TrimsUnsure(StopPolicy):
 
 
 class TrimsByPlace(StopPolicy):
-    """Drops every sibling but the second, as their places say."""
+    """Drops every sibling except the second, by rank."""
 
     name, features, trims, max_depth = "trims-by-place", ("branch_rank", "depth", "entropy"), True, MOST
 
@@ -53,10 +33,10 @@ class TrimsByPlace(StopPolicy):
         return step.alive & ((rank == 1) | (depth > 1) | (entropy < 0.4)), state
 
 
-class AsRoundsWent(StopPolicy):
-    """Drafts on by HISTORY and PRE features."""
+class TrimsAsRoundsWent(StopPolicy):
+    """Trims by HISTORY and PRE features."""
 
-    name, max_depth = "as-rounds-went", MOST
+    name, trims, max_depth = "trims-as-rounds-went", True, MOST
     features = ("top1", "mean_accepted", "mean_full", "last_accepted", "last_verified")
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -64,14 +44,8 @@ class AsRoundsWent(StopPolicy):
         return step.alive & (top1 + mean + full - 0.5 * (verified - accepted) > 0.7 * step.depth), state
 
 
-class TrimsAsRoundsWent(AsRoundsWent):
-    """Trims by HISTORY and PRE features."""
-
-    name, trims = "trims-as-rounds-went", True
-
-
 class TrimsByAlive(StopPolicy):
-    """Tries to tell from the mask which token was drawn, and drops all others."""
+    """Tries to infer the drawn token from the mask and drops all others."""
 
     name, features, trims, first, max_depth = "trims-by-alive", ("top1",), True, 0, MOST
 
@@ -89,7 +63,7 @@ class SelectsByRound(Selecting):
 
 
 class SelectsUnsure(StopPolicy):
-    """Remembers how sure the draft was at each depth, and leaves levels out by that."""
+    """Keeps the confidence of the draft in its state and excludes levels by it."""
 
     name, features, max_depth = "selects-unsure", ("top1",), MOST
 
@@ -104,7 +78,7 @@ class SelectsUnsure(StopPolicy):
 
 
 class SelectsByToken(StopPolicy):
-    """Tries to leave tokens out by what they are, and by whether anything could be drafted below them."""
+    """Tries to exclude tokens by their ids and by whether they have children."""
 
     name, max_depth = "selects-by-token", MOST
 
@@ -121,19 +95,8 @@ class SelectsByToken(StopPolicy):
         return tree.drawn & (tree.tokens != 0) & ~leaves_out
 
 
-class Raising(StopPolicy):
-    """Breaks at certain tokens."""
-
-    name, features, max_depth = "raising", ("drawn_prob",), MOST
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        if float(step.features[step.alive].min()) < 0.4:
-            raise RuntimeError("unlikely")
-        return step.alive, state
-
-
 class RaisingInSelect(SelectsUnsure):
-    """Breaks while it selects in the second round."""
+    """Raises in `select` in the second round."""
 
     name = "raising-in-select"
 
@@ -152,10 +115,7 @@ def limited(kind: type[StopPolicy]) -> StopPolicy:
 
 DECIDERS: dict[str, Callable[[], StopPolicy]] = {
     "fixed": partial(FixedLength, MOST),
-    "one": partial(FixedLength, 1),
     "confidence": partial(Confidence, 0.45, MOST),
-    "best-branch": BestBranch,
-    "unlikely-branches": UnlikelyBranches,
     "from-anchor": partial(limited, FromAnchor),
     "trims-unsure": TrimsUnsure,
     "trims-by-place": TrimsByPlace,
@@ -165,10 +125,8 @@ DECIDERS: dict[str, Callable[[], StopPolicy]] = {
     "selects-unsure": SelectsUnsure,
     "selects-by-token": SelectsByToken,
     "randomised": partial(limited, Randomised),
-    "as-rounds-went": AsRoundsWent,
     "adaptive": partial(limited, Adaptive),
     "tree-gain": partial(make_tree_policy, FREE, MOST, verify_s=2e-3),
-    "raising": Raising,
     "raising-in-select": RaisingInSelect,
 }
-"""One of each kind by name. None declares that it excludes tokens by what was drawn; a few try to."""
+"""Policies by name. None declares that it excludes tokens by what was drawn; several try to."""

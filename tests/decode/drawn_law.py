@@ -1,4 +1,4 @@
-"""What the shipped collector draws given a text, all answers of its random numbers enumerated, and replay of it."""
+"""Enumeration of everything that the collector draws given a text, and replay of the resulting traces."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Numbers:
             self._forks[-1] = spans, taken + 1
 
     def uniform(self, marks: Sequence[float]) -> float:
-        """Return a number of the interval, between marks, whose turn it is."""
+        """Return a number of the interval, between marks, that is next."""
         edges = sorted({0.0, 1.0, *(min(max(mark, 0.0), 1.0) for mark in marks)})
         spans = [(low, high) for low, high in itertools.pairwise(edges) if high - low > NEGLIGIBLE]
         if self.exhausted:
@@ -88,13 +88,13 @@ class EnumeratedDraws:
 
     def _answer(self, marks: Callable[[int], list[float]], asks: Sequence[bool]) -> list[float]:
         """Return a number for each row, given the marks of those that ask."""
-        found: dict[tuple[int, int], float] = {}
+        by_key: dict[tuple[int, int], float] = {}
         for key in dict.fromkeys(self._keys):
-            rows = [row for row, own in enumerate(self._keys) if own == key and asks[row]]
+            rows = [row for row, key_of_row in enumerate(self._keys) if key_of_row == key and asks[row]]
             if rows and self._wanted(*key):
                 numbers = self._numbers.setdefault(key[0], Numbers())
-                found[key] = numbers.uniform([mark for row in rows for mark in marks(row)])
-        return [found.get(key, 0.5) for key in self._keys]
+                by_key[key] = numbers.uniform([mark for row in rows for mark in marks(row)])
+        return [by_key.get(key, 0.5) for key in self._keys]
 
     def accepts(self, chance: Tensor, rank: int) -> Tensor:
         uniform = self._answer(lambda row: [float(chance[row])], (chance > 0.0).tolist())
@@ -115,8 +115,8 @@ def replay_law(case: Case, texts: dict[tuple[int, ...], float] | None = None) ->
             out[text, ()] = probability
             continue
         arrays, weights = drawn_traces(case, text)
-        for told, weight in zip(replayed(arrays, case.policy()), weights.tolist(), strict=True):
-            out[text, told] = out.get((text, told), 0.0) + probability * weight
+        for played, weight in zip(replayed(arrays, case.policy()), weights.tolist(), strict=True):
+            out[text, played] = out.get((text, played), 0.0) + probability * weight
     return out
 
 
@@ -135,7 +135,7 @@ def replayed(arrays: TraceArrays, policy: StopPolicy) -> list[Rounds]:
             rows = tuple((node + 1, int(tokens[source.row[at], node])) for node in np.flatnonzero(sent[at]).tolist())
             rounds[at].append((int(anchor[at]), int(made.drafted[at]), rows, int(made.accepted[at])))
         source.next_texts()
-    return [tuple(told) for told in rounds]
+    return [tuple(played) for played in rounds]
 
 
 def drawn_traces(case: Case, text: tuple[int, ...]) -> tuple[TraceArrays, Any]:
@@ -170,7 +170,7 @@ def drawn_traces(case: Case, text: tuple[int, ...]) -> tuple[TraceArrays, Any]:
 def _combined(
     case: Case, collector: DenseCollector, text: TargetText, runs: list[Proposals], numbers: dict[int, Numbers]
 ) -> tuple[TraceArrays, Any]:
-    """Return the traces of all combinations of leaves of the places, put together by the collector's own `trees`."""
+    """Return the traces of all combinations of leaves of the places, put together by the collector's `trees`."""
     start, first, anchor = len(case.prompt), runs[0], text.anchor
     leaves = [numbers[start + 1 + at].leaves if start + 1 + at in numbers else [1.0] for at in range(first.places)]
     combos = np.array(list(itertools.product(*(range(len(one)) for one in leaves))))  # [C, P]

@@ -1,4 +1,4 @@
-"""Every sequence of random choices of the loop, one by one: the exact distribution of its texts, to compare with theory."""
+"""Enumeration of all random choices of the loop: the exact distribution of its texts, compared with the target's."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ class Enumerator:
 
 @dataclass
 class Proof:
-    """What enumerating a case brought.
+    """Result of enumerating a case.
 
     Attributes:
         texts: probability by text.
-        distance: total variation from the target's own distribution.
+        distance: total variation from the target's distribution.
         leaves: sequences of choices.
         drafted, dropped, accepted, later: sums over leaves of tokens drawn, drawn but not verified, accepted, and accepted
             in later rounds than the first.
@@ -166,14 +166,14 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
 
 
 def prove(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Proof:
-    """Return the distribution of the loop's texts and its distance from the target's own."""
+    """Return the distribution of the loop's texts and its distance from the target's."""
     proof = enumerate_texts(case, most, beside)
     proof.distance = distance(proof.texts, target_texts(case))
     return proof
 
 
 def target_texts(case: Case) -> Texts:
-    """Return the probability of each text: the product of the target's own conditionals."""
+    """Return the probability of each text: the product of the target's conditionals."""
     law = Law(case.vocabulary, case.seed, case.kind)
     out: Texts = {}
     open_ = [((), 1.0)]

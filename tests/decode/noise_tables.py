@@ -23,7 +23,7 @@ NOISE_POLICIES: dict[str, Callable[[], StopPolicy]] = {
     "trimming-selecting": TrimmingSelecting,
     "selecting-by-token": SelectingByToken,
 }
-"""Under `match` also such as trim by what was drawn."""
+"""`match` also allows policies that trim by what was drawn."""
 
 
 class Table:
@@ -67,7 +67,7 @@ def noise_case(tree: str, drafter: str, policy: str, chance: random.Random) -> N
 
 
 def speculate_on_noise(what: NoiseCase) -> Generation:
-    """Return what the loop makes of it."""
+    """Return the loop's generation."""
     case, noise = what.case, what.noise
     pair = oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends, case.attention)
     settings = Settings(

@@ -1,24 +1,19 @@
 """Small random models of many kinds, for tests and for `benchmarks/architectures.py`.
 
-Configurations of eleven kinds of model (`CONFIGS`), all causal language model classes of the installed transformers
-(`names`), and the comparison of decoded texts with those of `generate`.
+Configurations of eleven kinds of model (`CONFIGS`), small configurations of causal language model classes of
+transformers (`build_class`), and the comparison of decoded texts with those of `generate`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import signal
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from specstop.decode import Pair, Settings, Speculator, Tally, join
-from specstop.decode.loop import Request
-from specstop.policies import Confidence, FixedLength, InputError, StopPolicy
-from specstop.policies.errors import PairError
+from specstop.decode import Pair, Settings, Speculator, Tally
+from specstop.policies import Confidence, FixedLength, StopPolicy
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -35,11 +30,10 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TIE = 1e-4
 VOCABULARY = 64
-WINDOW = 6  # shorter than every text and than some trees
+WINDOW = 6  # shorter than every text and several trees
 IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 NARROW = {**IDS, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
 WIDE = {
@@ -82,7 +76,7 @@ POLICIES: tuple[StopPolicy, ...] = (FixedLength(4), Confidence(0.2))
 
 
 def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
-    """Return a random model of one kind, whose text does not repeat itself at once."""
+    """Return a random model of one kind, with text that does not repeat immediately."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention)
     model.generation_config.eos_token_id = None
@@ -90,7 +84,7 @@ def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0)
 
 
 def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
-    """Return a copy with noise on its matrices, `share` of their own spread: accepted now and then."""
+    """Return a copy with noise on its matrices, of `share` times their standard deviation, which is sometimes accepted."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -177,8 +171,6 @@ CLASS_VOCABULARY = 96
 LARGEST = 30_000_000
 """Maximum number of weights of a small model."""
 
-SECONDS = 60
-"""Time limit for building a model, and for each decoding method."""
 
 PROMPTS = ([5, 9, 17, 33, 3, 8, 60], [50, 51, 52], [7, 41, 9, 33, 12])
 NEW = 12
@@ -219,18 +211,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """Additional values by model type."""
 
-ATTEMPTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_hidden_layers": 4},
-    {"head_dim": 4, "num_key_value_heads": 4},
-    {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 4},
-    {"num_key_value_heads": 4, "head_dim": 12},
-    {"num_hidden_layers": 8},
-    {"layer_types": ["linear_attention", "full_attention"]},
-    {"layer_types": ["sliding_attention", "full_attention"]},
-    {"vision_config": None, "audio_config": None},
-)
-"""Additional values for classes that cannot be built with `SMALL`, tried in order."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon alibi": ("falcon", {"alibi": True}),
@@ -238,33 +218,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
 """Additional configurations of a model type: the type and its fields by name of the variant."""
-
-
-@dataclass
-class Row:
-    """Results of one class.
-
-    Attributes:
-        name: model type or variant.
-        cls: name of the class.
-        cells: result by method: "equal", "wrong", "refused" or the name of an exception.
-        note: reason if the class was refused or not built.
-    """
-
-    name: str
-    cls: str
-    cells: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def faults(self) -> int:
-        """Number of methods with a wrong text or an unexpected exception."""
-        return sum(cell not in ("equal", "refused") for cell in self.cells.values())
-
-
-def names() -> list[str]:
-    """Return all model types and variants."""
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
 
 def build_class(name: str, attempt: dict[str, Any]) -> PreTrainedModel:
@@ -302,22 +255,6 @@ def shrunk(config_class: Any, more: dict[str, Any]) -> Any:
     return config_class(**values)
 
 
-@contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise `TimeoutError` if the block takes longer than `seconds`."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"more than {seconds} seconds")
-
-    previous_handler = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous_handler)
-
-
 @torch.inference_mode()
 def expected_texts(model: PreTrainedModel) -> list[list[int]]:
     """Return the new tokens of the model's `generate` method for each prompt."""
@@ -328,49 +265,3 @@ def expected_texts(model: PreTrainedModel) -> list[list[int]]:
         out = library.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
         texts.append(out[0, len(prompt) :].tolist())
     return texts
-
-
-METHODS = {"alone": (0, None, 1), "side by side": (0, None, 3), "chain": (3, None, 3), "tree": (2, "2,2", 1)}
-"""Draft length, tree and batch size of each decoding method."""
-
-
-def sweep_class(name: str) -> Row:
-    """Decode with one class, an entry of `names()`, and each method, and compare the texts with those of `generate`."""
-    kind = VARIANTS.get(name, (name,))[0]
-    row = Row(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, expected = None, []
-        for attempt in ATTEMPTS:
-            try:
-                with time_limit(SECONDS):
-                    model = build_class(name, attempt)
-                    try:
-                        expected = expected_texts(model)
-                    except (RuntimeError, TypeError, ValueError):  # some classes always compute in float32
-                        model = model.float()
-                        expected = expected_texts(model)
-                break
-            except Exception as error:  # a class may raise any exception
-                row.note, model = row.note or f"not built: {type(error).__name__}: {first_line(error)}", None
-        if model is None:
-            return row
-        row.cls, row.note = type(model).__name__, ""
-        for method, (depth, tree, batch) in METHODS.items():
-            try:
-                with time_limit(SECONDS):
-                    pair = join(model, noisy(model))
-                    speculator = Speculator(pair, FixedLength(depth), Settings(0.0, NEW, tree=tree), batch=batch)
-                    results = speculator.run([Request(prompt) for prompt in PROMPTS])
-                texts = [list(result.tokens) for result in results]
-                row.cells[method] = "equal" if texts == expected else "wrong"
-            except (PairError, InputError) as error:
-                row.cells[method], row.note = "refused", first_line(error)
-            except Exception as error:
-                row.cells[method], row.note = type(error).__name__, first_line(error)
-    return row
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, at most 200 characters."""
-    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]

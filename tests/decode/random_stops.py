@@ -13,7 +13,7 @@ class ByTokens(StopPolicy):
     Args:
         seed: of the rule.
         depth: the most that it drafts.
-        first: the first depth at which it is asked.
+        first: the first depth at which it is called.
         stops: its chance to stop.
     """
 

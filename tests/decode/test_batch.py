@@ -1,12 +1,9 @@
-"""Texts decoded side by side: each is what it is alone, under every verification, whatever is beside it."""
+"""A text in a batch equals the text decoded alone, for every verification mode, drafter and policy."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import pytest
 from conftest import NEW, VOCABULARY, build_model
 from joint_policies import JOINT, MOST
@@ -16,13 +13,10 @@ from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
-from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.errors import InputError
-from specstop.policies.fixed import FixedLength
-from specstop.policies.published.load import LoadLength
+from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.registry import load_policy
 
 MODES = [
@@ -36,15 +30,6 @@ def counts(generation: Generation) -> list[tuple[int, ...]]:
     """Return the numbers of rounds that do not depend on time."""
     return [(r.anchor, r.context, r.drafted, r.verified, r.accepted, r.committed, r.decisions, r.backlog, r.cut)
             for r in generation.rounds]  # fmt: skip
-
-
-class Likely(StopPolicy):
-    """Drafts on after likely tokens that are well ahead of others."""
-
-    name, max_depth, features = "likely", 4, ("drawn_prob", "noisy_lead")
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & ((step.depth == 0) | (step.features > (0.15, 0.5)).all(-1)), state
 
 
 def same_in_batches(
@@ -75,89 +60,35 @@ def same_in_batches(
 def test_a_text_is_the_same_in_any_batch(pair, prompt_ids, mode, tree, temperature):
     settings = Settings(temperature, NEW, 4, verification=mode, tree=tree)
     alone = same_in_batches(pair, prompt_ids[:5], FixedLength(3), settings)
-    assert len({len(g.tokens) for g in alone}) > 1, "they end at different times, and others begin"
+    assert len({len(g.tokens) for g in alone}) > 1, "texts end at different times"
 
 
 @pytest.mark.parametrize(
-    ("spec", "tree"),
-    [("confidence:0.3", None), ("confidence:0.3", "3,2,1"), ("adaedl", None), ("product:0.2", "3,2,1")],
-)
-def test_so_it_is_with_policies_that_stop_at_different_depths_and_remember(pair, prompt_ids, spec, tree):
-    settings = Settings(0.7, NEW, 4, tree=tree, verification="match")
-    same_in_batches(pair, prompt_ids[:4], load_policy(spec), settings)
-
-
-@pytest.mark.parametrize("drafter", ["lookup", *DRAFTERS])
-def test_so_it_is_with_every_drafter(plain_pair, prompt_ids, drafter):
+    ("spec", "tree", "drafter"),
+    [*((spec, tree, "model") for spec in ("confidence:0.3", "adaedl") for tree in (None, "3,2,1")),
+     *(("fixed:3", "2,1,1", drafter) for drafter in ("lookup", "suffix?confidence=0.4+model", *DRAFTERS))],
+)  # fmt: skip
+def test_a_text_is_the_same_in_any_batch_with_every_drafter_and_stopping_policy(
+    plain_pair, prompt_ids, spec, tree, drafter
+):
     prompts = [ids * 3 for ids in prompt_ids[:4]] if drafter == "lookup" else prompt_ids[:4]
-    settings = Settings(0.7, NEW, tree="2,1,1", verification="match")
-    alone = same_in_batches(plain_pair, prompts, FixedLength(3), settings, drafter)
+    settings = Settings(0.7, NEW, 4, tree=tree, verification="match")
+    alone = same_in_batches(plain_pair, prompts, load_policy(spec), settings, drafter)
     assert sum(r.accepted for g in alone for r in g.rounds) > 0
 
 
-def test_so_it_is_with_processors_of_each_text(pair, prompt_ids):
+def test_a_text_is_the_same_in_any_batch_with_processors_of_each_text(pair, prompt_ids):
     settings = Settings(0.7, NEW, verification="match")
     samplings = [None, SamplingParams(top_p=0.6), SamplingParams(repetition_penalty=1.3), None, SamplingParams(top_k=3)]
-    alone = same_in_batches(pair, prompt_ids[:5], Likely(), settings, samplings=samplings)
-    assert len({r.drafted for g in alone for r in g.rounds}) > 2
-    sampling = SamplingParams(repetition_penalty=1.3, top_p=0.9, no_repeat_ngram=2, min_new_tokens=4)
-    same_in_batches(pair, prompt_ids[:4], FixedLength(2), dataclasses.replace(settings, sampling=sampling))
+    same_in_batches(pair, prompt_ids[:5], Confidence(0.3), settings, samplings=samplings)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_so_it_is_with_a_draft_of_fewer_tokens_than_the_target(tokenizer, temperature):
+def test_a_text_is_the_same_in_any_batch_with_a_draft_of_fewer_tokens(tokenizer, temperature):
     """Backlogs of streams differ, so that a packed call returns one row of several."""
     pair = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
     prompts = [[7, 8], [9], [VOCABULARY + 1, 7], [8, 9, 10]]
     same_in_batches(pair, prompts, FixedLength(3), Settings(temperature, 14, ignore_eos=True, verification="match"))
-
-
-class Counting(StopPolicy):
-    """Counts its rounds in its state and drafts as many tokens."""
-
-    name, max_depth, features = "counting", 3, ()
-
-    def __init__(self, carries: bool) -> None:
-        self.carries = carries
-        self.states: list[int] = []
-
-    def start(self, streams: int, keys: Array) -> State:
-        return np.zeros(streams, dtype=np.int64)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.depth <= state)[:, None], state
-
-    def observe(self, outcome: Any, state: State) -> State:
-        self.states.append(int(state[0]))
-        return state + 1
-
-
-def test_a_text_begins_with_a_fresh_state_unless_the_policy_carries_it(pair, prompt_ids):
-    requests = [Request(prompt) for prompt in prompt_ids[:4]]
-    fresh = Speculator(pair, Counting(False), Settings(0.0, NEW), batch=2).run(requests)
-    assert all([r.drafted for r in g.rounds[:2]] == [1, 2] for g in fresh if len(g.rounds) > 2)
-    carried = Speculator(pair, Counting(True), Settings(0.0, NEW), batch=2).run(requests)
-    assert any(g.rounds[0].drafted == 3 for g in carried[2:] if not g.rounds[0].cut)
-    policy = Counting(True)
-    speculator = Speculator(pair, policy, Settings(0.0, NEW))
-    rounds = sum(len(speculator.generate(prompt).rounds) for prompt in prompt_ids[:2])
-    assert policy.states == list(range(rounds)), "from text to text"
-
-
-def test_decode_in_a_batch_streams_each_text(pair, prompts, tokenizer):
-    whole = dataclasses.replace(pair, tokenizer=tokenizer)
-    texts, settings = [p.text for p in prompts[:4]], Settings(0.7, NEW, verification="match")
-    streamed = [""] * 4
-
-    def on_text(number: int, new: str) -> None:
-        streamed[number] += new
-
-    alone = decode(whole, texts, FixedLength(2), settings=settings)
-    together = decode(whole, texts, FixedLength(2), settings=settings, batch=3, on_text=on_text)
-    assert [g.text for g in together] == [g.text for g in alone]
-    assert [text.strip() for text in streamed] == [g.text.strip() for g in alone]
-    with pytest.raises(InputError, match="batch"):
-        decode(whole, texts, FixedLength(2), batch=0)
 
 
 # Policies that weigh the streams of a batch against each other
@@ -178,48 +109,3 @@ def test_texts_of_joint_policies_are_those_of_plain_decoding(name, temperature):
         assert [g.tokens for g in generations] == plain
         drafted += sum(r.drafted for g in generations for r in g.rounds)
     assert len(set(plain)) > 1 and drafted > 0
-
-
-def test_the_load_is_the_number_of_streams_that_are_left():
-    """Three share a verification at first, then two, then one; a row without a text is in no batch."""
-    batches: list[Array] = []
-
-    class Recording(LoadLength):
-        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-            if step.depth == 0:
-                batches.append(step.batch.copy())
-            return super().keep(step, state)
-
-    recording, unasked = Recording("1:3,2:2,3:1"), LoadLength("1:3,2:2,3:1")
-    recording.unasked = {}  # otherwise the load alone decides, and the policy is not called
-    generations, others = (run_oracle(policy, 1.0, 3, False) for policy in (recording, unasked))
-    assert [[(r.drafted, r.accepted) for r in g.rounds] for g in generations] == [
-        [(r.drafted, r.accepted) for r in g.rounds] for g in others
-    ]
-    assert not any(r.decisions for g in others for r in g.rounds)
-    loads = [int((batch == 0).sum()) for batch in batches]
-    assert set(loads) == {1, 2, 3} and loads == sorted(loads, reverse=True)
-    assert all(set(batch.tolist()) <= {0, -1} for batch in batches)
-
-
-@pytest.mark.parametrize(("mode", "by_level"), [("match", False), ("rejection", True)])
-def test_select_is_called_for_all_streams_together(mode, by_level):
-    calls: set[tuple[int, bool]] = set()
-
-    class FirstTokens(StopPolicy):
-        name, joint, first, max_depth = "first-tokens", True, 0, 2
-
-        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-            return step.alive, state
-
-        def select(self, tree: DraftTree, state: State) -> Array:
-            calls.add((len(tree.drawn), tree.by_level))
-            assert (tree.offered <= tree.drawn).all()
-            if tree.by_level:
-                assert (tree.tokens == -1).all() and len(np.unique(tree.depth[tree.offered])) == 1
-            return tree.depth == 1
-
-    pair, requests = oracle_pair(Law(3, 4, "dense"), ()), [Request((0, 1), at) for at in range(3)]
-    generations = Speculator(pair, FirstTokens(), Settings(1.0, 6, verification=mode), batch=3).run(requests)
-    assert calls == {(3, by_level)}
-    assert {r.verified for g in generations for r in g.rounds} <= {0, 1}

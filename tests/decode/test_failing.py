@@ -1,9 +1,8 @@
-"""Policies that break the contract do not change the text; arguments that are wrong are refused by name."""
+"""Policies that break the contract do not change the text; invalid arguments are refused by name."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import signal
 import warnings
@@ -15,21 +14,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, build_model
-from specstop.collect.run import CollectOptions, collect
 from specstop.decode.benchmark import bench
-from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import join
 from specstop.decode.plain import plain_texts
-from specstop.decode.profile import measure_profile
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.storage import save_policy
-from specstop.train.evaluate.evaluate import evaluate
-from typer.main import get_command
 
 
 class Plugin(StopPolicy):
@@ -49,17 +43,14 @@ def leave(*args: Any) -> Any:
     raise SystemExit(0)
 
 
-FAULTS: dict[str, dict[str, Callable[..., Any]]] = {  # `PolicyHost` has its own tests of all invalid answers
+FAULTS: dict[str, dict[str, Callable[..., Any]]] = {  # tests of `PolicyHost` cover all invalid answers
     **{f"raises in {method}": {method: fail} for method in ("keep", "start", "observe", "select")},
     "exits": {"keep": leave},
-    "None": {"keep": lambda self, step, state: None},
     "NaN": {"keep": lambda self, step, state: (step.features[..., 0] * math.nan, state)},
-    "a tensor": {"keep": lambda self, step, state: (torch.from_numpy(step.alive), state)},
     "fails at depth 2": {"keep": lambda self, step, state: fail() if step.depth == 2 else (step.alive, state)},
     "selects a wrong shape": {"select": lambda self, tree, state: np.ones((1, 99), dtype=bool)},
 }
 HARMLESS: dict[str, dict[str, Callable[..., Any]]] = {
-    "never stops": {"keep": lambda self, step, state: (step.alive, state)},
     "changes its arguments": {
         "keep": lambda self, step, state: (np.logical_not(step.alive, step.alive), step.features.fill(0))
     },
@@ -95,17 +86,10 @@ def test_a_policy_that_fails_is_replaced_with_one_warning_and_the_text_stays(pai
     assert speculator.policy.name == "plugin", "alternating runs call it again"
 
 
-@pytest.mark.parametrize("method", ["start", "keep", "select", "observe"])
-def test_ctrl_c_in_a_policy_stops_the_program(pair, prompt_ids, method):
-    policy = type("Interrupted", (Plugin,), {method: lambda *args: signal.raise_signal(signal.SIGINT)})()
+def test_ctrl_c_in_a_policy_stops_the_program(pair, prompt_ids):
+    policy = type("Interrupted", (Plugin,), {"keep": lambda *args: signal.raise_signal(signal.SIGINT)})()
     with pytest.raises(KeyboardInterrupt):
         Speculator(pair, policy, Settings(0.0, NEW, 4)).generate(prompt_ids[3])
-
-
-def test_a_policy_that_never_stops_ends_at_the_depth_limit(pair, prompt_ids):
-    policy: StopPolicy = type("Endless", (Plugin,), {**HARMLESS["never stops"], "max_depth": 1000})()
-    rounds = [r for p in prompt_ids for r in Speculator(pair, policy, Settings(0.0, NEW, 5)).generate(p).rounds]
-    assert max(r.drafted for r in rounds) == 5
 
 
 def test_a_prompt_must_have_tokens_and_fit_the_models(pair):
@@ -160,9 +144,7 @@ def test_where_token_ids_are_expected_a_text_is_refused(pair):
             function(text)
 
 
-def test_every_function_accepts_a_policy_by_spec_or_folder(
-    pair, prompts, prompt_ids, sides, full_profile, learned, tmp_path
-):
+def test_a_policy_may_be_a_spec_or_a_folder(pair, prompts, prompt_ids, learned, tmp_path):
     settings = Settings(0.0, 8)
     expected = decode(pair, prompts[5].text, FixedLength(3), settings=settings)
     named = decode(pair, prompts[5].text, "fixed:3", settings=settings)
@@ -173,32 +155,5 @@ def test_every_function_accepts_a_policy_by_spec_or_folder(
             assert decode(pair, prompts[5].text, place, settings=settings).tokens == expected.tokens
     for one in (prompts[5].text, prompts[5:6], prompt_ids[5:6]):
         assert [line.name for line in bench(pair, one, "fixed:2", settings=settings)] == ["plain", "fixed:2"]
-    trace = collect(pair, prompts, tmp_path / "t", collector="live", policy="fixed:2", depth=2, max_new_tokens=6)
-    assert trace.header.policy == FixedLength(2).name
-    report = evaluate(sides[1], full_profile, "confidence:0.3")
-    assert any("confidence" in line.name for line in report.lines)
     with pytest.raises(PolicyError, match=r"fixd:3.*did you mean"):
         decode(pair, "w7", "fixd:3")
-
-
-def test_verification_has_one_default_everywhere():
-    from specstop.cli.main import app
-
-    defaults = {Settings().verification, CollectOptions().verification}
-    for function in (specstop_generate, measure_profile):
-        defaults.add(inspect.signature(function).parameters["verification"].default)
-    for command in ("decode", "bench", "collect", "profile"):
-        (option,) = [one for one in get_command(app).commands[command].params if one.name == "verification"]
-        defaults.add(option.default)
-    assert defaults == {"auto"}
-
-
-@pytest.mark.parametrize("top_k", [0, 50])
-def test_a_low_temperature_is_accepted_with_and_without_other_processors(plain_pair, prompt_ids, top_k):
-    ids = torch.tensor([prompt_ids[5]])
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
-    greedy = plain_pair.target.generate(ids, do_sample=False, **options)
-    sampling = {"do_sample": True, "temperature": 1e-3, "top_k": top_k, "seed": 0, "draft_model": plain_pair.draft}
-    assert torch.equal(
-        plain_pair.target.generate(ids, custom_generate=specstop_generate, **options, **sampling), greedy
-    )

@@ -1,17 +1,15 @@
-"""The round loop: the text is the target's whatever the policy does, and the records describe the rounds."""
+"""The round loop: the text is independent of the policy, and the records describe the rounds."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, NEW, VOCABULARY, build_draft, build_model
+from conftest import EOS, NEW, VOCABULARY
 from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
 from specstop.collect.live import exploring
 from specstop.decode.drafters.lookup import LookupDrafter
@@ -25,7 +23,7 @@ from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.registry import load_policy
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 COUNTS = ("anchor", "context", "drafted", "verified", "accepted", "committed", "decisions", "backlog", "cut")
 
@@ -47,13 +45,6 @@ def generate(
 def plain(pair: Pair, prompts: Sequence[list[int]], temperature: float = 0.0, new: int = NEW) -> list[list[int]]:
     keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
     return plain_texts(pair, prompts, keys, new, temperature).tokens
-
-
-def library_text(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Return what `generate` of transformers adds."""
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
-    return out[0, len(prompt) :].tolist()
 
 
 def texts(generations: list[Generation]) -> list[list[int]]:
@@ -101,13 +92,6 @@ def test_a_padded_batch_of_plain_decoding_has_the_text_and_logits_of_each_prompt
 # Texts
 
 
-@pytest.mark.parametrize("policy", [*(FixedLength(k) for k in (0, 1, 8)), Confidence()], ids=lambda p: p.name)
-def test_greedy_text_is_that_of_generate(plain_pair, prompt_ids, policy):
-    expected = [library_text(plain_pair.target, prompt) for prompt in prompt_ids]
-    assert texts(generate(plain_pair, policy, prompt_ids)) == expected
-    assert sum(len(set(text)) > 5 for text in expected) > 4
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", [*TEST_POLICIES, "selecting-by-token"])
 def test_text_is_that_of_plain_decoding_with_the_same_key(pair, prompt_ids, profile, name, temperature):
@@ -118,7 +102,7 @@ def test_text_is_that_of_plain_decoding_with_the_same_key(pair, prompt_ids, prof
 
 
 @pytest.mark.parametrize("tree", [None, "3,2,1", "fork:2x5"])
-@pytest.mark.parametrize("new", [1, 2, 3, 6])
+@pytest.mark.parametrize("new", [1, 2, 6])
 def test_the_length_limit_is_met_exactly_and_never_drafted_over(endless_pair, prompt_ids, new, tree):
     for policy in (FixedLength(5), TEST_POLICIES["trimming"]):
         generations = generate(endless_pair, policy, prompt_ids, 0.7, new, tree=tree)
@@ -128,11 +112,6 @@ def test_the_length_limit_is_met_exactly_and_never_drafted_over(endless_pair, pr
             for r in generation.rounds:
                 left = new - r.anchor - 1  # tokens that may still be accepted: one place is the target's
                 assert r.drafted <= Settings(0.0, new, tree=tree).topology.limited(left).nodes
-
-
-def test_ignore_eos_goes_on_to_the_limit(pair, endless_pair, prompt_ids):
-    speculator = Speculator(pair, FixedLength(4), Settings(0.0, NEW, ignore_eos=True))
-    assert [list(speculator.generate(p).tokens) for p in prompt_ids] == plain(endless_pair, prompt_ids)
 
 
 def test_verification_padded_to_a_cheaper_size_stays_within_learned_positions(profile):
@@ -146,18 +125,17 @@ def test_verification_padded_to_a_cheaper_size_stays_within_learned_positions(pr
         assert texts(generate(join(*models), FixedLength(2), [[6, 7, 8, 9]], new=20, profile=costs)) == expected
 
 
-def test_eager_attention_and_float32_have_their_plain_texts(eager_pair, pair, prompt_ids):
-    assert texts(generate(eager_pair, FixedLength(4), prompt_ids, 0.7)) == plain(pair, prompt_ids, 0.7)
-    small = join(build_model().float(), build_draft(build_model()).float())
-    assert texts(generate(small, FixedLength(4), [[7, 8], [9]], 0.7)) == plain(small, [[7, 8], [9]], 0.7)
-
-
 # Rounds
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_records_add_up(pair, prompt_ids, temperature):
-    for prompt, generation in zip(prompt_ids, generate(pair, FixedLength(4), prompt_ids, temperature), strict=True):
+def test_the_records_add_up_and_on_commit_receives_the_tokens(pair, prompt_ids, temperature):
+    speculator = Speculator(pair, FixedLength(4), Settings(temperature, NEW, verification="match"))
+    for key, prompt in enumerate(prompt_ids):
+        parts: list[list[int]] = []
+        generation = speculator.generate(prompt, key, lambda new, parts=parts: parts.append(list(new)))
+        assert [t for part in parts for t in part] == list(generation.tokens)
+        assert [len(part) for part in parts] == [1, *(r.committed for r in generation.rounds)]
         at, unread = 1, len(prompt) + 1
         for r in generation.rounds:
             assert (r.anchor, r.context, r.backlog) == (at, len(prompt) + at, unread)
@@ -178,24 +156,8 @@ def test_decisions_are_counted_from_the_first_depth(endless_pair, prompt_ids):
         assert {r.decisions for r in rounds} == {expected}, policy.name
 
 
-def test_on_commit_receives_exactly_the_tokens(pair, prompt_ids):
-    speculator = Speculator(pair, FixedLength(4), Settings(0.7, NEW, verification="match"))
-    parts: list[list[int]] = []
-    generation = speculator.generate(prompt_ids[4], 11, lambda new: parts.append(list(new)))
-    assert [t for part in parts for t in part] == list(generation.tokens)
-    assert [len(part) for part in parts] == [1, *(r.committed for r in generation.rounds)]
-
-
-def test_a_speculator_keeps_nothing_from_the_text_before(pair, prompt_ids, profile):
-    speculator = Speculator(pair, TEST_POLICIES["adaptive"], Settings(0.7, NEW, verification="match"), profile)
-    first = [speculator.generate(p, 3) for p in prompt_ids]
-    again = [speculator.generate(p, 3) for p in reversed(prompt_ids)][::-1]
-    assert texts(first) == texts(again)
-    assert [counts(g) for g in first] == [counts(g) for g in again]
-
-
 def test_a_policy_is_limited_to_the_depth_of_the_run(pair, prompt_ids):
-    """As in replay: one that shrinks from 20 would be at 4 after 16 rejections."""
+    """A length that shrinks from 20 would reach 4 after 16 rejections."""
     policy = load_policy("heuristic-transient")
     runs = [Speculator(pair, one, Settings(0.0, NEW, max_depth=4)) for one in (policy, policy.limited(4))]
     drafted = [[r.drafted for r in run.generate(prompt_ids[4]).rounds] for run in runs]
@@ -228,22 +190,6 @@ def test_what_a_policy_writes_into_its_arguments_has_no_effect(pair, prompt_ids,
 # Resources
 
 
-@pytest.mark.parametrize(
-    ("policy", "tree"), [(FixedLength(3), None), (Confidence(0.4, 4), None), (FixedLength(2), "2,1")]
-)
-def test_the_caches_of_a_loop_are_freed_with_it(pair, prompt_ids, policy, tree):
-    """At once, not when Python looks for cycles."""
-    loop = Speculator(pair, policy, Settings(0.7, 12, tree=tree, verification="match"))
-    loop.generate(prompt_ids[0], 1)
-    references = [weakref.ref(loop), weakref.ref(loop.target)]
-    gc.disable()
-    try:
-        del loop
-        assert [reference() for reference in references] == [None, None]
-    finally:
-        gc.enable()
-
-
 def test_a_round_that_was_interrupted_does_not_spoil_later_ones(pair, prompt_ids):
     class Interrupted(LookupDrafter):
         calls = 0
@@ -266,7 +212,7 @@ def test_a_round_that_was_interrupted_does_not_spoil_later_ones(pair, prompt_ids
 
 
 RUNS = [
-    *((spec, tree, "match") for spec in ("fixed:3", "confidence:0.4", "bandit", "eagle:8", "opt:0.5", "c2t:2")
+    *((spec, tree, "match") for spec in ("fixed:3", "confidence:0.4", "eagle:8", "opt:0.5")
       for tree in (None, "3,2,1")),
     ("entropy:1", "2,2", "rejection"),
 ]  # fmt: skip
@@ -280,9 +226,8 @@ def restored_defaults():
     torch.set_default_dtype(dtype)
 
 
-@pytest.mark.parametrize("default", ["device", "dtype"])
 @pytest.mark.usefixtures("restored_defaults")
-def test_the_loop_does_not_depend_on_the_defaults_of_torch(pair, prompt_ids, default):
+def test_the_loop_does_not_depend_on_the_defaults_of_torch(pair, prompt_ids):
     def run() -> list[Any]:
         runs = []
         for spec, tree, mode in RUNS:
@@ -292,8 +237,6 @@ def test_the_loop_does_not_depend_on_the_defaults_of_torch(pair, prompt_ids, def
         return runs
 
     expected = run()
-    if default == "device":
-        torch.set_default_device("meta")
-    else:
-        torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float16)
     assert run() == expected

@@ -1,165 +1,69 @@
-"""Trees in the cache: every path reads as the chain it is, and what is kept is as if it had been read alone."""
+"""Trees in the cache: each row has the logits of its chain, and a kept path equals the same text read without a tree."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 
 import pytest
 import torch
 from small_models import table
-from specstop.decode.models.attention import LayerMasks, Part, TreeRows
+from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.topology import Topology, parse_tree
 from torch import Tensor
 from transformers import PreTrainedModel
 
-NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 whatever the dtype
-WINDOWED = {"mistral-window": False, "gemma2": True, "gemma3": True, "qwen2-window": True}
-CAPACITY = 60
-TREES = ["chain:5", "3,2,1", "fork:3x3", "parents:-1,-1,0,0,1,2,5", "7"]
-
-build = functools.cache(lambda kind, attention: table.build(kind, torch.float64, attention))
-
-
-@pytest.fixture(
-    params=[("llama", "sdpa"), ("llama", "eager"), ("mistral-window", "sdpa"), ("gemma3", "sdpa"), ("opt", "eager")],
-    ids="-".join,
-)
-def model(request):
-    return build(*request.param)
+NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32
+MODELS = [("llama", "sdpa"), ("llama", "eager"), ("mistral-window", "sdpa"), ("gemma3", "sdpa"), ("opt", "eager")]
+TREES = ["chain:5", "3,2,2", "fork:3x3", "parents:-1,-1,0,0,1,2,5", f"fork:2x{table.WINDOW + 4}"]
 
 
 def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(3, table.VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@torch.no_grad()
 def check(model: PreTrainedModel, logits: Tensor, texts: Sequence[Sequence[int]]) -> None:
-    """Compare logits with the last row of each text in one forward without a cache."""
-    assert logits.shape == (1, len(texts), table.VOCABULARY)
+    """Compare logits with the last row of each text in one forward pass without a cache."""
     alone = [model(torch.tensor([list(text)]), use_cache=False).logits[0, -1] for text in texts]
     near = NEAR[model.config._attn_implementation]
-    torch.testing.assert_close(logits[0], torch.stack(alone), atol=near, rtol=0)
+    torch.testing.assert_close(logits, torch.stack(alone), atol=near, rtol=0)
 
 
 def path(tree: Topology, row: int) -> list[int]:
     return [*path(tree, tree.parent[row]), row] if row >= 0 else []
 
 
-class Tree:
-    """A cache after a prefix, and a tree whose rows have tokens."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tree: Topology,
-        prefix: list[int],
-        seed: int = 0,
-        cached: CachedModel | None = None,
-    ) -> None:
-        self.model, self.tree, self.prefix = model, tree, prefix
-        self.tokens = tokens(len(tree), seed + 1)
-        self.read_rows: list[int] = []
-        self.cached = cached or CachedModel(model, CAPACITY, table.VOCABULARY)
-        if cached is None:
-            self.read_text(prefix)
-
-    def read_text(self, text: list[int]) -> Tensor:
-        with torch.no_grad():
-            return self.cached.read(torch.tensor([text]))
-
-    def check(self, rows: Sequence[int]) -> None:
-        """Read rows and compare each with the chain that it ends."""
-        with torch.no_grad():
-            tree = TreeRows(self.tree, len(self.prefix), self.read_rows, rows)
-            logits = self.cached.read_parts([Part(0, [self.tokens[r] for r in rows], tree=tree)])
-        self.read_rows += rows
-        check(self.model, logits[None], [self.text(row) for row in rows])
-
-    def check_all(self) -> None:
-        self.check(list(range(len(self.tree))))
-
-    def keep(self, rows: Sequence[int]) -> list[int]:
-        """Keep a path of rows and return the text after it."""
-        self.cached.keep(len(self.prefix), [len(self.prefix) + self.read_rows.index(row) for row in rows])
-        text = self.text(rows[-1])
-        assert self.cached.length == len(text)
-        return text
-
-    def text(self, row: int) -> list[int]:
-        return [*self.prefix, *(self.tokens[r] for r in path(self.tree, row))]
+@pytest.mark.parametrize(("kind", "attention"), MODELS, ids="-".join)
+@torch.no_grad()
+def test_rows_of_a_tree_have_the_logits_of_their_chains_before_and_after_a_path_is_kept(kind, attention):
+    """The rows are read at once, or level by level with rows missing; a second tree follows the kept path."""
+    model = table.build(kind, torch.float64, attention)
+    for seed, name in enumerate(TREES):
+        tree, draw = parse_tree(name), random.Random(seed)
+        rows = list(range(len(tree)))
+        if seed % 2:
+            rows = [row for row in rows if row != len(tree) // 2 and len(tree) // 2 not in path(tree, row)]
+        levels = [[row for row in rows if tree.depth[row] == depth] for depth in range(tree.deepest + 1)]
+        prefix = tokens((2, 9, 12)[seed % 3], seed)
+        cached = CachedModel(model, 80, table.VOCABULARY)
+        cached.read(torch.tensor([prefix]))
+        for parts in ([rows], [level for level in levels if level]):
+            words, read = tokens(len(tree), seed + 1), list[int]()
+            for part in parts:
+                at = TreeRows(tree, len(prefix), read, part)
+                logits = cached.read_parts([Part(0, [words[row] for row in part], tree=at)])
+                read += part
+                check(model, logits, [[*prefix, *(words[r] for r in path(tree, row))] for row in part])
+            kept = path(tree, draw.choice(rows[2:]))
+            cached.keep(len(prefix), [len(prefix) + read.index(row) for row in kept])
+            prefix = [*prefix, *(words[row] for row in kept)]
+            assert cached.length == len(prefix)
+            check(model, cached.read(torch.tensor([[7, 9]]))[0], [[*prefix, 7], [*prefix, 7, 9]])
+            prefix += [7, 9]
 
 
-def pruned(tree: Topology, draw: random.Random) -> list[int]:
-    """Return rows closed under parents, at least one in the middle left out."""
-    while True:
-        rows: list[int] = []
-        for row in range(len(tree)):
-            if tree.parent[row] in (-1, *rows) and (row == 0 or draw.random() < 0.7):
-                rows.append(row)
-        if rows != list(range(len(rows))):
-            return rows
-
-
-@pytest.mark.parametrize("text", TREES)
-def test_each_row_of_a_tree_is_the_end_of_its_own_chain(model, text):
-    """At once, and level by level."""
-    Tree(model, parse_tree(text), tokens(9, 0)).check_all()
-    by_level = Tree(model, parse_tree(text), tokens(4, 0))
-    for level in by_level.tree.levels:
-        by_level.check(level)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_pruned_tree_and_what_is_kept_of_it(model, seed):
-    """Rows in the middle are missing; then compaction along a path, a chain, and another tree."""
-    topology, draw = parse_tree("3,2,2"), random.Random(seed)
-    rows = pruned(topology, draw)
-    by_level = Tree(model, topology, tokens(5 + seed, seed), seed)
-    for depth in range(topology.deepest + 1):
-        if level := [row for row in rows if topology.depth[row] == depth]:
-            by_level.check(level)
-    tree = Tree(model, topology, tokens(6, seed), seed)
-    tree.check(rows)
-    text, more = tree.keep(path(topology, draw.choice(rows[2:]))), tokens(4, seed + 50)
-    check(model, tree.read_text(more), [[*text, *more[: i + 1]] for i in range(4)])
-    Tree(model, topology, [*text, *more], seed + 9, tree.cached).check(rows)
-
-
-@pytest.mark.parametrize("kind", WINDOWED)
-@pytest.mark.parametrize("length", [3, 20, 70])
-def test_an_attention_window_shorter_than_the_text(kind, length):
-    """In one read, one by one, and in pieces with roll-backs."""
-    model = build(kind, "eager" if kind in table.EAGER_ONLY else "sdpa")
-    masks = LayerMasks.of(model)
-    assert masks is not None and (masks.window, len(masks.layer_types) > 1) == (table.WINDOW, WINDOWED[kind])
-    text, near = tokens(length, 2), NEAR[model.config._attn_implementation]
-    with torch.no_grad():
-        expected = model(torch.tensor([text]), use_cache=False).logits
-        whole = CachedModel(model, 80, table.VOCABULARY)
-        torch.testing.assert_close(whole.read(torch.tensor([text])), expected, atol=near, rtol=0)
-        check(model, whole.read(torch.tensor([[5, 6]])), [[*text, 5], [*text, 5, 6]])
-        single = CachedModel(model, 80, table.VOCABULARY)
-        rows = [single.read(torch.tensor([[token]])) for token in text]
-        torch.testing.assert_close(torch.cat(rows, 1), expected, atol=near, rtol=0)
-        single.roll_back(length // 2)
-        half = text[: length // 2]
-        check(model, single.read(torch.tensor([[8, 9, 4]])), [[*half, 8], [*half, 8, 9], [*half, 8, 9, 4]])
-
-
-@pytest.mark.parametrize("kind", ["mistral-window", "gemma3"])
-@pytest.mark.parametrize("prefix", [2, 12])
-def test_an_attention_window_may_end_inside_the_tree(kind, prefix):
-    model, topology = build(kind, "sdpa"), parse_tree(f"fork:2x{table.WINDOW + 4}")
-    tree = Tree(model, topology, tokens(prefix, 0))
-    tree.check_all()
-    text = tree.keep(path(topology, len(topology) - 1))
-    check(model, tree.read_text([7]), [[*text, 7]])
-
-
-def test_a_model_that_returns_all_rows_is_cut_to_those_wanted():
+def test_a_model_that_returns_all_rows_is_cut_to_those_requested():
     model = table.build("llama", torch.float64)
     original, ids = model.forward, torch.tensor([[5, 6, 7]])
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Replay of rounds drawn given the text against the live loop: every choice of both enumerated, joint laws compared.
 
-A case's text and rounds have a joint law. Of the live loop it is put together of rounds, each enumerated from its own prefix
-with the shipped `Speculator`. Of replay it is P(text) times the law of what the shipped collector draws given it, all
+A case's text and rounds have a joint law. For the live loop it is combined from rounds, each enumerated from its prefix
+with the shipped `Speculator`. For replay it is P(text) times the law of what the shipped collector draws given it, all
 answers of its random numbers enumerated place by place, replayed by the shipped `replay`.
 """
 
@@ -87,7 +87,7 @@ class Case:
 
 
 class FirstRound(Exception):
-    """The round that was asked for is done."""
+    """The first round has ended."""
 
 
 def live_law(case: Case) -> JointLaw:
@@ -106,8 +106,8 @@ def live_law(case: Case) -> JointLaw:
             continue
         if text not in known:
             known[text] = list(live_round(case, text))
-        for told, tokens, weight in known[text]:
-            open_.append(((*text, *tokens), (*rounds, told), probability * weight))
+        for outcome, tokens, weight in known[text]:
+            open_.append(((*text, *tokens), (*rounds, outcome), probability * weight))
     return done
 
 
@@ -117,14 +117,14 @@ def live_round(case: Case, text: tuple[int, ...]) -> Iterator[tuple[Any, tuple[i
     source, watcher = Enumerator(), _First()
     speculator = Speculator(case.pair, case.policy(), settings, source=lambda key, window: source, hooks=[watcher])
     prompt = [*case.prompt, *text[:-1]]
-    first, found = 0.0, []
+    first, outcomes = 0.0, []
     for seen in source.runs(lambda: watcher.run(speculator, prompt, text[-1])):
         if seen is None:
             continue
         first += source.probability
         (drafted, sent, accepted), committed = seen
-        found.append(((len(text), drafted, sent, accepted), committed, source.probability))
-    yield from ((told, tokens, weight / first) for told, tokens, weight in found)
+        outcomes.append(((len(text), drafted, sent, accepted), committed, source.probability))
+    yield from ((outcome, tokens, weight / first) for outcome, tokens, weight in outcomes)
 
 
 class _First(Hook):
@@ -157,28 +157,28 @@ def sent_tokens(round: RoundState) -> tuple[tuple[int, int], ...]:
 
 
 def _live_point(case: Case) -> JointLaw:
-    """Return the joint law under point drafts: the noise of each position says which token is the target's own."""
+    """Return the joint law under point drafts: the noise of each position says which token the target draws."""
     out: JointLaw = {}
     for text, probability in case.texts().items():
         source = _Known([*text, *[0] * case.topology.deepest], len(case.prompt), case.vocabulary)
-        watcher = _Telling()
+        watcher = _RoundRecorder()
         settings = Settings(1.0, case.new, case.topology.deepest, verification=case.mode, tree=case.tree)
         speculator = Speculator(case.pair, case.policy(), settings, source=_always(source), hooks=[watcher])
         assert speculator.generate(list(case.prompt), 5).tokens == text
-        out[text, tuple(watcher.told)] = probability
+        out[text, tuple(watcher.outcome)] = probability
     return out
 
 
-class _Telling(Hook):
+class _RoundRecorder(Hook):
     """Observes every round."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.outcome: list[Any] = []
 
     def on_round_end(self, round: RoundState) -> None:
         """See `Hook`."""
         record = round.records[0]
-        self.told.append((record.anchor, record.drafted, sent_tokens(round), record.accepted))
+        self.outcome.append((record.anchor, record.drafted, sent_tokens(round), record.accepted))
 
 
 def _always(source: Any) -> Callable[[int, int], Any]:
@@ -186,7 +186,7 @@ def _always(source: Any) -> Callable[[int, int], Any]:
 
 
 class _Known:
-    """Noise under which the target's own tokens are those of a text."""
+    """Noise under which the target's tokens are those of a text."""
 
     def __init__(self, text: Sequence[int], start: int, vocabulary: int) -> None:
         self._text, self._start, self._vocabulary = text, start, vocabulary

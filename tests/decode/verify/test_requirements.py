@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from joint_policies import JOINT, batch_policy
+from joint_policies import JOINT
 from oracle import Law, oracle_pair
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.verify.conditions import warn_if_unmeasured
@@ -59,18 +59,12 @@ PRE = ("top1", "entropy", "anchor_prob", "mean_accepted", "depth", "branch_rank"
 def test_excluding_tokens_by_what_was_drawn_is_refused_by_name(mode, policy):
     with pytest.raises(PolicyError, match=rf"{policy.name}: .*{policy.features[-1]}.*{mode}"):
         build(policy, mode)
+    with pytest.raises(PolicyError, match="path_logprob"):
+        build(JOINT["tetris"](), mode, batch=2)
     build(policy, "match")
     build(Recording("drawn_prob", "path_logprob"), mode)  # stops after the token
     build(Recording(*PRE, trims=True), mode)
     build(Selecting(*PRE), mode)
-
-
-@pytest.mark.parametrize(
-    ("policy", "noun"), [(JOINT["tetris"], "path_logprob"), (lambda: batch_policy(names=("drawn_prob",)), "drawn_prob")]
-)
-def test_so_are_policies_for_batches(policy, noun):
-    with pytest.raises(PolicyError, match=noun):
-        build(policy(), "rejection", batch=2)
 
 
 @pytest.mark.parametrize("mode", ["rejection", "typical"])
@@ -95,12 +89,9 @@ def test_rejection_hides_tokens_and_asks_level_by_level_and_match_does_not():
     [(0, "2,2,1", "match"), (1, "2,2,1", "match"), (1, "1,2,1", "block"), (2, "1,2,1", "match"), (0, "chain:2", "block")],
 )  # fmt: skip
 def test_auto_depends_on_what_a_policy_reaches_of_a_tree(length, tree, mode):
-    assert build(FixedLength(length), "auto", tree).mode.name == mode
-
-
-def test_block_requires_a_chain():
     with pytest.raises(InputError, match="chain"):
         build(FixedLength(2), "block", "2,1")
+    assert build(FixedLength(length), "auto", tree).mode.name == mode
 
 
 # Noisy margins: a token that a filter removed still counts by its probability, one that a grammar forbids does not.

@@ -21,18 +21,17 @@ from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.decode.verify.sampler import Sampler
 from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.fixed import FixedLength
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.generation import logits_process as library
 
 CPU = torch.device("cpu")
 TREE = "3,2,1"
-HOT, KEY = 1.3, 91
+KEY = 91
 
 GREEDY: dict[str, dict[str, Any]] = {
     "bad_words_ids": {"bad_words_ids": [[7], [9, 10], [20], [30], [40]]},
@@ -104,13 +103,15 @@ def test_every_field_of_the_installed_transformers_is_classified():
     assert {*SAMPLED} == WARPERS.keys()
 
 
-@pytest.mark.parametrize("name", GREEDY)
+@pytest.mark.parametrize(
+    "name", ["several", "min_length", "encoder_repetition_penalty", "forced_bos_token_id", "no_repeat_ngram_size"]
+)
 def test_greedy_text_is_that_of_generate(plain_pair, prompt_ids, name):
     """As defaults of the model, in a chain, a tree, a batch, with a drafter and plain; and as options."""
     fields, prompts = GREEDY[name], prompt_ids[::2]
     with configured(plain_pair, **fields):
         expected = generate(plain_pair, prompts)
-        for tree, drafter in ((None, "model"), (TREE, "model"), (None, "suffix")):
+        for tree, drafter in ((None, "model"), (TREE, "suffix")):
             texts = decode(plain_pair, prompts, FixedLength(3), settings=Settings(0.0, NEW, tree=tree), drafter=drafter)
             assert [list(text.tokens) for text in texts] == expected
         assert plain_texts(plain_pair, prompts, [0] * len(prompts), NEW).tokens == expected
@@ -199,33 +200,19 @@ def test_another_decoding_method_is_ignored_with_a_warning(plain_pair, name, val
         decode(plain_pair, "w7 w9", FixedLength(2), settings=Settings(0.0, 2))
 
 
-@pytest.mark.parametrize("options", [{}, {"collector": "live"}])
-def test_collected_texts_have_the_defaults(plain_pair, prompts, prompt_ids, tmp_path, options):
-    options = {"temperature": 0.7, "max_new_tokens": 12, "verification": "match", "shards": 1, "depth": 2, **options}
-    fields = {"repetition_penalty": 1.3, "top_k": 5, "encoder_no_repeat_ngram_size": 2, "suppress_tokens": [20, 21]}
-    with configured(plain_pair, do_sample=True, **fields):
-        trace = collect(plain_pair, prompts, tmp_path / "t", **options)
-        texts = plain_texts(plain_pair, prompt_ids, [stream_key(0, p.id) for p in prompts], 12, 0.7).tokens
-    assert trace.header.sampling == fields
-    text_of = dict(zip([p.id for p in prompts], texts, strict=True))
-    for row in trace.table(["prompt_id", "anchor", "text_tokens", "tokens", "accepted", "observed"]).to_pylist():
-        text = text_of[row["prompt_id"]]
-        assert row["text_tokens"] == len(text)
-        if row["observed"][0] and row["accepted"][0] and row["anchor"] < len(text):
-            assert row["tokens"][0] == text[row["anchor"]]
-    with pytest.raises(TraceError, match="sampling"):  # resumed without the defaults of the model
-        collect(plain_pair, prompts, tmp_path / "t", resume=True, **options)
-
-
-def test_bench_profile_and_generate_apply_the_defaults_once(plain_pair, prompt_ids):
+def test_collect_bench_profile_and_generate_apply_the_defaults_once(plain_pair, prompts, prompt_ids, tmp_path):
     with configured(plain_pair, repetition_penalty=1.7, typical_p=0.9):
+        options = {"temperature": 0.7, "max_new_tokens": 8, "depth": 2, "shards": 1}
+        trace = collect(plain_pair, prompts[:3], tmp_path / "t", **options)
         lines = bench(plain_pair, prompt_ids[2:5], ["fixed:2"], settings=Settings(0.0, 12), library=plain_pair)
         assert len(lines) > 4 and all(line.same_text == 3 for line in lines)
         profile = measure_profile(plain_pair, prompt_ids[4:], depth=2, new_tokens=8, effort=Effort(repetitions=1))
         ours = {"custom_generate": specstop_generate, "draft_model": plain_pair.draft}
         assert generate(plain_pair, prompt_ids[5:6], **ours) == generate(plain_pair, prompt_ids[5:6])
     assert profile.sampling == SamplingParams.from_dict(profile.sampling).to_dict()
-    assert profile.sampling == {"repetition_penalty": 1.7, "typical_p": 0.9}
+    assert profile.sampling == trace.header.sampling == {"repetition_penalty": 1.7, "typical_p": 0.9}
+    with pytest.raises(TraceError, match="sampling"):  # resumed without the defaults of the model
+        collect(plain_pair, prompts[:3], tmp_path / "t", resume=True, **options)
 
 
 # Logits processors
@@ -237,71 +224,7 @@ def allowed(batch: int, ids: Tensor) -> list[int]:
     return [token for token in range(VOCABULARY) if token % 3 != int(ids[-1]) % 3]
 
 
-class Alternating(LogitsProcessor):
-    """Forbids low tokens after a text of even length, in place."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] % 2 == 0:
-            scores[:, :20] = -torch.inf
-        return scores
-
-
 PREFIX = PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
-TRUNCATING = SamplingParams(
-    top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9,
-    processors=(Alternating(), PREFIX),
-)  # fmt: skip
-
-
-def in_order_of_generate(prompt: list[int]) -> LogitsProcessorList:
-    """Return the processors of `TRUNCATING`: the temperature comes before the first one that truncates."""
-    return LogitsProcessorList(
-        [library.RepetitionPenaltyLogitsProcessor(1.3), library.NoRepeatNGramLogitsProcessor(2),
-         library.MinNewTokensLengthLogitsProcessor(len(prompt), 9, [EOS]), Alternating(), PREFIX,
-         library.TemperatureLogitsWarper(HOT), library.TopKLogitsWarper(9), library.TopPLogitsWarper(0.9),
-         library.MinPLogitsWarper(0.01)]
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def slow_text(pair: Pair, prompt: list[int], key: int) -> list[int]:
-    """Return plain sampling with keyed noise: no cache, no draft, one row at a time."""
-    text, processors = list(prompt), in_order_of_generate(prompt)
-    while len(text) < len(prompt) + NEW and text[len(prompt) :][-1:] != [EOS]:
-        ids = torch.tensor([text])
-        scores = processors(ids, pair.target(ids).logits[:, -1])
-        noise = gumbel(key, torch.tensor([len(text)]), pair.vocabulary, torch.float64)
-        text.append(int((torch.log_softmax(scores, -1) + noise).argmax()))
-    return text[len(prompt) :]
-
-
-def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(pair, plain_pair, prompt_ids):
-    prompts = prompt_ids[1::3]
-    expected = [slow_text(plain_pair, prompt, KEY + i) for i, prompt in enumerate(prompts)]
-    for tree in (None, TREE, "parents:-1,-1,0,0,1,2,5"):
-        for policy in (FixedLength(4), Confidence(0.3)):
-            settings = Settings(HOT, NEW, tree=tree, sampling=TRUNCATING, verification="match")
-            assert speculate(pair, prompts, policy, settings) == expected
-    assert speculate(pair, prompts, FixedLength(4), Settings(HOT, NEW, verification="match")) != expected
-
-
-@pytest.mark.parametrize(
-    ("mode", "tree"), [("rejection", None), ("rejection", "4,2"), ("rejection_replace", "4,2"), ("block", None)]
-)
-@pytest.mark.parametrize("sampling", [TRUNCATING, SamplingParams(top_k=2)], ids=["many", "top-k"])
-def test_a_forbidden_token_never_appears_under_rejection(pair, plain_pair, prompt_ids, mode, tree, sampling):
-    """Also in trees with room for more candidates than the processors leave."""
-    prompts = prompt_ids[2:6:3]
-    settings = Settings(HOT, 8, tree=tree, sampling=sampling, verification=mode)
-    texts = speculate(pair, prompts, FixedLength(3), settings)
-    for prompt, text in zip(prompts, texts, strict=True):
-        processors = in_order_of_generate(prompt) if sampling.processors else sampling.build(HOT, prompt, (EOS,), CPU)
-        for at, token in enumerate(text):
-            ids = torch.tensor([[*prompt, *text[:at]]])
-            with torch.no_grad():
-                assert processors(ids, plain_pair.target(ids).logits[:, -1])[0, token] > -torch.inf
-    assert speculate(pair, prompts, FixedLength(3), settings) == texts
-    assert speculate(pair, prompts, FixedLength(3), settings, KEY + 7) != texts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -309,7 +232,7 @@ def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature):
     """Prefixes of different lengths in one call, as in a tree."""
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     prefixes = [[5, 6], [7], [6, 5], [9, 9, 9]]
-    sampling = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX, Alternating()))
+    sampling = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX,))
     for padding in ([], [0, 0, 3]):
         sampler = Sampler(sampling.build(temperature, [5], (EOS,), CPU), temperature, padding)
         before = logits.clone()
@@ -326,17 +249,6 @@ def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature):
 # Processors with state
 
 
-class Counting(LogitsProcessor):
-    """Favours other tokens in each call."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return scores + (self.calls * torch.arange(scores.shape[1])) % 7
-
-
 class Remembering(LogitsProcessor):
     """Forbids the tokens of the calls before, of the first row."""
 
@@ -348,21 +260,6 @@ class Remembering(LogitsProcessor):
         out[:, self.tokens] = -torch.inf
         self.tokens.append(int(input_ids[0, -1]))
         return out
-
-
-class Strict(LogitsProcessor):
-    """Asserts that each token is one that it allowed, as matchers of grammars do, and knows where the text began."""
-
-    def __init__(self) -> None:
-        self.start, self.allowed = 0, set(range(VOCABULARY))
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.start = self.start or input_ids.shape[1]
-        if input_ids.shape[1] > self.start:
-            assert int(input_ids[0, -1]) in self.allowed
-        left = (input_ids.shape[1] - self.start) % 3
-        self.allowed = {token for token in range(VOCABULARY) if token % 3 == left or token == EOS}
-        return scores.masked_fill(torch.tensor([t not in self.allowed for t in range(VOCABULARY)]), -torch.inf)
 
 
 class Sleeping(LogitsProcessor):
@@ -389,14 +286,9 @@ class Allowed:
 
 
 STATEFUL: dict[str, Callable[[], LogitsProcessor]] = {
-    "counting": Counting,
     "remembering": Remembering,
-    "strict": Strict,
     "sleeping": lambda: Sleeping(18),  # which stands in a text
     "function": lambda: PrefixConstrainedLogitsProcessor(Allowed(), num_beams=1),
-    "SynthID": lambda: library.SynthIDTextWatermarkLogitsProcessor(
-        ngram_len=3, keys=[1, 2], sampling_table_size=16, sampling_table_seed=0, context_history_size=8, device=CPU
-    ),
 }
 
 
