@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,8 +20,7 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel, open_cache
 from specstop.decode.models.device import filled_up
 from specstop.decode.models.pair import Pair, join
-from specstop.policies import FixedLength
-from specstop.policies.errors import PairError, SpecstopWarning
+from specstop.policies.errors import SpecstopWarning
 from specstop.policies.fixed import Confidence
 from tape import Graphs, recorder, simulate_graphs
 from transformers import PreTrainedModel
@@ -116,7 +113,7 @@ def texts(pair: Pair, prompts: list[list[int]], batch: int = 1, tree: str | None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "llama states", "llama eager", *list(table.CONFIGS)[2:]])
+@pytest.mark.parametrize("name", ["llama states", "llama eager", "mistral-window", "gemma3", "gpt2", "opt"])
 def test_recorded_calls_give_the_same_logits(name: str, graphs: Graphs) -> None:
     kind, states = name.split()[0], name.endswith("states")
     attention = "eager" if kind in table.EAGER_ONLY or name.endswith("eager") else "sdpa"
@@ -156,7 +153,7 @@ def test_calls_can_be_recorded_in_advance(model: PreTrainedModel, graphs: Graphs
 def test_texts_of_recorded_calls_are_the_same_and_batches_share_them(
     pair: Pair, prompt_ids: list[list[int]], graphs: Graphs, monkeypatch: Patch
 ) -> None:
-    """Alone, three and two side by side: the smaller batch uses the recordings of the larger one."""
+    """Batches of one, three and two texts: the smaller batch uses the recordings of the larger one."""
     expected = {tree: texts(pair, prompt_ids[:3], 1, tree) for tree in (None, "2,2,1")}
     for module in (model_source, drafters_module):
         monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
@@ -191,48 +188,20 @@ def test_a_call_that_cannot_be_recorded_is_warned_of_once(model: PreTrainedModel
     assert graphs.stream[1] == "first", "the stream of the recording is left"
 
 
-@pytest.mark.parametrize("streams", [1, 2])
-def test_values_that_are_not_finite_do_not_reach_later_texts(pair: Pair, recording: Graphs, streams: int) -> None:
-    """Attention of a recording also reads slots behind the text with weight 0, and zero times NaN is NaN."""
-    with torch.no_grad():
-        pair.target.model.embed_tokens.weight[7] = float("nan")
-    good, bad = ([Request(ids, key) for key in range(streams)] for ids in ([3, 4, 5], [3, 4, 5, 6, 8, 9, 10, 7, 7]))
-    expected = None
-    for _ in range(2):  # the second loop takes over the memory of the first
-        speculator = Speculator(pair, FixedLength(3), Settings(0.0, 12, ignore_eos=True), batch=streams)
-        for _ in range(2):
-            tokens = [text.tokens for text in speculator.run(good)]
-            expected = expected or tokens
-            assert tokens == expected
-            with pytest.raises(PairError):
-                speculator.run(bad)
-        del speculator
-    assert recording.played
+@torch.no_grad()
+def test_a_smaller_cache_takes_over_the_recordings_of_a_model(model: PreTrainedModel, graphs: Graphs) -> None:
+    cache = recorded_model(model)
+    expected = readings(cache)
+    cache.roll_back(0)
+    assert_same(expected, readings(cache))
+    recorded = graphs.recorded
+    del cache
+    assert_same(expected, readings(recorded_model(model, 60)))
+    assert graphs.recorded == recorded
 
 
 @torch.no_grad()
-def test_recordings_serve_the_next_text_of_a_model_and_are_freed_with_it(
-    model: PreTrainedModel, graphs: Graphs
-) -> None:
-    gc.disable()  # device memory must not wait for the garbage collector
-    try:
-        cache = recorded_model(model)
-        expected, freed = readings(cache), weakref.ref(cache)
-        cache.roll_back(0)
-        assert_same(expected, readings(cache))
-        recorded, memory = graphs.recorded, weakref.ref(cache._memory)
-        del cache
-        assert freed() is None and memory() is not None
-        assert_same(expected, readings(recorded_model(model, 60)))
-        assert graphs.recorded == recorded, "a smaller cache takes over the recordings"
-        recorded_model(model, 1000)
-        assert memory() is None, "a larger one replaces them"
-    finally:
-        gc.enable()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("streams", "singles"), [(1, 0), (2, 0), (2, 2)])
+@pytest.mark.parametrize(("streams", "singles"), [(1, 0), (2, 2)])
 def test_recordings_of_a_model_that_has_changed_are_not_played(
     model: PreTrainedModel, graphs: Graphs, streams: int, singles: int
 ) -> None:
@@ -260,18 +229,15 @@ def test_long_calls_are_filled_up_to_few_sizes(model: PreTrainedModel, graphs: G
             base = cache.length
             out.append(chain(cache, [(at * at) % 47 for at in range(count)], 3))
             cache.roll_back(base + 2)
-            part = Part(
-                0, [(5 * at) % 47 for at in range(len(tree))], tree=TreeRows(tree, base + 2, [], list(range(len(tree))))
-            )
-            out.append(cache.read_parts([part]))
+            rows = TreeRows(tree, base + 2, [], list(range(len(tree))))
+            out.append(cache.read_parts([Part(0, [(5 * at) % 47 for at in range(len(tree))], tree=rows)]))
             cache.roll_back(base + 5)
         outs.append(out)
     assert_same(*outs)
     assert len(tree) > 64 and (graphs.recorded, graphs.played) == (1, 5)
     sizes = [filled_up(count) for count in range(1, 1025)]
-    assert sizes == sorted(sizes) and all(size >= count for count, size in enumerate(sizes, 1))
-    assert all(size <= 1.25 * count for count, size in enumerate(sizes, 1) if count > 32)
-    assert len(set(sizes)) < 32 and sizes[-1] == 1024
+    assert sizes == sorted(sizes) and len(set(sizes)) < 32
+    assert all(count <= size <= max(32, 1.25 * count) for count, size in enumerate(sizes, 1))
 
 
 @torch.no_grad()
