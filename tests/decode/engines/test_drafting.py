@@ -292,13 +292,3 @@ def test_texts_keep_their_rows_when_they_move_or_are_omitted():
     assert [one[0] for one in place(rows, [1, 2, 4], [1, 2, 3], names=["b", "a"])] == [1, 0]
     assert place(rows, [7], names=["a"])[0][:2] == (0, False), "a name can be reused"
     assert place(rows, [1, 2, 4, 5], names=["c"])[0][:2] == (2, False)
-
-
-def test_requests_stay_in_the_first_rows():
-    """Attention reads the rows up to the last one in use; a request that was omitted from steps may return."""
-    rows = rows_of(16)
-    place(rows, [1, 1], [2, 2])
-    for step in range(9):  # the first is omitted
-        place(rows, [2] * (3 + step))
-    assert place(rows, [4, 4], [2] * 12)[0][0] == 2, "never used, and among the first four"
-    assert place(rows, [1, 1, 1], [2] * 13)[0][:2] == (0, True)

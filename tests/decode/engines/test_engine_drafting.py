@@ -171,7 +171,10 @@ def test_the_steps_are_those_with_the_most_tokens_per_second(acceptance, row, si
 
     policy = CostedSteps(CANDIDATES, rule(acceptance, row))
     assert policy.get_steps_for_batch(size) == max(CANDIDATES[8 if size >= 8 else 1], key=rate)
-    assert policy.candidate_steps == [0, 1, 2, 4]
+    assert policy.candidate_steps == [0, 1, 2, 4] and policy.cuda_graph_bs_for_step(4) is None
+    policy.set_cuda_graph_bs([8, 1, 4])
+    assert policy.cuda_graph_bs_for_step(4) == [1, 4] and policy.cuda_graph_bs_for_step(0) == [8]
+    assert policy.get_steps_for_batch(5) in CANDIDATES[8], "padded to a recorded size"
 
 
 def test_the_steps_follow_the_observed_acceptance():
@@ -180,14 +183,6 @@ def test_the_steps_follow_the_observed_acceptance():
     assert 1 in [policy.on_verify_complete([0], 1) for _ in range(20)] and policy.get_steps_for_batch(1) == 1
     assert policy._tried[0] == pytest.approx(sum(MEMORY**n for n in range(20))) and policy._passed[0] == 0.0
     assert any(step is not None and step > 1 for step in (policy.on_verify_complete([1], 1) for _ in range(200)))
-
-
-def test_batches_are_padded_to_recorded_sizes():
-    policy = CostedSteps(CANDIDATES, rule())
-    assert policy.cuda_graph_bs_for_step(4) is None
-    policy.set_cuda_graph_bs([8, 1, 4])
-    assert policy.cuda_graph_bs_for_step(4) == [1, 4] and policy.cuda_graph_bs_for_step(0) == [8]
-    assert policy.get_steps_for_batch(5) in CANDIDATES[8]
 
 
 @pytest.mark.parametrize("wrong", [{"acceptance": [0.5]}, {"seconds": {"1": [1.0, 1.1]}}, {"seconds": {}}])

@@ -21,7 +21,7 @@ from specstop.decode.hf.exported import generate_exported
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
-from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
+from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import save_policy
@@ -167,7 +167,7 @@ def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
 
 
 def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(
-    pair: Pair, ids: torch.Tensor, hydra: Path, tmp_path: Path
+    pair: Pair, ids: torch.Tensor, tmp_path: Path
 ) -> None:
     policy = trained_with("suffix", tmp_path / "policy", draft="suffix")
     plain = pair.target.generate(ids, **OPTIONS)
@@ -179,8 +179,6 @@ def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(
     with pytest.raises(InputError, match="both draft_model= and assistant_model="):
         generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.target)
     generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.draft)
-    with pytest.warns(SpecstopWarning, match="another drafter"):
-        deploy("hf", tmp_path / "three", policy, drafter=f"hydra:{hydra}")
 
 
 @pytest.mark.parametrize(

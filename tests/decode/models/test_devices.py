@@ -95,15 +95,6 @@ def test_heads_draft_the_same_texts(pairs: tuple[Pair, Pair], kind: str, tree: s
         assert decode(pairs[1], place=to_device) == expected
 
 
-def test_plain_decoding_of_a_batch_rarely_waits(pairs: tuple[Pair, Pair]) -> None:
-    arguments = [PROMPT, [7]], [1, 2], 24, 0.7
-    expected = plain_texts(pairs[0], *arguments)
-    with Accelerator() as device:
-        texts = plain_texts(pairs[1], *arguments)
-    assert texts.tokens == expected.tokens
-    assert device.count["reads"] <= 3 + max(map(len, texts.tokens)) // 8
-
-
 def test_transfers_keep_the_values_and_wait_once() -> None:
     with Accelerator() as device:
         tokens, scores = upload([[2**31 + 1, 5]], DEVICE), upload([0.1, -3.5e30], DEVICE)

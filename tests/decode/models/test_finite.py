@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import pytest
 import torch
 from small_drafters import small_drafter
-from specstop.decode import model_source
-from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request, Settings, Speculator
-from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.policies.errors import PairError
 from specstop.policies.fixed import FixedLength
-from tape import recorder, simulate_graphs
+from tape import record_calls
 from transformers import PreTrainedModel
 
 Prompts = list[list[int]]
@@ -107,9 +103,7 @@ def test_the_next_texts_of_a_loop_are_correct(
 ) -> None:
     """Values of a broken text remain in the caches behind masks, where zero times NaN is NaN."""
     if kind == "recorded":
-        simulate_graphs(monkeypatch)
-        for module in (model_source, drafters_module):
-            monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+        record_calls(monkeypatch)
     target = copy.deepcopy(plain_pair.target)
     with torch.no_grad():
         target.get_input_embeddings().weight[7] = math.nan

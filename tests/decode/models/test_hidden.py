@@ -126,18 +126,6 @@ def test_states_that_do_not_fit_are_refused(pair: Pair) -> None:
         Speculator(pair, policy)
 
 
-def test_the_targets_states_are_available_with_any_drafter(pair: Pair, prompt_ids: Prompts) -> None:
-    class ReadsTarget(ReadsStates):
-        hidden = ("target_hidden",)
-
-        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-            return step.alive & (self.score(step.hidden["target_hidden"]) > 0), state
-
-    speculator = Speculator(pair, ReadsTarget(), Settings(0.0, NEW), drafter=LookupDrafter(pair))
-    drafted = {r.drafted > 0 for ids in prompt_ids for r in speculator.generate([*ids, *ids]).rounds}
-    assert drafted == {False, True} and isinstance(speculator.policy, ReadsTarget)
-
-
 def test_states_are_rounded_and_clipped_to_float16() -> None:
     states = torch.tensor([1.0 + 2.0**-12, 1e6, -1e6, 1e-9], dtype=torch.float64)
     assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,15 +11,14 @@ import pytest
 import torch
 from conftest import VOCABULARY, build_draft, build_model
 from small_drafters import small_drafter
-from specstop.decode import Settings, Speculator, model_source, specstop_generate
-from specstop.decode.drafters import Drafter, model as drafters_module
+from specstop.decode import Settings, Speculator, specstop_generate
+from specstop.decode.drafters import Drafter
 from specstop.decode.loop import Request
-from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.device import without_cudnn
 from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.models.view import open_view
 from specstop.policies import load_policy
-from tape import recorder, simulate_graphs
+from tape import record_calls
 
 NEW = 8
 Loop = tuple[str, str | None, float, int]
@@ -110,9 +108,7 @@ def test_weights_and_adapters_that_change_between_two_texts_are_used(
 ) -> None:
     peft = pytest.importorskip("peft")
     if records:
-        simulate_graphs(monkeypatch)
-        for module in (model_source, drafters_module):
-            monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+        record_calls(monkeypatch)
     target, prompt = build_model(), prompts(1)[0]
     draft, ids = build_draft(target), torch.tensor([prompt])
     options: Any = {"attention_mask": torch.ones_like(ids), **GREEDY}

@@ -31,10 +31,9 @@ from specstop.decode.profile import (
 from specstop.decode.profile.calibration import _affordable_tokens
 from specstop.decode.profile.decisions import device_of
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.scripts import TWICE, BatchScript, ChainScript, TreeScript, card_at
-from specstop.decode.topology import parse_tree
+from specstop.decode.profile.scripts import TWICE, BatchScript, ChainScript
 from specstop.decode.verify.sampler import Sampler
-from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import Measurements, decision_prices
@@ -51,8 +50,8 @@ STREAM, DRAFT_TOKEN = 2e-4, 5e-5
 
 
 def known_clock(pair: Pair, monkeypatch: Patch, streams: bool = False) -> list[float]:
-    """Return the clock of single texts or batches. Its second entry is the target's cost of a token of context."""
-    now = [0.0, 0.0]
+    """Return the clock of single texts or batches."""
+    now = [0.0]
 
     def timed(owner: Any, name: str, seconds: Callable[..., float]) -> None:
         method = getattr(owner, name)
@@ -66,7 +65,7 @@ def known_clock(pair: Pair, monkeypatch: Patch, streams: bool = False) -> list[f
     def read(cache: CachedModel, tokens: torch.Tensor, *rest: Any) -> float:
         count = tokens.shape[1]
         if cache.original is pair.target:
-            return TARGET + ROW * count + now[1] * cache.length
+            return TARGET + ROW * count
         return DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)
 
     def read_streams(cache: CachedModel, parts: Any) -> float:
@@ -143,15 +142,6 @@ def test_predicted_seconds_of_rounds_equal_the_measured_ones(
         for r in generation.rounds:
             row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
             assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
-
-
-def test_longer_contexts_cost_more(pair: Pair, clock: list[float]) -> None:
-    clock[1] = 2e-5
-    profile = measure(pair)
-    span = profile.high.context - profile.low.context
-    for low, high in zip(profile.low.verify_s, profile.high.verify_s, strict=True):
-        assert high - low == pytest.approx(2e-5 * span, rel=0.5), "contexts vary by 60 tokens within a text"
-    assert profile.low.draft_s == pytest.approx(profile.high.draft_s, rel=EXACT)
 
 
 def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path: Path, ticking: list[float]) -> None:
@@ -232,19 +222,6 @@ def test_scripted_batches_draft_every_length_in_the_order_of_their_tokens() -> N
         observed.append(deck.index((len(drafting), max(drafting, default=0))))
     assert set(observed) == set(range(len(deck)))
     assert observed[::TWICE] == observed[1::TWICE] and {abs(a - b) for a, b in pairwise(observed[::TWICE])} == {1}
-    starts = sorted(card_at(len(deck), key, 0) for key in range(2 * (len(deck) - 1)))
-    assert starts == [0, *sorted(2 * list(range(1, len(deck) - 1))), len(deck) - 1] and card_at(1, 5, 3) == 0
-
-
-def test_full_trees_are_timed_in_runs(pair: Pair) -> None:
-    """As in decoding with a static tree: consecutive rounds of one size cost less than isolated ones."""
-    speculator = Speculator(pair, TreeScript(2, 4), Settings(0.0, 60, ignore_eos=True, tree="2,2"))
-    texts = [speculator.generate(PROMPTS[0], key).rounds for key in range(1, 9)]
-    sizes = [[r.verified for r in rounds if not r.cut] for rounds in texts]
-    repeats = [later == 6 for text in sizes for size, later in pairwise(text) if size == 6]
-    assert all(a.count(6) + b.count(6) for a, b in pairwise(sizes)), "of any two texts in a row one has full trees"
-    share = len(repeats) / sum(map(len, sizes))
-    assert share > 0.1 and sum(repeats) / len(repeats) > 2 * share
 
 
 # Warm-up
@@ -307,26 +284,6 @@ class OnTheClock(ChainScript):
         return super().observe(outcome, state)
 
 
-class OfTrees(StopPolicy):
-    """Records the sizes of its trees, and keeps all nodes."""
-
-    features, max_depth, first = ("top1",), 3, 1
-
-    def __init__(self, now: list[float]) -> None:
-        self.now, self.branches, self.nodes = now, list[int](), list[int]()
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.branches.append(step.alive.shape[1])
-        assert step.features.shape == (1, step.alive.shape[1], 1) and (step.features > 0.0).all()
-        self.now[0] += 3e-5 * step.alive.shape[1]
-        return step.alive, state
-
-    def select(self, tree: DraftTree, state: State) -> Array:
-        self.nodes.append(int(tree.drawn.sum()))
-        self.now[0] += 1e-3
-        return tree.drawn
-
-
 def price(timed: Measurements, policy: StopPolicy) -> float:
     return decision_prices(timed.pooled)[policy.cost_name]
 
@@ -338,15 +295,6 @@ def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
         assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(4 * TICK / 3)
     slow = OnTheClock(DEPTH, ticking)
     assert price(measure_decision(slow, VOCABULARY, 0.7), slow) > 5e-5
-
-
-def test_decisions_about_trees_are_timed_in_rounds_of_the_tree(ticking: list[float]) -> None:
-    policy = OfTrees(ticking)
-    seconds = price(measure_decision(policy, VOCABULARY, 0.7, tree=parse_tree("4,2,1")), policy)
-    assert set(policy.branches) == {4, 8} and set(policy.nodes) == {4 + 8 + 8}
-    # Two decisions read 4 and 8 branches, and nodes are selected once.
-    assert seconds == pytest.approx((3 * TICK + 3e-5 * 12 + 1e-3) / 2)
-    assert price(measure_decision(OfTrees(ticking), VOCABULARY, 0.7), policy) < seconds
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 1])
