@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from specstop.decode import drafters, model_source
+from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.device import Recorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,3 +122,11 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 def recorder(device: torch.device) -> Recorder:
     """Return a recorder for `DEVICE`, wherever the model lies."""
     return Recorder(DEVICE)
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """Let loops record the calls of their models as simulated graphs."""
+    graphs = simulate_graphs(monkeypatch)
+    for module in (model_source, drafters.model):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    return graphs

@@ -1,15 +1,15 @@
-"""A serving engine without a model: the texts of its target are given, and its batch changes as in real engines."""
+"""A serving engine without a model: the target's texts are fixed in advance, and the batch changes as in real engines."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-Drafts = list[list[int]]
-Propose = Callable[[list[list[int]], np.ndarray, np.ndarray], Drafts]
+Propose = Callable[[list[list[int]], np.ndarray, np.ndarray], list[list[int]]]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Request:
 
 
 class Engine:
-    """Places requests in a batch, commits what the target accepts of their drafts, and calls the drafter after each step.
+    """Places requests in a batch, commits accepted tokens, and calls the drafter after each step.
 
     Args:
         requests: in the order of their arrival.
@@ -40,47 +40,42 @@ class Engine:
     """
 
     def __init__(self, requests: Sequence[Request], places: int, seed: int, *, gentle: bool = False) -> None:
-        self.waiting, self.running = list(requests), []
+        self.waiting, self.running, self.finished = list(requests), list[Request](), list[Request]()
         self.places, self.chance, self.gentle = places, random.Random(seed), gentle
         self.tokens = np.zeros((places, 4096), dtype=np.int32)
-        self.counts = {"preempted": 0, "moved": 0, "aborted": 0, "trimmed": 0, "rounds": 0}
-        self.finished: list[Request] = []
+        self.counts = Counter[str]()
 
     @property
     def names(self) -> list[str]:
         return [request.name for request in self.running]
 
-    def run(self, propose: Propose, most: int = 10_000) -> None:
-        while (self.waiting or self.running) and most:
-            self.step(propose)
-            most -= 1
+    def run(self, propose: Propose) -> None:
+        while self.waiting or self.running:
+            self._schedule()
+            sampled = [self._advance(request) for request in self.running]
+            for place, request in enumerate(self.running):
+                self.tokens[place, : len(request.text)] = request.text
+            lengths = np.array([len(request.text) for request in self.running])
+            for request, draft in zip(self.running, propose(sampled, lengths, self.tokens), strict=True):
+                request.draft = draft
+                self.counts["rounds"] += bool(draft)
+            self.finished += [request for request in self.running if request.done >= len(request.answer)]
+            self.running = [request for request in self.running if request.done < len(request.answer)]
 
-    def step(self, propose: Propose) -> None:
-        self._schedule()
-        sampled = [self._advance(request) for request in self.running]
-        for place, request in enumerate(self.running):
-            self.tokens[place, : len(request.text)] = request.text
-        lengths = np.array([len(request.text) for request in self.running])
-        for request, draft in zip(self.running, propose(sampled, lengths, self.tokens), strict=True):
-            request.draft = draft
-            if draft:
-                self.counts["rounds"] += 1
-        for request in [r for r in self.running if r.done >= len(r.answer)]:
-            self.running.remove(request)
-            self.finished.append(request)
+    def _event(self, name: str, chance: float) -> bool:
+        occurs = not self.gentle and self.chance.random() < chance
+        self.counts[name] += occurs
+        return occurs
 
     def _schedule(self) -> None:
-        if not self.gentle and len(self.running) > 1 and self.chance.random() < 0.1:
+        if len(self.running) > 1 and self._event("preempted", 0.1):
             request = self.running.pop(self.chance.randrange(len(self.running)))
             request.draft, request.unread = [], len(request.text)
             self.waiting.insert(0, request)
-            self.counts["preempted"] += 1
-        if not self.gentle and len(self.running) > 1 and self.chance.random() < 0.05:
+        if len(self.running) > 1 and self._event("aborted", 0.05):
             self.running.pop(self.chance.randrange(len(self.running)))
-            self.counts["aborted"] += 1
-        if not self.gentle and len(self.running) > 1 and self.chance.random() < 0.2:
+        if len(self.running) > 1 and self._event("moved", 0.2):
             self.chance.shuffle(self.running)
-            self.counts["moved"] += 1
         while self.waiting and len(self.running) < self.places and (self.gentle or self.chance.random() < 0.5):
             request = self.waiting.pop(0)
             request.unread = request.unread or len(request.prompt)
@@ -91,16 +86,12 @@ class Engine:
         if request.unread > 4 and not self.gentle:
             request.unread -= 4
             return []
-        request.unread = 0
-        draft = request.draft
-        if draft and not self.gentle and self.chance.random() < 0.1:
+        request.unread, draft = 0, request.draft
+        if draft and self._event("trimmed", 0.1):
             draft = draft[: self.chance.randrange(len(draft))]
-            self.counts["trimmed"] += 1
-        left = request.answer[request.done :]
-        agreed = 0
+        left, agreed = request.answer[request.done :], 0
         while agreed < min(len(draft), len(left) - 1) and draft[agreed] == left[agreed]:
             agreed += 1
-        new = left[: agreed + 1]
-        request.rounds.append((len(request.text), list(request.draft), new))
-        request.done += len(new)
-        return new
+        request.rounds.append((len(request.text), list(request.draft), left[: agreed + 1]))
+        request.done += agreed + 1
+        return left[: agreed + 1]

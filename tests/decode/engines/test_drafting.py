@@ -1,9 +1,7 @@
-"""Drafts for all requests of an engine are those of each request alone, whatever the engine does to its batch."""
+"""Drafts for the requests of an engine are those of each request alone, however the engine changes its batch."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,44 +14,33 @@ from conftest import VOCABULARY
 from simulated_engine import Engine, Request
 from small_drafters import new_round, proposed
 from specstop.decode.drafters import Drafter, find_drafter
-from specstop.decode.drafters.base import Proposal
-from specstop.decode.drafters.lookup import LookupDrafter
 from specstop.decode.engines import drafting as drafting_module
 from specstop.decode.engines.drafters import load_engine_drafter
 from specstop.decode.engines.drafting import Drafting, EngineDraft, Options, RequestRows
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.topology import chain
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.registry import load_policy
-from torch import Tensor
 
 K, LEAST = 5, 0.4
 
 
-@functools.cache
-def most_likely(model: torch.nn.Module, text: tuple[int, ...]) -> tuple[int, float]:
-    """Return the most likely next token and its probability, by a forward without a cache."""
-    with torch.inference_mode():
-        row = model(input_ids=torch.tensor([text])).logits[0, -1]
-    return int(row.argmax()), float(row.softmax(-1).max())
-
-
 def greedy(model: torch.nn.Module, text: list[int], count: int, least: float = 0.0) -> list[int]:
-    """Return the most likely next tokens, ended after the first one less likely than `least`."""
-    tokens = tuple(text)
+    """Return the most likely next tokens by forwards without a cache, up to the first one less likely than `least`."""
+    tokens = list(text)
     for _ in range(count):
-        token, chance = most_likely(model, tokens)
-        tokens = (*tokens, token)
-        if chance < least:
+        with torch.inference_mode():
+            probabilities = model(input_ids=torch.tensor([tokens])).logits[0, -1].softmax(-1)
+        tokens.append(int(probabilities.argmax()))
+        if probabilities.max() < least:
             break
-    return list(tokens[len(text) :])
+    return tokens[len(text) :]
 
 
-def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
-    """Return the draft for a text that is passed at once, ended after the first token less likely than `LEAST`."""
+def alone(drafter: Drafter, text: list[int]) -> list[int]:
+    """Return the draft for a text that is read in one call, up to the first token less likely than `LEAST`."""
     drafter.reserve(1, 128)
     drafter.begin(0)
     drafter.committed(0, text[:-1], None)
@@ -70,7 +57,7 @@ def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def requests(plain_pair):
-    """14 requests with the target's own texts; two are equal, and two begin alike."""
+    """14 requests with texts of the target; two have equal prompts, and two have prompts with a common prefix."""
     chance = np.random.default_rng(1)
     prompts = [chance.integers(17, 48, n).tolist() for n in chance.integers(2, 12, 12)]
     prompts += [prompts[3], [*prompts[5], 20, 21]]
@@ -79,27 +66,16 @@ def requests(plain_pair):
 
 
 class DraftingRun:
-    """An engine that drafts with `Drafting` for all requests; `drafts` are (text, draft) pairs.
-
-    Args:
-        drafter, policy: that draft.
-        seed, gentle: of the engine.
-        requests: not started; they are not modified.
-        named: whether the engine provides the names of requests.
-        more: of `Options`.
-    """
+    """Serves copies of requests in an engine that drafts with `Drafting`; `drafts` are (text, draft) pairs."""
 
     def __init__(
-        self, drafter: Drafter, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool = True,
-        gentle: bool = False, **more: int,
+        self, drafter: Drafter, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool = True, **more: int
     ) -> None:  # fmt: skip
         options = Options(**{"rows": 4, "depth": K, "readable": 128, "vocabulary": VOCABULARY, **more})
         self.drafting, self.named = Drafting(drafter, policy, options), named
-        copies = [Request(r.name, r.prompt, r.answer) for r in requests]
-        self.engine = Engine(copies, options.rows, seed, gentle=gentle)
+        self.engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], options.rows, seed)
         self.drafts: list[tuple[list[int], list[int]]] = []
         self.engine.run(self.propose)
-        assert all(request.text == request.prompt + request.answer for request in self.engine.finished)
 
     def propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         at = [i for i, new in enumerate(sampled) if new]
@@ -110,77 +86,61 @@ class DraftingRun:
         return [by_row.get(i, []) for i in range(len(sampled))]
 
 
-@pytest.mark.parametrize(
-    "spec", ["model", "lookup", "lookup:1", "suffix", "suffix+model", "lookup?confidence=0.9+model"]
-)
-def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec):
-    """Requests are preempted, moved, aborted, trimmed, read in chunks, with and without names."""
+@pytest.mark.parametrize("spec", ["model", "lookup", "suffix", "suffix+model"])
+def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec, monkeypatch):
+    """Requests are preempted, moved, aborted, trimmed and read in chunks; the cache grows in the runs with names."""
     events, reference = Counter[str](), find_drafter(spec, pair)
-    for seed in range(2):
-        tool = DraftingRun(
-            find_drafter(spec, pair), load_policy(f"confidence:{LEAST}"), seed, requests, named=bool(seed)
-        )
-        events.update(tool.engine.counts)
-        for text, draft in tool.drafts[:: 2 if spec == "lookup" else 7]:
-            if spec == "model":
-                assert draft == greedy(plain_pair.draft_model, text, K, LEAST)
-            assert draft == alone(reference, text, pair.vocabulary)
-        assert len({len(draft) for _, draft in tool.drafts}) > 2
+    for seed, initial in ((0, 256), (1, 4)):
+        monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", initial)
+        policy = load_policy(f"confidence:{LEAST}")
+        run = DraftingRun(find_drafter(spec, pair), policy, seed, requests, named=bool(seed))
+        events.update(run.engine.counts)
+        for text, draft in run.drafts[:: 2 if spec == "lookup" else 9]:
+            expected = greedy(plain_pair.draft_model, text, K, LEAST) if spec == "model" else alone(reference, text)
+            assert draft == expected
+        assert len({len(draft) for _, draft in run.drafts}) > 2
     assert min(events.values()) > 1 and events["rounds"] > 40
-
-
-@pytest.mark.parametrize("spec", ["model", "suffix", "suffix+model"])
-def test_a_cache_that_grows_reads_its_texts_again(pair, requests, spec, monkeypatch):
-    monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", 4)
-    tool = DraftingRun(find_drafter(spec, pair), load_policy(f"confidence:{LEAST}"), 2, requests[:6])
-    assert len({(len(text) + K).bit_length() for text, _ in tool.drafts}) > 2
-    reference = find_drafter(spec, pair)
-    for text, draft in tool.drafts[::3]:
-        assert draft == alone(reference, text, pair.vocabulary)
-
-
-def test_earlier_texts_are_drafted_from_on_request(pair, requests):
-    """The same text twice, one request after the other: the second time nearly all of it is a draft."""
-    twice, rounds = [requests[0], Request("again", requests[0].prompt, requests[0].answer)], {}
-    for keep in (0, 1):
-        drafter = find_drafter(f"suffix?keep={keep}", pair)
-        tool = DraftingRun(drafter, load_policy(f"fixed:{K}"), 0, twice, gentle=True, rows=1)
-        rounds[keep] = [len(request.rounds) for request in tool.engine.finished]
-    assert rounds[1][0] == rounds[0][0] == rounds[0][1] > rounds[1][1]
 
 
 # What a policy observes
 
 
-def test_a_policy_observes_the_accepted_and_verified_tokens_of_each_draft(pair, requests):
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, requests, first):
+    """Its state grows within a round and is reset by `observe`; rows are at different depths and may draft nothing."""
     outcomes: list[tuple[int, int, int]] = []
 
     class Observing(StopPolicy):
-        name, first, max_depth = "observing", 1, 3
+        name, max_depth = "observing", 4
 
         def start(self, streams: int, keys: Any) -> State:
-            return np.asarray(keys).reshape(-1, 1).copy()
+            return np.zeros((streams, 0)), np.asarray(keys).copy()
 
         def keep(self, step: DraftStep, state: State) -> Any:
-            return step.alive & (state % 3 + 1 > step.depth), state
+            columns, lengths = state
+            assert columns.shape[1] == step.depth - self.first
+            kept = step.alive & (lengths % 4 + self.first > step.depth)[:, None]
+            return kept, (np.concatenate([columns, step.alive], 1), lengths)
 
         def observe(self, outcome: RoundOutcome, state: State) -> State:
-            outcomes.extend(
-                zip(state[:, 0].tolist(), outcome.verified.tolist(), outcome.accepted.tolist(), strict=True)
-            )
-            return state
+            values = outcome.verified, outcome.accepted, state[1] % 4 + self.first
+            outcomes.extend(zip(*(column[outcome.active].tolist() for column in values), strict=True))
+            return np.zeros((len(state[0]), 0)), state[1] + outcome.active
 
-    tool = DraftingRun(find_drafter("model", pair), Observing(), 5, requests)
+    policy = Observing()
+    policy.first = first
+    run = DraftingRun(find_drafter("model", pair), policy, 5, requests)
+    assert type(run.drafting.policy) is Observing, "its assertion did not fail"
     expected: Counter[tuple[int, int]] = Counter()
-    for request in tool.engine.finished:
+    for request in run.engine.finished:
         for _, draft, new in request.rounds[1:]:
             if draft:
                 outcome = EngineDraft(0, 0, draft)
                 outcome.set_outcome(new)
                 expected[outcome.verified, outcome.accepted] += 1
-    assert not expected - Counter((verified, accepted) for _, verified, accepted in outcomes)
-    lengths = {key % 3 + 1 for key, *_ in outcomes}
-    assert lengths == {1, 2, 3} and all(verified <= key % 3 + 1 for key, verified, _ in outcomes)
+    assert not expected - Counter((verified, accepted) for verified, accepted, _ in outcomes)
+    assert {length for *_, length in outcomes} == set(range(first, 4 + first))
+    assert all(verified <= length for verified, _, length in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -196,36 +156,6 @@ def test_the_outcome_of_a_draft_follows_from_the_next_tokens(draft, new, expecte
     outcome = EngineDraft(0, 0, draft)
     outcome.set_outcome(new)
     assert (outcome.accepted, outcome.verified) == expected
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_state_that_grows_within_a_round_is_reset_before_the_next(pair, requests, first):
-    """Rows are at different depths of a round, and some rounds draft nothing."""
-    widths: list[tuple[int, int]] = []
-
-    class Growing(StopPolicy):
-        name, max_depth = "growing", 4
-
-        def start(self, streams: int, keys: Any) -> State:
-            return np.zeros((streams, 0)), np.asarray(keys).copy()
-
-        def keep(self, step: DraftStep, state: State) -> Any:
-            columns, rounds = state
-            widths.append((step.depth, columns.shape[1]))
-            kept = step.alive & (rounds % 5 >= step.depth)[:, None] & (rounds % 7 > 0)[:, None]
-            return kept, (np.concatenate([columns, step.alive], 1), rounds)
-
-        def observe(self, outcome: RoundOutcome, state: State) -> State:
-            return np.zeros((len(state[0]), 0)), state[1] + 1
-
-    policy = Growing()
-    policy.first = first
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tool = DraftingRun(find_drafter("model", pair), policy, 3, requests)
-    assert {depth for depth, _ in widths} == set(range(first, 4)) and tool.engine.counts["preempted"] > 0
-    assert all(width == depth - first for depth, width in widths)
-    assert first or any(not draft for _, draft in tool.drafts)
 
 
 def drafting(pair: Pair, policy: Any, rows: int = 1, readable: int = 128, **more: Any) -> Drafting:
@@ -256,7 +186,7 @@ def test_a_request_that_is_omitted_from_steps_keeps_its_state(pair):
 
 
 def test_limits_of_a_draft(pair, plain_pair):
-    """An end of text, the room of the draft model, the number of rows, and a policy of length 0."""
+    """An end of text, the maximum length of a text, the number of rows, and a policy of length 0."""
     text = [20, 21, 22]
     tokens = greedy(plain_pair.draft_model, text, K)
     for options, expected in (
@@ -278,57 +208,36 @@ def test_a_policy_that_fails_is_replaced_with_one_warning(pair, requests, method
         raise ZeroDivisionError("seven")
 
     methods = {"keep": lambda self, step, state: (step.alive.copy(), state), method: fail}
+    policy = type("Broken", (StopPolicy,), methods)()
     with pytest.warns(SpecstopWarning, match="seven.*fixed:2") as caught:
-        tool = DraftingRun(
-            find_drafter("model", pair), type("Broken", (StopPolicy,), methods)(), 1, requests[:5], fallback=2
-        )
-    assert len(caught) == 1 and tool.drafting.policy.name == "fixed:2"
-    assert {len(draft) for _, draft in tool.drafts[-4:]} == {2}
+        run = DraftingRun(find_drafter("model", pair), policy, 1, requests[:5], fallback=2)
+    assert len(caught) == 1 and run.drafting.policy.name == "fixed:2"
+    assert {len(draft) for _, draft in run.drafts[-4:]} == {2}
 
 
-class Breaking(LookupDrafter):
-    """Fails in its `left`-th call and must not be called again."""
+@pytest.mark.parametrize(("method", "calls"), [("keep_prefix", 6), ("committed", 8), ("backlog", 9), ("propose", 9)])
+def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pair, requests, method, calls):
+    drafter, left = find_drafter("lookup", pair), [calls]
+    original = getattr(drafter, method)
 
-    left = 0
-
-    def count(self) -> None:
-        assert self.left > 0, "a drafter that has failed was called again"
-        self.left -= 1
-        if not self.left:
+    def fail_after_calls(*args: Any) -> Any:
+        assert left[0] > 0, "a drafter that has failed was called again"
+        left[0] -= 1
+        if not left[0]:
             raise RuntimeError("no words left")
+        return original(*args)
 
-    def begin(self, stream: int) -> None:
-        self.count()
-        super().begin(stream)
-
-    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
-        self.count()
-        super().committed(stream, tokens, states)
-
-    def backlog(self) -> Any:
-        self.count()
-        return super().backlog()
-
-    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
-        self.count()
-        return super().propose(round, depth, rows)
-
-
-@pytest.mark.parametrize("call", range(20, 26))
-def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pair, requests, call):
-    drafter = Breaking(pair)
-    drafter.left = call
+    setattr(drafter, method, fail_after_calls)
     with pytest.warns(SpecstopWarning, match="drafter failed .*no words left") as caught:
-        tool = DraftingRun(drafter, load_policy(f"confidence:{LEAST}"), 0, requests)
-    assert len(caught) == 1 and drafter.left == 0
-    lengths = [len(draft) for _, draft in tool.drafts]
-    assert any(lengths) and not any(lengths[-40:])
+        run = DraftingRun(drafter, load_policy(f"confidence:{LEAST}"), 0, requests)
+    lengths = [len(draft) for _, draft in run.drafts]
+    assert len(caught) == 1 and any(lengths) and not any(lengths[-40:])
     with pytest.raises(InputError, match=r"drafter failed .*no words left"):
-        tool.drafting.check_failed()  # as `collect` and `profile` do
+        run.drafting.check_failed()  # as `collect` and `profile` do
 
 
 def load(drafter: str, target: Path, draft: str = "") -> Drafter:
-    return load_engine_drafter(drafter, draft, str(target), torch.device("cpu"), torch.float64, 48)
+    return load_engine_drafter(drafter, draft, str(target), torch.device("cpu"), torch.float64, VOCABULARY)
 
 
 def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
@@ -341,9 +250,8 @@ def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
         drafter.committed(1, [20, 21], None)
         assert drafter.propose(new_round([0, 20], chain(K)), 0, [(1, [0])]).dense(48).shape == (1, 48)
         assert (drafter.readable < 1 << 20) == bool(draft)
-    for spec in ("medusa:heads", "suffix+ctc:heads"):
-        with pytest.raises(InputError, match="hidden"):
-            load(spec, pair_folder / "target")
+    with pytest.raises(InputError, match="hidden"):
+        load("suffix+ctc:heads", pair_folder / "target")
     with pytest.raises(PairError, match="target"):
         load("lookup", tmp_path)
 
@@ -352,7 +260,7 @@ def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
 
 
 def rows_of(count: int, growth: int = 9) -> RequestRows:
-    """Return rows in which each text may grow by this number of tokens in a step."""
+    """Return rows with texts that may grow by at most `growth` tokens in a step."""
     rows = RequestRows(count)
     for row in rows.rows:
         row.draft = EngineDraft(0, 0, [0] * (growth - 1))
@@ -365,7 +273,7 @@ def place(rows: RequestRows, *texts: list[int], names: list[str] | None = None) 
     return [None if one is None else (one.index, one.continued, one.kept, one.new) for one in placed]
 
 
-def test_texts_keep_their_rows_when_they_move_or_are_left_out():
+def test_texts_keep_their_rows_when_they_move_or_are_omitted():
     rows = rows_of(3)
     assert [one[:2] for one in place(rows, [1, 2, 3], [1, 2, 4], [9, 9])] == [(0, False), (1, False), (2, False)]
     assert place(rows, [9, 9, 5], [1, 2, 3, 7]) == [(2, True, 2, [5]), (0, True, 3, [7])]
@@ -379,23 +287,8 @@ def test_texts_keep_their_rows_when_they_move_or_are_left_out():
     rows = rows_of(1, 3)
     place(rows, [1, 2])
     assert place(rows, [1, 2, 3, 4, 5, 6]) == [(0, False, 2, [3, 4, 5, 6])], "more than a step: another text"
-
-
-def test_names_distinguish_equal_texts_and_may_come_again():
     rows = rows_of(3)
     place(rows, [1, 2], [1, 2], names=["a", "b"])
     assert [one[0] for one in place(rows, [1, 2, 4], [1, 2, 3], names=["b", "a"])] == [1, 0]
-    assert place(rows, [7], names=["a"])[0][:2] == (0, False)
+    assert place(rows, [7], names=["a"])[0][:2] == (0, False), "a name can be reused"
     assert place(rows, [1, 2, 4, 5], names=["c"])[0][:2] == (2, False)
-
-
-def test_requests_stay_in_the_first_rows():
-    """Attention reads the rows up to the last one in use; a request that was left out of steps may come back."""
-    rows = rows_of(16)
-    place(rows, [1, 1], [2, 2])
-    for step in range(9):  # the first is left out
-        place(rows, [2] * (3 + step))
-    assert place(rows, [4, 4], [2] * 12)[0][0] == 2, "never used, and among the first four"
-    assert place(rows, [1, 1, 1], [2] * 13)[0][:2] == (0, True)
-    used = {one[0] for request in range(5, 40) for one in place(rows, [request] * 2, [2] * (request + 9))}
-    assert max(used) < 4

@@ -14,15 +14,14 @@ import torch
 from specstop.decode.engines.settings import EngineSettings, check_engine_policy, missing_in_engines, read_settings
 from specstop.decode.engines.sglang import MEMORY, CostedSteps, costed_steps_factory, rule_entry
 from specstop.decode.engines.vllm import Proposer, request_names
-from specstop.decode.engines.vllm_plugin import SWITCH, read_coefficients, register, set_coefficients
+from specstop.decode.engines.vllm_plugin import SWITCH, read_coefficients, register
 from specstop.policies.errors import InputError, PairError, PolicyError, SpecstopWarning
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.registry import load_policy
 
-# vLLM's proposer, with a configuration and a model runner like those of vLLM 0.32
-
 
 def vllm_config(pair_folder: Path, vocabulary: int = 48, **settings: Any) -> SimpleNamespace:
+    """Return a configuration like that of vLLM 0.32."""
     model = SimpleNamespace(
         model=str(pair_folder / "target"), dtype=torch.float64, max_model_len=128,
         hf_text_config=SimpleNamespace(eos_token_id=2), get_vocab_size=lambda: vocabulary,
@@ -65,9 +64,8 @@ class ModelRunner:
 
 @pytest.mark.parametrize(
     ("names", "count", "expected"),
-    [(["a", "b"], 2, ["a", "b"]), (["a", "b", "c"], 2, ["a", "b"]), (["a"], 2, None), (["a", 3], 2, None), (None, 1, None),
-     (("a", "b"), 2, None)],
-)  # fmt: skip
+    [(["a", "b", "c"], 2, ["a", "b"]), (["a"], 2, None), (["a", 3], 2, None), (("a", "b"), 2, None)],
+)
 def test_names_of_requests_come_from_the_calling_model_runner(names, count, expected):
     assert ModelRunner(names).call(count) == expected
     assert request_names(np.zeros((1, 4), dtype=np.int32), 1) is None
@@ -76,9 +74,7 @@ def test_names_of_requests_come_from_the_calling_model_runner(names, count, expe
 @pytest.mark.parametrize(
     ("features", "temperature", "hidden", "missing"),
     [
-        (("top1", "entropy", "mean_full", "depth", "drawn_token"), 0.7, (), []),
-        (("top1", "anchor_entropy"), 0.0, (), ["anchor_entropy"]),
-        (("anchor_prob", "anchor_token", "before_token", "temperature"), 0.7, (), ["anchor_prob"]),
+        (("anchor_prob", "anchor_token", "before_token", "temperature", "mean_full"), 0.7, (), ["anchor_prob"]),
         (("noisy_margin", "top1", "noisy_lead"), 0.7, (), ["noisy_margin", "noisy_lead"]),
         (("noisy_margin", "top1"), 0.0, (), []),  # without noise it is a margin of the draft's logits
         (("top1",), 0.0, ("draft_hidden", "target_hidden"), ["draft_hidden", "target_hidden"]),
@@ -92,8 +88,6 @@ def test_features_that_engines_do_not_provide_are_named(features, temperature, h
     if missing:
         with pytest.raises(PolicyError, match=f"mine.*{', '.join(missing)}.*vllm"):
             check_engine_policy(policy)
-    else:
-        assert check_engine_policy(policy) is policy
     rule = load_policy("fixed:2")
     rule.features = ("noisy_score",)
     assert missing_in_engines(rule) == ["noisy_score"], "whatever the temperature"
@@ -102,11 +96,9 @@ def test_features_that_engines_do_not_provide_are_named(features, temperature, h
 @pytest.mark.parametrize(
     ("raw", "noun"),
     [
-        (None, "object"), ({}, "object"), ({"specstop": []}, "object"), ({"specstop": {}}, "draft"),
-        ({"specstop": {"drafter": "suffix+model"}}, "draft"), ({"specstop": {"draft": "d", "polcy": "x"}}, "policy"),
-        ({"specstop": {"draft": 3}}, "draft"), ({"specstop": {"draft": "d", "temperature": "warm"}}, "temperature"),
-        ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature"), ({"specstop": {"draft": "d", "rows": 0}}, "rows"),
-        ({"specstop": {"draft": "d", "rows": True}}, "rows"), ({"specstop": {"draft": "d", "fallback": -1}}, "fallback"),
+        (None, "object"), ({"specstop": {"drafter": "suffix+model"}}, "draft"), ({"specstop": {"polcy": "x"}}, "policy"),
+        ({"specstop": {"draft": 3}}, "draft"), ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature"),
+        ({"specstop": {"draft": "d", "rows": 0}}, "rows"), ({"specstop": {"draft": "d", "rows": True}}, "rows"),
     ],
 )  # fmt: skip
 def test_invalid_settings_are_refused_by_name(raw, noun):
@@ -116,54 +108,42 @@ def test_invalid_settings_are_refused_by_name(raw, noun):
     assert settings == EngineSettings(draft="d", policy="fixed:2", temperature=1.0, rows=8)
 
 
-# Coefficients for vLLM's adaptive verification, on a class like that of vLLM 0.32 and 0.33
+# Coefficients for vLLM's adaptive verification
 
 MODULE = "vllm.v1.worker.gpu.spec_decode.acceptance_estimator"
 
 
-def estimator() -> type:
-    class OnlineAcceptanceEstimator:
-        def __init__(self, max_num_reqs: int, num_speculative_steps: int, device: torch.device) -> None:
-            self.slope = torch.full((1,), 0.5)
-            self.intercepts = torch.full((num_speculative_steps,), -0.2)
-            self.features = torch.zeros(max_num_reqs, num_speculative_steps)
+def test_the_plugin_sets_the_coefficients_of_the_file_in_its_environment_variable(tmp_path, monkeypatch):
+    class Estimator:
+        """The constructor of vLLM's class in 0.32 and 0.33."""
 
-    return OnlineAcceptanceEstimator
+        def __init__(self, max_num_reqs: int, num_speculative_steps: int, device: Any) -> None:
+            self.slope, self.intercepts = torch.full((1,), 0.5), torch.full((num_speculative_steps,), -0.2)
 
-
-def test_an_estimator_starts_with_the_last_coefficients():
-    kind = estimator()
-    for slope in (0.1, 0.9):
-        set_coefficients(kind, slope, [0.3, -0.4])
-    instance = kind(8, 4, device=torch.device("cpu"))
-    assert instance.slope.tolist() == pytest.approx([0.9])
-    assert instance.intercepts.tolist() == pytest.approx([0.3, -0.4, -0.4, -0.4])
-    assert instance.features.shape == (8, 4)
-
-
-def test_the_plugin_reads_the_file_of_its_environment_variable(tmp_path, monkeypatch):
     path, module = tmp_path / "acceptance.json", ModuleType(MODULE)
-    path.write_text(json.dumps({"slope": 0.7, "intercepts": [0.1], "rows": 9}))
-    kind = module.OnlineAcceptanceEstimator = estimator()
+    module.OnlineAcceptanceEstimator = Estimator
     for parts in range(1, 7):
         name = ".".join(MODULE.split(".")[:parts])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.delenv(SWITCH, raising=False)
     register()
-    assert kind(1, 2, None).slope.tolist() == [0.5]
+    assert Estimator(1, 2, None).slope.tolist() == [0.5]
     monkeypatch.setenv(SWITCH, str(path))
-    register()
-    assert kind(1, 2, None).intercepts.tolist() == pytest.approx([0.1, 0.1])
+    for slope in (0.1, 0.7):  # the last one applies
+        path.write_text(json.dumps({"slope": slope, "intercepts": [0.3, -0.4], "rows": 9}))
+        register()
+    instance = Estimator(8, 4, device=torch.device("cpu"))
+    assert instance.slope.tolist() == pytest.approx([0.7])
+    assert instance.intercepts.tolist() == pytest.approx([0.3, -0.4, -0.4, -0.4])
     monkeypatch.setitem(sys.modules, MODULE, None)  # another version of vLLM
     with pytest.warns(SpecstopWarning, match="adaptive verification"):
         register()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"slope": 1}', '{"slope": "x", "intercepts": [1]}', '{"slope": 1, "intercepts": []}',
-             '{"slope": NaN, "intercepts": [1]}'],
-)  # fmt: skip
+    "text", ["", '{"slope": 1}', '{"slope": 1, "intercepts": []}', '{"slope": NaN, "intercepts": [1]}']
+)
 def test_an_invalid_file_of_coefficients_is_refused(text, tmp_path):
     (tmp_path / "acceptance.json").write_text(text)
     with pytest.raises(InputError, match=SWITCH):
@@ -176,7 +156,7 @@ CANDIDATES = {1: [1, 2, 4], 8: [0, 1, 2]}
 
 
 def rule(acceptance: float = 0.8, row: float = 0.1) -> dict[str, Any]:
-    """Return a rule in which k steps cost 1 + row x k x batch."""
+    """Return a rule with a cost of k steps of 1 + row x k x batch."""
     return rule_entry([acceptance] * 4, {size: [1 + row * k * size for k in range(5)] for size in (1, 8)}, 1.0)
 
 
@@ -191,23 +171,18 @@ def test_the_steps_are_those_with_the_most_tokens_per_second(acceptance, row, si
 
     policy = CostedSteps(CANDIDATES, rule(acceptance, row))
     assert policy.get_steps_for_batch(size) == max(CANDIDATES[8 if size >= 8 else 1], key=rate)
-    assert policy.candidate_steps == [0, 1, 2, 4]
+    assert policy.candidate_steps == [0, 1, 2, 4] and policy.cuda_graph_bs_for_step(4) is None
+    policy.set_cuda_graph_bs([8, 1, 4])
+    assert policy.cuda_graph_bs_for_step(4) == [1, 4] and policy.cuda_graph_bs_for_step(0) == [8]
+    assert policy.get_steps_for_batch(5) in CANDIDATES[8], "padded to a recorded size"
 
 
-def test_the_steps_follow_what_is_accepted():
+def test_the_steps_follow_the_observed_acceptance():
     policy = CostedSteps(CANDIDATES, rule(0.9, 0.1))
     assert policy.get_steps_for_batch(1) == 4
     assert 1 in [policy.on_verify_complete([0], 1) for _ in range(20)] and policy.get_steps_for_batch(1) == 1
     assert policy._tried[0] == pytest.approx(sum(MEMORY**n for n in range(20))) and policy._passed[0] == 0.0
     assert any(step is not None and step > 1 for step in (policy.on_verify_complete([1], 1) for _ in range(200)))
-
-
-def test_batches_are_padded_to_recorded_sizes():
-    policy = CostedSteps(CANDIDATES, rule())
-    assert policy.cuda_graph_bs_for_step(4) is None
-    policy.set_cuda_graph_bs([8, 1, 4])
-    assert policy.cuda_graph_bs_for_step(4) == [1, 4] and policy.cuda_graph_bs_for_step(0) == [8]
-    assert policy.get_steps_for_batch(5) in CANDIDATES[8]
 
 
 @pytest.mark.parametrize("wrong", [{"acceptance": [0.5]}, {"seconds": {"1": [1.0, 1.1]}}, {"seconds": {}}])

@@ -1,4 +1,4 @@
-"""PEFT adapters: the text is that of peft's own `generate`, or the adapter is refused by name."""
+"""PEFT adapters: the text is that of `generate` with peft, or the adapter is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from conftest import build_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from specstop.decode.models import loading
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.run import decode
@@ -28,16 +28,13 @@ CONFIGS: dict[str, peft.PeftConfig] = {
     "lora of the last layer": peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
     "dora with bias": peft.LoraConfig(r=2, target_modules=MLP, use_dora=True),
     "lora and a whole head": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    "lora of the embeddings": peft.LoraConfig(r=2, target_modules=["embed_tokens", "v_proj"]),
     "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "norms": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
     "tokens": peft.TrainableTokensConfig(token_indices=[5, 9, 11, 30], target_modules=["embed_tokens"]),
 }
 REFUSED: dict[str, peft.PeftConfig] = {
     "PROMPT_TUNING": peft.PromptTuningConfig(num_virtual_tokens=3),
-    "PREFIX_TUNING": peft.PrefixTuningConfig(num_virtual_tokens=3),
     "activated LoRA": peft.LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[5]),
-    "ADAPTION_PROMPT": peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1),
 }
 
 
@@ -122,7 +119,7 @@ def test_fingerprints_of_different_adapters_differ(pair_folder: Path, folders: P
 def test_an_adapter_with_files_of_its_base_model_is_applied(
     pair_folder: Path, folders: Path, lora_text: list[int], tmp_path: Path, files: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many repositories of adapters have a copy of the base model's config, some of its weights."""
+    """Repositories of adapters may have a copy of the config of the base model, and of its weights."""
     folder = Path(shutil.copytree(folders / "lora", tmp_path / "adapter"))
     for path in (pair_folder / "target").glob(files):
         shutil.copy(path, folder)
@@ -143,17 +140,6 @@ def test_an_adapter_outside_the_layers_is_refused_by_name(folders: Path, name: s
 Damage = Callable[[Path], object]
 
 
-def change_tensor(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Damage:
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / "adapter_model.safetensors")
-        name = next(name for name in tensors if "up_proj.lora_A" in name)
-        changed = change(tensors.pop(name))
-        tensors |= {} if changed is None else {name: changed.contiguous()}
-        save_file(tensors, folder / "adapter_model.safetensors")
-
-    return damage
-
-
 def change_config(**values: object) -> Damage:
     def damage(folder: Path) -> None:
         raw = json.loads((folder / "adapter_config.json").read_text())
@@ -163,14 +149,11 @@ def change_config(**values: object) -> Damage:
 
 
 DAMAGED: dict[str, tuple[Damage, str]] = {
-    "nan": (change_tensor(lambda t: t * float("nan")), "up_proj.*NaN"),
-    "missing tensor": (change_tensor(lambda t: None), "lack .*lora_A"),
+    "missing tensor": (lambda f: save_file({}, f / "adapter_model.safetensors"), "lack .*lora_A"),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
     "base does not exist": (change_config(base_model_name_or_path="/nowhere/at/all"), "/nowhere/at/all does not"),
     "base is itself": (lambda f: change_config(base_model_name_or_path=str(f))(f), "is an adapter itself"),
-    "modules": (change_config(target_modules=["nothing"]), "nothing"),
     "unknown type": (change_config(peft_type="TELEPATHY"), "TELEPATHY"),
-    "no json": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json"),
 }
 
 
@@ -184,11 +167,6 @@ def test_a_damaged_adapter_is_refused_in_one_line(folders: Path, tmp_path: Path,
     assert "\n" not in str(error.value)
 
 
-def attached(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    model.load_adapter(str(folder))
-    return model
-
-
 def hooked(model: PreTrainedModel, _: Path) -> PreTrainedModel:
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output + 0.5)
     return model
@@ -200,8 +178,8 @@ def disabled(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return wrapped
 
 
-@pytest.mark.parametrize("change", [peft.PeftModel.from_pretrained, disabled, attached, hooked])
-def test_no_engine_drops_what_a_model_carries(
+@pytest.mark.parametrize("change", [peft.PeftModel.from_pretrained, disabled, hooked])
+def test_engines_keep_the_adapters_and_hooks_of_a_model(
     pair_folder: Path, folders: Path, tokenizer: PreTrainedTokenizerFast, change: Callable[..., PreTrainedModel]
 ) -> None:
     model, draft = change(base_model(pair_folder), folders / "lora of the last layer"), build_model(2).float()

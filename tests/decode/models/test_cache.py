@@ -1,8 +1,7 @@
-"""Cached reading: pieces, roll-backs, trees and streams side by side, under each engine, give the library's logits."""
+"""Cached reading: calls of any lengths, roll-backs, trees, several streams and each engine give the logits of the library."""
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -50,11 +49,10 @@ def random_tokens(*shape: int, seed: int = 0, first: int = 0) -> torch.Tensor:
     return torch.randint(first, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_pieces_and_roll_backs_equal_one_forward(model: hub.PreTrainedModel, seed: int) -> None:
-    near, draw = NEAR[model.config._attn_implementation], random.Random(seed)
+def test_short_calls_and_roll_backs_equal_one_forward(model: hub.PreTrainedModel) -> None:
+    near, draw, seed = NEAR[model.config._attn_implementation], random.Random(1), 1
     cached, text = CachedModel(model, 40, VOCABULARY), torch.zeros(1, 0, dtype=torch.int64)
-    for step in range(12):
+    for step in range(20):
         new = random_tokens(1, 1 + draw.randrange(5), seed=100 * seed + step)
         text = torch.cat([text, new], 1)
         rows = draw.choice([0, 1])
@@ -63,25 +61,6 @@ def test_pieces_and_roll_backs_equal_one_forward(model: hub.PreTrainedModel, see
         torch.testing.assert_close(logits, full(model, text)[:, -(rows or new.shape[1]) :], atol=near, rtol=0)
         cached.roll_back(max(0, min(text.shape[1] - draw.randrange(4), 30)))
         text = text[:, : cached.length]
-
-
-def test_a_mask_hides_tokens_under_each_backend(model: hub.PreTrainedModel) -> None:
-    """Two branches after one prefix in one call equal each branch alone. Eager attention adds its mask to the scores."""
-    near, prefix, branches = NEAR[model.config._attn_implementation], random_tokens(1, 6), random_tokens(1, 2, seed=1)
-    cached = CachedModel(model, 20, VOCABULARY)
-    cached.read(prefix)
-    mask = torch.cat([torch.ones(2, 6), torch.eye(2)], 1).bool()[None, None]
-    both = cached.read(branches, 0, mask, torch.tensor([[6, 6]]))
-    for i in range(2):
-        alone = full(model, torch.cat([prefix, branches[:, i : i + 1]], 1))[:, -1]
-        torch.testing.assert_close(both[:, i], alone, atol=near, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_logits_are_float32_or_float64_and_of_the_requested_width(plain_pair: Pair, dtype: torch.dtype) -> None:
-    logits = CachedModel(copy.deepcopy(plain_pair.target).to(dtype), 8, 30).read(random_tokens(1, 3))
-    assert logits.shape == (1, 3, 30)
-    assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def subtree(tree: Topology, draw: random.Random) -> list[int]:
@@ -95,12 +74,11 @@ def subtree(tree: Topology, draw: random.Random) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kind", "attention", "engine"),
-    [("llama", "sdpa", "plain"), ("llama", "eager", "plain"), ("mistral-window", "sdpa", "plain"),
-     ("gemma2", "eager", "plain"), ("opt", "eager", "plain"), ("gpt2", "sdpa", "plain"), ("llama", "sdpa", "compact"),
-     ("qwen3", "sdpa", "compact")],
+    [("llama", "eager", "plain"), ("mistral-window", "sdpa", "plain"), ("gemma2", "eager", "plain"),
+     ("opt", "eager", "plain"), ("gpt2", "sdpa", "plain"), ("llama", "sdpa", "compact")],
 )  # fmt: skip
-def test_streams_side_by_side_are_read_as_alone(kind: str, attention: str, engine: str) -> None:
-    """Random calls of three streams in one cache against three caches; texts end and others begin in their place."""
+def test_a_stream_in_a_batch_is_read_as_alone(kind: str, attention: str, engine: str) -> None:
+    """Random calls of three streams in one cache and in three caches; texts end and others begin in their place."""
     draw, near = random.Random(5), NEAR[attention]
     model = speed_up(table.build(kind, torch.float64, attention), engine)
     together = CachedModel(model, 60, table.VOCABULARY, True, STREAMS)
@@ -134,26 +112,6 @@ def test_streams_side_by_side_are_read_as_alone(kind: str, attention: str, engin
     assert min(trees_kept) > 1
 
 
-def test_a_long_part_is_read_alone_and_a_prompt_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other streams are not filled up to its length, and a device can use its flash kernel."""
-    shapes, masked, attend = list[tuple[int, ...]](), list[bool](), functional.scaled_dot_product_attention
-
-    def attention(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        shapes.append((len(query), query.shape[2], len(key)))
-        masked.append(options.get("attn_mask") is not None)
-        return attend(query, key, *args, **options)
-
-    cache = CachedModel(table.build("llama", torch.float64), 200, table.VOCABULARY, streams=6)
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
-    for stream in range(6):
-        cache.read_parts([Part(stream, [3, 4, 5], 1)])
-    assert not any(masked)
-    shapes.clear()
-    cache.read_parts([Part(0, [7]), Part(1, [5] * 90, 1), Part(2, [8, 9])])
-    assert {(queries, keys) for queries, _, keys in shapes} == {(1, 1), (3, 3)}, "no streams behind the last in use"
-    assert max(count for queries, count, _ in shapes if queries == 3) < 5
-
-
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0,
@@ -166,14 +124,12 @@ OPT = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 
 ENGINES: dict[str, tuple[hub.PreTrainedConfig, tuple[str, ...]]] = {
     "llama": (hub.LlamaConfig(**SMALL), ("compact",)),
     "llama-biased-tied": (
-        hub.LlamaConfig(**SMALL, attention_bias=True, tie_word_embeddings=True),
+        hub.LlamaConfig(**ALL_HEADS, attention_bias=True, tie_word_embeddings=True),
         ("compact", "packed"),
     ),
-    "llama-all-heads": (hub.LlamaConfig(**ALL_HEADS), ("compact",)),
     "llama-linear": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", **SCALED}), ("compact",)),
     "llama-3": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", **SCALED, **LLAMA3}), ("compact",)),
     "mistral": (hub.MistralConfig(**SMALL, sliding_window=None, head_dim=8), ("compact",)),
-    "qwen2": (hub.Qwen2Config(**SMALL), ("compact",)),
     "qwen3": (hub.Qwen3Config(**SMALL, head_dim=16), ("compact", "packed")),
     "gpt2": (hub.GPT2Config(**GPT2), ("packed",)),
     "gpt-neox": (hub.GPTNeoXConfig(**ALL_HEADS), ("packed",)),
@@ -270,24 +226,24 @@ def test_attention_in_parts_equals_the_whole(queries: int, visible: int, device:
     torch.testing.assert_close(parts, whole.to(dtype), atol=2e-5, rtol=2e-5)
 
 
-def test_a_recorded_compact_model_attends_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where queries that share a head are grouped."""
     divided: list[int] = []
 
-    def recording(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counting(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
         divided.append(key.shape[2])
         return divided_attention(query, key, *rest)
 
-    graphs = simulate_graphs(monkeypatch)
     monkeypatch.setattr(attention_module, "is_divided", lambda query, key, mask: key.shape[2] >= 512)
-    monkeypatch.setattr(attention_module, "divided_attention", recording)
+    monkeypatch.setattr(attention_module, "divided_attention", counting)
     model = build_model(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=700).float()
     compact: Any = CompactModel(model)
     compact._grouped = True
+    simulate_graphs(monkeypatch)
     caches = CachedModel(model, 640, VOCABULARY), CudaGraphModel(compact, 640, VOCABULARY, recorder=recorder)
     tokens = random_tokens(640, seed=1, first=1)
-    steps = [(at, at + 2) for at in range(300, 310, 2)], [(at, at + 3) for at in range(500, 530, 3)]
-    for first, end in [(0, 300), *steps[0], (310, 500), *steps[1]]:
+    steps = *((at, at + 2) for at in range(300, 306, 2)), (306, 510), *((at, at + 3) for at in range(510, 530, 3))
+    for first, end in ((0, 300), *steps):
         expected, logits = (cache.read_parts([Part(0, tokens[first:end])]) for cache in caches)
         torch.testing.assert_close(logits, expected, atol=FLOAT32, rtol=FLOAT32)
-    assert set(divided) == {512, 768} and graphs.recorded >= 2
+    assert set(divided) == {512, 768}

@@ -1,4 +1,4 @@
-"""Loading a pair from folders and hub names: the pair is the saved one, or it is refused in one line with the reason."""
+"""Loading a pair from folders and hub names: it is the saved pair, or it is refused in one line with the reason."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_end_of_text_is_that_of_the_generation_config_or_else_of_the_tokeniz
         target.generation_config.eos_token_id = configured
         assert join(target, None, tokenizer).eos == expected
     assert join(target, None).eos == ()
-    for value in ("</s>", 3.5, True, [2, "a"], [[2]], {"a": 1}):
+    for value in ("</s>", True, [2, "a"]):
         target.generation_config.eos_token_id = value
         with pytest.raises(PairError, match="eos_token_id"):
             join(target, None, tokenizer)
@@ -105,11 +105,10 @@ def test_vocabularies_may_differ_by_padding_or_further_tokens(folder: Path, toke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float8"}, "dtype: .*'float8'"),
-        ({"device": "abacus"}, "device: 'abacus'"),
-        *(({"device_map": text}, "device") for text in ("everywhere", "{", '{"model": "no"}', '{"model": null}')),
+        ({"dtype": "float8"}, "dtype: .*'float8'"), ({"device": "abacus"}, "device: 'abacus'"),
+        *(({"device_map": text}, "device") for text in ("{", '{"model": "no"}')),
     ],
-)
+)  # fmt: skip
 def test_invalid_arguments_are_refused(pair_folder: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(SpecstopError, match=message):
         load(pair_folder, **options)
@@ -140,46 +139,31 @@ def extra(name: str) -> Damage:
     return weights(lambda tensors: tensors.update({name: torch.zeros(3)}))
 
 
-def holding(value: float) -> Damage:
-    return weights(lambda tensors: tensors[UP][3].__setitem__(4, value))
+def crafted(model: Path) -> None:
+    """Replace the weights by a pickle that runs a command when it is loaded."""
+
+    class Crafted:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch '{model.parent / 'ran'}'",)
+
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Crafted()))
 
 
-def pickled(content: Any, raw: bool = False) -> Damage:
-    def damage(model: Path) -> None:
-        tensors = load_file(model / "model.safetensors")
-        (model / "model.safetensors").unlink()
-        value = content(tensors, model.parent / "ran")
-        if raw:
-            (model / "pytorch_model.bin").write_bytes(pickle.dumps(value))
-        else:
-            torch.save(value, model / "pytorch_model.bin")
-
-    return damage
+def in_pickle(model: Path) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
 
 
-class Crafted:
-    """Runs a command when it is loaded from a pickle."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch '{self.path}'",)
-
-
-def sharded(**index: Any) -> Damage:
-    def damage(model: Path) -> None:
-        tensors = load_file(model / "model.safetensors")
-        (model / "model.safetensors").unlink()
-        names = sorted(tensors)
-        files = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(names)}
-        for file in set(files.values()):
-            part = {name: tensors[name] for name in names if files[name] == file}
-            save_file(part, model / file, metadata={"format": "pt"})
-        full = {"metadata": {"total_size": 1}, "weight_map": files, **index}
-        (model / "model.safetensors.index.json").write_text(json.dumps(full))
-
-    return damage
+def in_shards(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    files = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        part = {name: tensors[name] for name in tensors if files[name] == file}
+        save_file(part, model / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def swap_tokens(model: Path) -> None:
@@ -190,46 +174,29 @@ def swap_tokens(model: Path) -> None:
     (model / "tokenizer.json").write_text(json.dumps(raw))
 
 
-LAYERS, CODE = "num_hidden_layers.* from 1 to 1024", {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
 REFUSED: dict[str, tuple[Damage, str]] = {
     "no folder": (shutil.rmtree, "does not exist"),
     "no config": (lambda m: (m / "config.json").unlink(), "config.json"),
-    "no weights": (lambda m: (m / "model.safetensors").unlink(), "cannot load a model"),
     "broken weights": (lambda m: (m / "model.safetensors").write_bytes(b"junk"), "cannot load a model"),
-    "a tensor is missing": (weights(lambda t: t.pop(UP)), f"lack {UP}"),
     "half is missing": (weights(lambda t: [t.pop(name) for name in sorted(t)[::2]]), "lm_head.weight and 10 more"),
     "a tensor is transposed": (weights(lambda t: t.update({UP: t[UP].T.contiguous()})), rf"{UP} of shape \[16, 32\]"),
     "a layer too many": (extra("model.layers.7.mlp.up_proj.weight"), r"model\.layers\.7\.mlp\.up_proj\.weight"),
-    "a bias too many": (extra("model.layers.1.mlp.up_proj.bias"), "up_proj.bias"),
-    "a bias too few": (config(mlp_bias=True), "down_proj.bias and 5 more"),
-    "NaN among the weights": (holding(math.nan), f"{UP} .*NaN or infinite in float64"),
-    "a crafted pickle": (pickled(lambda t, ran: Crafted(ran), raw=True), "pickle"),
-    "a crafted archive": (pickled(lambda t, ran: {**t, "x": Crafted(ran)}), "pickle"),
-    "a pickle of no tensors": (pickled(lambda t, ran: [1, 2]), "cannot load a model"),
-    "an index without a map": (sharded(weight_map=None), "cannot load a model"),
-    "an index that leads out": (sharded(weight_map={UP: "../../no.safetensors"}), "cannot load a model"),
+    "NaN among the weights": (weights(lambda t: t[UP][3].fill_(math.nan)), f"{UP} .*NaN or infinite in float64"),
+    "a crafted pickle": (crafted, "pickle"),
     "no heads": (config(num_attention_heads=0), "cannot load a model"),
-    "no key heads": (config(num_key_value_heads=0), "num_key_value_heads.*not 0"),
-    "a window without tokens": (config(sliding_window=0), "sliding_window.*not 0"),
-    "no layers": (config(num_hidden_layers=0), LAYERS),
+    "no layers": (config(num_hidden_layers=0), "num_hidden_layers.* from 1 to 1024"),
     "negative width": (config(hidden_size=-16), "hidden_size.*not -16"),
-    "negative positions": (config(max_position_embeddings=-1), "max_position_embeddings.*not -1"),
-    "no vocabulary": (config(vocab_size=None), "vocab_size"),
     "an end in words": (config(eos_token_id="</s>"), "eos_token_id"),
-    "a width beyond numbers": (config(intermediate_size=2**70), "intermediate_size"),
-    "an unknown activation": (config(hidden_act="nonsense"), "nonsense"),
     "an attention that is not installed": (config(_attn_implementation="flash_attention_2"), "FlashAttention2"),
-    "an unknown attention": (config(_attn_implementation="nonsense"), "nonsense"),
-    "an unknown kind": (config(model_type="nonsense"), "nonsense"),
     "no language model": (config(model_type="t5"), "causal language model, not 't5'"),
     "code for an unknown kind": (config(model_type="nobody_knows", auto_map=CODE), "never run"),
-    "code for no kind": (config(model_type=None, auto_map=CODE), "never run"),
     "terminal escape codes": (config(model_type="\x1b[2J"), r"model type `\?\[2J`"),
     "nesting without end": (lambda m: (m / "config.json").write_text("[" * 99_999), "cannot load a model"),
     "a config that is a list": (lambda m: (m / "config.json").write_text("[]"), "JSON object in config.json"),
     "a broken tokenizer": (lambda m: (m / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
     "another tokenizer": (swap_tokens, "share one tokenizer"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "role"), [(name, ("target", "draft")[at % 2]) for at, name in enumerate(REFUSED)])
@@ -241,27 +208,15 @@ def test_a_damaged_model_is_refused_in_one_line_with_the_reason(folder: Path, na
     line = str(error.value)
     assert line.startswith(role if name != "another tokenizer" else "target and draft") and line.isprintable()
     assert len(line) < 600 and "trust_remote_code" not in line
-    assert not (folder / "ran").exists(), "nothing of a pickle runs"
-
-
-def test_values_that_a_dtype_cannot_hold_are_refused(folder: Path) -> None:
-    holding(1e6)(folder / "draft")
-    load(folder, dtype="float32")
-    with pytest.raises(PairError, match=f"draft: .*{UP} .*NaN or infinite in float16"):
-        load(folder, dtype="float16")
-    weights(lambda tensors: tensors[UP].fill_(1e38))(folder / "draft")
-    load(folder, dtype="float32")  # only their sum is infinite
+    assert not (folder / "ran").exists(), "no command of a pickle runs"
 
 
 ACCEPTED: dict[str, Damage] = {
-    "weights as a pickle of tensors": pickled(lambda tensors, ran: tensors),
-    "weights in shards": sharded(),
+    "weights as a pickle of tensors": in_pickle,
+    "weights in shards": in_shards,
     "a head for another task": extra("v_head.weight"),
-    "rotations that older versions kept": extra("model.layers.0.self_attn.rotary_emb.inv_freq"),
-    "eager attention": config(_attn_implementation="eager"),
-    "both ends tied though different": config(tie_word_embeddings=True),
+    "tied but different embeddings": config(tie_word_embeddings=True),
     "code for a known kind": config(auto_map=CODE),
-    "no generation config": lambda model: (model / "generation_config.json").unlink(),
 }
 
 
@@ -294,16 +249,12 @@ def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(folder
     monkeypatch.setattr(loading, "available_bytes", lambda device: need // 2)
     load_pair(folder / "target")  # the model has no layer for that tensor
     monkeypatch.undo()
-    for size in ("vocab_size", "intermediate_size"):
-        config(**{size: 2**31 - 1})(folder / "draft")
-        with pytest.raises(PairError, match=r"^target and draft: .* GB"):
-            load(folder, dtype="float64")
     assert loading.available_bytes(torch.device("meta")) is None
 
 
-@pytest.fixture
-def hub(monkeypatch: Patch, tmp_path: Path) -> list[str]:
-    """The requests to a hub that cannot be reached, from an empty working folder."""
+def test_a_hub_name_is_requested_once_unless_it_is_below_a_local_folder(
+    pair_folder: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
     requests: list[str] = []
 
     def unreachable(name: str, **_: object) -> None:
@@ -313,19 +264,13 @@ def hub(monkeypatch: Patch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(loading, "is_offline_mode", lambda: False)
     monkeypatch.setattr(loading, "model_info", unreachable)
     monkeypatch.chdir(tmp_path)
-    return requests
-
-
-def test_a_hub_name_is_requested_once_unless_it_is_below_a_local_folder(
-    pair_folder: Path, tmp_path: Path, monkeypatch: Patch, hub: list[str]
-) -> None:
     (tmp_path / "m").mkdir()
     with pytest.raises(PairError, match="m/q3 does not exist"):
         load_pair("m/q3")
-    assert not hub
+    assert not requests
     with pytest.raises(PairError, match=r"someone/thing .*not known"):
         load_pair("someone/thing")
-    assert len(hub) == 1
+    assert len(requests) == 1
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _, file: str(pair_folder / "target" / file))
     assert load_pair("m/q3").draft is None, "a cached model needs no hub"
 
@@ -333,12 +278,11 @@ def test_a_hub_name_is_requested_once_unless_it_is_below_a_local_folder(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, "gguf_file=") for name in ("folder/x.gguf", "folder")),
-        ("folder/model.safetensors", "config.json"),
-        *((name, "model folder or a hub name") for name in ("some one/thing", "a--b/c", "x/..")),
+        ("folder/x.gguf", "gguf_file="), ("folder", "gguf_file="), ("folder/model.safetensors", "config.json"),
+        ("some one/thing", "model folder or a hub name"), ("x/..", "model folder or a hub name"),
         ("someone/thing", "HF_HUB_OFFLINE"),
     ],
-)
+)  # fmt: skip
 def test_a_name_without_a_model_is_refused_with_a_remedy(
     tmp_path: Path, monkeypatch: Patch, name: str, message: str
 ) -> None:

@@ -23,21 +23,20 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.profile import (
     CalibrationRun,
     add_decisions,
-    decisions,
     loop_decisions,
     measure_decision,
     measure_profile,
     missing_decisions,
 )
 from specstop.decode.profile.calibration import _affordable_tokens
+from specstop.decode.profile.decisions import device_of
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.scripts import TWICE, BatchScript, ChainScript, TreeScript, card_at, is_full
-from specstop.decode.topology import parse_tree
+from specstop.decode.profile.scripts import TWICE, BatchScript, ChainScript
 from specstop.decode.verify.sampler import Sampler
-from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import PLAIN, TREE_VERIFY, VERIFY, Measurements, decision_prices
+from specstop.policies.measurements import Measurements, decision_prices
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 
@@ -51,8 +50,8 @@ STREAM, DRAFT_TOKEN = 2e-4, 5e-5
 
 
 def known_clock(pair: Pair, monkeypatch: Patch, streams: bool = False) -> list[float]:
-    """Return the clock of single texts or batches. Its second entry is the target's cost of a token of context."""
-    now = [0.0, 0.0]
+    """Return the clock of single texts or batches."""
+    now = [0.0]
 
     def timed(owner: Any, name: str, seconds: Callable[..., float]) -> None:
         method = getattr(owner, name)
@@ -66,7 +65,7 @@ def known_clock(pair: Pair, monkeypatch: Patch, streams: bool = False) -> list[f
     def read(cache: CachedModel, tokens: torch.Tensor, *rest: Any) -> float:
         count = tokens.shape[1]
         if cache.original is pair.target:
-            return TARGET + ROW * count + now[1] * cache.length
+            return TARGET + ROW * count
         return DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)
 
     def read_streams(cache: CachedModel, parts: Any) -> float:
@@ -96,9 +95,6 @@ def ticking_clock(monkeypatch: Patch) -> list[float]:
 
     monkeypatch.setattr(Timer, "now", read_clock)
     return now
-
-
-SIZES = (3,)
 
 
 def measure(pair: Pair, repetitions: int = 2, **options: Any) -> Profile:
@@ -138,8 +134,9 @@ def test_known_costs_are_recovered(calibrated: Profile) -> None:
     assert 12 < calibrated.low.context < calibrated.high.context < 128
 
 
-def test_rounds_cost_their_seconds(pair: Pair, calibrated: Profile, clock: list[float]) -> None:
-    """The predicted seconds of another run with a longer prompt equal the measured ones."""
+def test_predicted_seconds_of_rounds_equal_the_measured_ones(
+    pair: Pair, calibrated: Profile, clock: list[float]
+) -> None:
     for policy in (FixedLength(3), TEST_POLICIES["trimming"].limited(DEPTH)):
         generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
         for r in generation.rounds:
@@ -147,22 +144,7 @@ def test_rounds_cost_their_seconds(pair: Pair, calibrated: Profile, clock: list[
             assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
 
 
-def test_longer_contexts_cost_more(pair: Pair, clock: list[float]) -> None:
-    clock[1] = 2e-5
-    profile = measure(pair, 3)
-    span = profile.high.context - profile.low.context
-    for low, high in zip(profile.low.verify_s, profile.high.verify_s, strict=True):
-        assert high - low == pytest.approx(2e-5 * span, rel=0.5), "contexts vary by 60 tokens within a text"
-    assert profile.low.draft_s == pytest.approx(profile.high.draft_s, rel=EXACT)
-
-
-def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(pair: Pair, clock: list[float]) -> None:
-    profile = measure(pair, prompts=[prompt[:3] for prompt in PROMPTS])
-    assert (profile.low.draft_token_s, profile.high.draft_token_s) == pytest.approx((FURTHER, FURTHER), rel=1e-4)
-
-
-def test_a_measured_profile_is_positive_and_survives_its_file(pair: Pair, tmp_path: Path, monkeypatch: Patch) -> None:
-    ticking_clock(monkeypatch)
+def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path: Path, ticking: list[float]) -> None:
     calls: list[tuple[str, int, int]] = []
     profile = measure(
         pair, 1, temperature=0.7, policies=[Confidence(0.3, DEPTH), TEST_POLICIES["trimming"]], new_tokens=30,
@@ -170,11 +152,9 @@ def test_a_measured_profile_is_positive_and_survives_its_file(pair: Pair, tmp_pa
     )  # fmt: skip
     for table in (profile.low, profile.high):
         assert len(table.verify_s) == DEPTH + 1 and min(*table.draft_s, *table.verify_s, table.context) > 0
-        assert table.draft_token_s >= 0 and table.draft_s[1] >= table.draft_s[0]
     assert min(profile.step_s, profile.prefill_s[1]) >= 0 < profile.round_s
     assert set(profile.decision_s) == {"confidence", "trimming"} and min(profile.decision_s.values()) > 0
     assert (profile.max_depth, profile.temperature, profile.facts["device"]) == (DEPTH, 0.7, "here")
-    assert profile.facts["rounds"] > 10
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
     assert calls == [("profile", done, 6) for done in range(7)], "rounds and two policies, after a warm-up"
@@ -183,7 +163,6 @@ def test_a_measured_profile_is_positive_and_survives_its_file(pair: Pair, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": []}, "at least one prompt"),
         ({"prompts": [[6, 7], []]}, "none empty"),
         ({"prompts": [[6] * 60], "new_tokens": 80}, "no room"),
         ({"batch": (0, 2)}, "batch"),
@@ -194,30 +173,26 @@ def test_invalid_arguments_are_refused(pair: Pair, options: dict[str, Any], mess
         measure(pair, 1, **{"depth": 2, **options})
 
 
-def test_known_costs_of_batches_are_recovered(pair: Pair, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_known_costs_of_batches_are_recovered(pair: Pair, monkeypatch: Patch) -> None:
     known_clock(pair, monkeypatch, streams=True)
-    profile = measure(pair, batch=SIZES)
+    profile = measure(pair, batch=(3,))
     costs = profile.batch
-    assert costs is not None and costs.sizes == (1, *SIZES), "and single texts, with which batches end"
+    assert costs is not None and costs.sizes == (1, 3), "and single texts, with which batches end"
     drafting = np.array([1, 2, 3])
     for context in (costs.low.context, costs.high.context):
-        for size in SIZES:
-            tokens = np.array([count for count, _ in costs.low.verify_s[size]])
-            assert tokens[0] == size and tokens[-1] == size * (1 + DEPTH)
-            expected = TARGET + STREAM * size + ROW * tokens + ROUND
-            assert profile.verify_s(size, tokens, context) == pytest.approx(expected, rel=EXACT)
+        tokens = np.array([count for count, _ in costs.low.verify_s[3]])
+        assert tokens[0] == 3 and tokens[-1] == 3 * (1 + DEPTH)
+        expected = TARGET + STREAM * 3 + ROW * tokens + ROUND
+        assert profile.verify_s(3, tokens, context) == pytest.approx(expected, rel=EXACT)
         assert profile.draft_s(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=EXACT)
         assert (profile.first_draft_s(drafting, context) >= profile.draft_s(drafting, context)).all(), "it reads more"
-    profile.save(tmp_path / "profile.json")
-    loaded = Profile.load(tmp_path / "profile.json")
-    assert loaded.batch == costs and loaded.noise == profile.noise
-    resampled = loaded.resampled(np.random.default_rng(0)).batch
-    assert resampled is not None
-    assert dict(resampled.low.verify_s[3]) == pytest.approx(dict(costs.low.verify_s[3])), "all repetitions agree"
+
+
+# Scripts
 
 
 def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair: Pair) -> None:
-    """Each text has its own order, and another one in each deck of lengths."""
+    """The order differs between texts, and between the decks of lengths of a text."""
     speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
     orders = []
     for key in range(3):
@@ -247,25 +222,9 @@ def test_scripted_batches_draft_every_length_in_the_order_of_their_tokens() -> N
         observed.append(deck.index((len(drafting), max(drafting, default=0))))
     assert set(observed) == set(range(len(deck)))
     assert observed[::TWICE] == observed[1::TWICE] and {abs(a - b) for a, b in pairwise(observed[::TWICE])} == {1}
-    starts = sorted(card_at(len(deck), key, 0) for key in range(2 * (len(deck) - 1)))
-    assert starts == [0, *sorted(2 * list(range(1, len(deck) - 1))), len(deck) - 1] and card_at(1, 5, 3) == 0
 
 
-def test_full_trees_are_timed_in_runs(pair: Pair) -> None:
-    """As a static tree is decoded: a size that repeats costs less than one that comes now and then."""
-    speculator = Speculator(pair, TreeScript(2, 4), Settings(0.0, 60, ignore_eos=True, tree="2,2"))
-    texts = [speculator.generate(PROMPTS[0], key).rounds for key in range(1, 9)]
-    sizes = [[r.verified for r in rounds if not r.cut] for rounds in texts]
-    repeats = [later == 6 for text in sizes for size, later in pairwise(text) if size == 6]
-    assert all(a.count(6) + b.count(6) for a, b in pairwise(sizes)), "of any two texts in a row one has full trees"
-    assert all(is_full(key, 4 * (key - 1)) for key in (1, 2, 3)), "the first texts have them early"
-    share = len(repeats) / sum(map(len, sizes))
-    assert share > 0.1 and sum(repeats) / len(repeats) > 2 * share
-
-
-def test_trees_and_chains_are_timed_in_the_same_turn(pair: Pair) -> None:
-    cases = CalibrationRun(pair, PROMPTS, depth=2, temperature=0.0, new_tokens=20, tree="2,1", batch=(2,)).cases()
-    assert len(cases) == 3 and {key.what for key in cases["rounds"](1)} >= {VERIFY, PLAIN, TREE_VERIFY}
+# Warm-up
 
 
 def test_a_gpu_is_warmed_up_until_no_call_is_recorded(pair: Pair, monkeypatch: Patch) -> None:
@@ -306,6 +265,9 @@ def test_the_budget_includes_the_warm_up(pair: Pair, monkeypatch: Patch, device:
     assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[0]) == tokens
 
 
+# Decisions
+
+
 class OnTheClock(ChainScript):
     """Advances the clock with each decision and each outcome."""
 
@@ -322,58 +284,17 @@ class OnTheClock(ChainScript):
         return super().observe(outcome, state)
 
 
-class FromDepth(StopPolicy):
-    """Is called from a depth on, where its state begins, like a learned policy."""
-
-    features, max_depth = ("top1",), 9
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        assert step.depth == self.first or state is not None
-        return step.alive & (step.features[..., 0] > 0.1), 1.0
-
-
-class OfTrees(StopPolicy):
-    """Records the sizes of what it is shown of a tree, and keeps all nodes."""
-
-    features, max_depth, first = ("top1",), 3, 1
-
-    def __init__(self, now: list[float]) -> None:
-        self.now, self.branches, self.nodes = now, list[int](), list[int]()
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.branches.append(step.alive.shape[1])
-        assert step.features.shape == (1, step.alive.shape[1], 1) and (step.features > 0.0).all()
-        self.now[0] += 3e-5 * step.alive.shape[1]
-        return step.alive, state
-
-    def select(self, tree: DraftTree, state: State) -> Array:
-        self.nodes.append(int(tree.drawn.sum()))
-        self.now[0] += 1e-3
-        return tree.drawn
-
-
 def price(timed: Measurements, policy: StopPolicy) -> float:
     return decision_prices(timed.pooled)[policy.cost_name]
 
 
 def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
-    names = ("from-anchor", "trimming", "reads-history", "adaptive")
-    for policy in (Confidence(0.4), *(TEST_POLICIES[name] for name in names), *map(FromDepth, (0, 1, 3))):
+    late = OnTheClock(9, [0.0])  # on a clock that is not read
+    late.first = 3
+    for policy in (Confidence(0.4), late, *(TEST_POLICIES[name] for name in ("from-anchor", "trimming", "adaptive"))):
         assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(4 * TICK / 3)
     slow = OnTheClock(DEPTH, ticking)
     assert price(measure_decision(slow, VOCABULARY, 0.7), slow) > 5e-5
-
-
-def test_decisions_about_trees_are_timed_in_rounds_of_the_tree(ticking: list[float]) -> None:
-    policy = OfTrees(ticking)
-    seconds = price(measure_decision(policy, VOCABULARY, 0.7, tree=parse_tree("4,2,1")), policy)
-    assert set(policy.branches) == {4, 8} and set(policy.nodes) == {4 + 8 + 8}
-    # Two decisions read 4 and 8 branches, and nodes are selected once.
-    assert seconds == pytest.approx((3 * TICK + 3e-5 * 12 + 1e-3) / 2)
-    assert price(measure_decision(OfTrees(ticking), VOCABULARY, 0.7), policy) < seconds
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 1])
@@ -399,24 +320,11 @@ def test_only_missing_decisions_are_measured(profile: Profile) -> None:
     assert list(missing_decisions(unpriced, [*never_called, Confidence(0.4)])) == ["confidence"]
 
 
-@pytest.mark.parametrize("is_available", [True, False])
-def test_decisions_are_timed_on_the_device_of_the_profile(
-    profile: Profile, monkeypatch: Patch, is_available: bool
-) -> None:
-    policy, devices = Confidence(0.3), list[torch.device]()
-
-    def record(policy: object, vocabulary: int, temperature: float, device: torch.device, *rest: Any) -> Measurements:
-        devices.append(device)
-        return Measurements()
-
-    monkeypatch.setattr(policy, "name", "unpriced")
-    monkeypatch.setattr(decisions, "measure_decision", record)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * is_available)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
+def test_decisions_are_timed_on_the_device_of_the_profile(profile: Profile, monkeypatch: Patch) -> None:
     profile = dataclasses.replace(profile, facts={"device": "H100"})
-    if is_available:
-        add_decisions(profile, [policy], VOCABULARY)
-    else:
-        with pytest.warns(SpecstopWarning, match="H100"):
-            add_decisions(profile, [policy], VOCABULARY)
-    assert devices == [torch.device("cuda:1" if is_available else "cpu")]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of(profile) == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.warns(SpecstopWarning, match="H100"):
+        assert device_of(profile) == torch.device("cpu")
