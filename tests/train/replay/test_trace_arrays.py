@@ -31,6 +31,7 @@ from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
 from specstop.train.replay.run import replay
+from synthetic import synthetic_trace
 
 TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"
 TEMPERATURES = (0.0, 0.7)
