@@ -22,7 +22,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
@@ -66,28 +66,9 @@ def timed(profile: Profile) -> Profile:
     return with_batches(profile)
 
 
-class AboveMean(StopPolicy):
-    """Continues the streams with a confidence above the mean of the batch, while rounds are short."""
-
-    name, features, joint, max_depth = "above-mean", ("top1",), True, DEPTH
-
-    def start(self, streams: int, keys: Array) -> State:
-        return np.zeros(streams)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        assert set(step.batch.tolist()) <= {0, -1}, "one verification"
-        assert not step.alive[step.batch < 0].any(), "no round"
-        top1 = step.features[..., 0].astype(np.float64)
-        mean = top1[step.alive].mean() if step.alive.any() else 0.0
-        return step.alive & ((top1 >= mean) | (state[:, None] > 9e-3)), state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        assert len(np.unique(outcome.seconds[outcome.active])) == 1, "all streams wait for the round"
-        return np.where(outcome.active, outcome.seconds, state)
-
-
 BY_SIZE = learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(1, 1.0), (2, 1.8), (4, 2.5)]))
-SINGLE = [AboveMean(), BY_SIZE, *(TEST_POLICIES[name] for name in ("trimming", "reads-history", "selecting"))]
+NAMES = ("trimming", "reads-history", "selecting", "adaptive")
+SINGLE = [BY_SIZE, *(TEST_POLICIES[name] for name in NAMES)]
 
 
 def joint(timed: Profile) -> list[StopPolicy]:

@@ -223,37 +223,27 @@ def test_rounds_of_a_text_do_not_depend_on_the_other_texts(recorded: Trees, prof
 
 
 class Recording(StopPolicy):
-    """Drafts to full depth and records (row, depth, features)."""
+    """Drafts to full depth and records the features by depth."""
 
     features = ("anchor_margin", "mean_full", "top3", "noisy_margin", "last_verified", "depth")
     name, first, max_depth = "recording", 0, DEPTH
 
-    def __init__(self, arrays: TraceArrays) -> None:
-        self.arrays = arrays
-        self.seen: list[tuple[int, int, Array]] = []
-
-    def start(self, streams: int, keys: Array) -> State:
-        return self.arrays.offset.numpy()
+    def __init__(self) -> None:
+        self.seen: dict[int, list[list[float]]] = {depth: [] for depth in range(DEPTH)}
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.seen += [(int(state[s]), step.depth, step.features[s, 0]) for s in step.alive[:, 0].nonzero()[0].tolist()]
+        self.seen[step.depth] += step.features[step.alive].tolist()
         return step.alive, state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        return state + (outcome.accepted + 1) * outcome.active
 
 
 def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Profile) -> None:
-    arrays = recorded(None, 0.7)
-    policy = Recording(arrays)
+    arrays, policy = recorded(None, 0.7), Recording()
     played = replay(arrays, policy, profile)
     row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
     table = seen_features(arrays, policy.features, row, played.history)
     assert table.shape == (len(played), DEPTH + 1, len(policy.features))
-    at = {int(r): i for i, r in enumerate(row)}
-    assert len(at) == len(row), "no anchor is visited twice"
-    for r, depth, features in policy.seen:
-        assert features.tolist() == table[at[r], depth].tolist()
+    for depth, features in policy.seen.items():
+        assert sorted(features) == sorted(table[played.decisions > depth, depth].tolist())
     assert bool((table[:, 0, [1, 4]] > 0).any())
     assert not table[:, 0, [2, 3, 5]].any(), "depth 0 has ANCHOR and HISTORY features only"
 
