@@ -31,7 +31,6 @@ from specstop.train.evaluate.importance import (
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
-from synthetic import synthetic_trace
 from torch import Tensor
 
 EXACT = 1e-9
@@ -77,53 +76,37 @@ def test_rounds_of_the_recorded_policy_are_those_of_the_trace(live: Any, profile
     assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
 
 
-def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile: Profile) -> None:
-    trace = live(verification="rejection")
-    arrays, rounds = read(trace), single_rounds(trace)
-    for policy in (FixedLength(2), Confidence(0.5, DEPTH)):
-        observed, values = observed_rounds(arrays, policy, profile), evaluate_rounds(rounds, policy, profile)
-        assert observed.observed.all()
-        for one, other in ((observed.tokens, values.committed), (observed.seconds, values.price(profile))):
-            assert np.sort(one[~rounds.cut]) == pytest.approx(np.sort(other.numpy()), rel=EXACT)
-
-
-def three_tokens(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:
-    """Return arrays of one text whose rounds drafted 3 tokens."""
-    arrays = synthetic_trace([[0] * len(accepted)], 3)
-    path = torch.tensor(accepted)
-    drawn = torch.ones_like(path)
-    extra = {
-        "sent": drawn,
-        "explored": torch.ones(len(path), dtype=torch.bool),
-        "backlog": torch.ones(len(path), dtype=torch.int64),
-        "decisions": torch.zeros(len(path), dtype=torch.int64),
-        "draft_prob": torch.full(path.shape, 0.5),
-        "target_prob": torch.tensor([[0.4, 0.9, 0.2]] * len(path)),
-    }
-    header = dataclasses.replace(arrays.header, collector="live", explore=1.0, verification=verification, eos=(9,))
-    ids = torch.tensor(tokens)
-    return dataclasses.replace(
-        arrays, header=header, path=path, drawn=drawn, accepted=path.long().cumprod(1).sum(1), ends=ids == 9,
-        tokens=ids, extra=extra, cut=torch.zeros(len(path), dtype=torch.bool),
-    )  # fmt: skip
-
-
-def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None:
-    arrays = three_tokens([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
-    for k, tokens, drafted in ((0, 1.0, 0), (1, 2.0, 1), (3, 2.0, 2)):
+def test_an_accepted_end_of_text_has_no_token_after_it(live: Any, profile: Profile) -> None:
+    """As if the second token of each draft ended the text."""
+    trace = read(live())
+    arrays, uncut = dataclasses.replace(trace, ends=(torch.arange(DEPTH) == 1).repeat(len(trace.ends), 1)), ~trace.cut
+    for k in (0, 1, 3):
         rounds = observed_rounds(arrays, FixedLength(k), profile)
-        assert rounds.tokens.tolist() == [tokens] * 2 and rounds.drafted.tolist() == [drafted] * 2
+        accepted = np.minimum(arrays.accepted[uncut].numpy(), min(k, 2))
+        assert (rounds.drafted[uncut] == min(k, 2)).all()
+        assert rounds.tokens[uncut].tolist() == (accepted + 1 - (accepted == 2)).tolist()
 
 
-@pytest.mark.parametrize(
-    ("verification", "survival"),
-    [("rejection", (0.8, 0.8 * 1.0, 0.8 * 0.4)), ("block", (0.8, min(0.8 * 1.8, 1.0), 0.4))],
-)
-def test_expected_tokens_of_rejection_and_block(profile: Profile, verification: str, survival: Any) -> None:
-    arrays = three_tokens([[True, True, False]], [[1, 2, 3]], verification)
-    for k in range(4):
-        result = observed_rounds(arrays, FixedLength(k), profile)
-        assert result.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_tokens_are_expectations_over_the_stored_probabilities(live: Any, profile: Profile, verification: str) -> None:
+    trace = live(verification=verification)
+    arrays = read(trace)
+    uncut = ~arrays.cut
+    ratio = arrays.extra["target_prob"][uncut].double() / arrays.extra["draft_prob"][uncut].double()
+    survival, expected = torch.ones(len(ratio)).double(), torch.ones(len(ratio)).double()
+    assert len(ratio) > 30
+    for k in range(DEPTH + 1):
+        rounds = observed_rounds(arrays, FixedLength(k), profile)
+        assert rounds.observed.all() and rounds.tokens[uncut] == pytest.approx(expected.numpy(), rel=1e-5)
+        if verification == "rejection":
+            single = evaluate_rounds(single_rounds(trace), FixedLength(k), profile)
+            assert (single.drafted == k).all()
+            assert np.sort(single.committed) == pytest.approx(np.sort(expected), rel=1e-5)
+            assert np.sort(single.price(profile)) == pytest.approx(np.sort(rounds.seconds[uncut]), rel=EXACT)
+        if k < DEPTH:
+            is_block = verification == "block"
+            survival = (survival * ratio[:, k]).clamp(max=1.0) if is_block else survival * ratio[:, k].clamp(max=1.0)
+            expected = expected + survival
 
 
 def censored(full: TraceArrays, recorded: Tensor, explored: Tensor, share: float) -> TraceArrays:
@@ -141,26 +124,14 @@ def censored(full: TraceArrays, recorded: Tensor, explored: Tensor, share: float
     )  # fmt: skip
 
 
-def few_rounds(full: TraceArrays, texts: int, rounds: int) -> TraceArrays:
-    """Return the first rounds of the first texts."""
-    part = full.subset(range(texts))
-    keep = torch.cat([torch.arange(int(o), int(o) + rounds) for o in part.offset])
-    counts = torch.full((texts,), rounds)
-    return dataclasses.replace(
-        part, rows=counts, offset=counts.cumsum(0) - counts, accepted=part.accepted[keep], tokens=part.tokens[keep],
-        ends=part.ends[keep], cut=part.cut[keep], columns={n: v[keep] for n, v in part.columns.items()},
-        path=part.path[keep], drawn=part.drawn[keep], extra={n: v[keep] for n, v in part.extra.items()},
-        anchors=part.anchors[keep],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("knows_logging", [True, False])
 @pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
 def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
 ) -> None:
     """Numerators and denominator of the self-normalised estimate are unbiased, exactly."""
-    full, share = few_rounds(read(live(verification="rejection")), 2, 3), 0.3
+    full, share = read(live(verification="rejection", max_new_tokens=12)).subset([0, 1, 2]), 0.3
+    assert 5 < len(full.cut) < 12
     truth = observed_rounds(full, policy, profile)
     base = observed_rounds(full, LOGGING, profile, is_recorded=True)
     length = torch.from_numpy(base.drafted)
@@ -227,21 +198,6 @@ def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: 
         assert row[:2] == (policy.name, dataclasses.asdict(expected.to_recorded))
     assert section["rows"][1][1]["value"] == pytest.approx(1.0, rel=EXACT), "the recorded policy itself"
     assert "importance" not in evaluate(live(), profile, [FixedLength(2)]).details, "every round has full depth"
-
-
-def test_single_rounds_are_expectations_over_the_stored_probabilities(live: Any, profile: Profile) -> None:
-    arrays = single_rounds(live(verification="rejection"))
-    p, q = (arrays.extra[name][~arrays.cut].double() for name in ("target_prob", "draft_prob"))
-    survival = (p / q).clamp(max=1.0).cumprod(1)
-    assert len(survival) > 30
-    for k in (0, 1, 3):
-        rounds = evaluate_rounds(arrays, FixedLength(k), profile)
-        expected = 1.0 + survival[:, :k].sum(1)
-        assert np.sort(rounds.committed) == pytest.approx(np.sort(expected), rel=1e-5)
-        assert (rounds.drafted == k).all()
-    drawn = (arrays.accepted[~arrays.cut].double() + 1).mean()
-    whole = evaluate_rounds(arrays, FixedLength(DEPTH), profile)
-    assert float(whole.committed.mean()) == pytest.approx(float(drawn), rel=0.15)
 
 
 def test_single_rounds_of_trees_are_as_drawn(live: Any, profile: Profile) -> None:

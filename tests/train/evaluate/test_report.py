@@ -432,12 +432,8 @@ def test_conflicting_arguments_are_refused(
     next((tmp_path / "trace" / "data").iterdir()).unlink()
     for traces, profiles, policies, options, error, noun in (
         (held, one, [], {"train_traces": held}, TraceError, "prompts are in `train_traces` too"),
-        (held, one, [learned, learned], {}, InputError, "two policies are called"),
         (tmp_path / "trace", one, [], {}, TraceError, "not complete"),
-        (held, one, [FixedLength(2)], {"primary": "fixed:3"}, InputError, "primary"),
         (held, two, [], {}, InputError, "policy"),
-        (held, [one, one], [learned], {}, InputError, "once"),
-        ([], one, [learned], {}, InputError, "at least one"),
         (held, two, [learned], {"primary": "logistic"}, InputError, "primary"),
         (held, two, [learned], {"train_traces": sides[0]}, InputError, "train_traces"),
         (sides[0], two, [learned], {}, TraceError, "training prompts of logistic"),

@@ -47,33 +47,9 @@ TREES = {
 }
 
 
-class Siblings(StopPolicy):
-    """Reads what distinguishes siblings, and keeps the second only if it is close."""
-
-    name, features, max_depth = "siblings", ("branch_rank", "noisy_lead", "noisy_margin", "mean_accepted"), DEPTH
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        rank, lead, margin, mean = np.moveaxis(step.features, -1, 0)
-        assert not step.features[~step.alive].any()
-        return step.alive & ((rank == 0) | (lead > -0.8)) & (margin < 2.5 + mean), state
-
-
-class ByParent(StopPolicy):
-    """Passes a probability from parent to child, and trims what it does not keep."""
-
-    name, features, trims, max_depth = "by-parent", ("drawn_prob",), True, DEPTH
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        chance = step.features[..., 0]
-        if step.depth > 1:
-            chance = chance * np.take_along_axis(state, step.parent, 1)
-        return step.alive & (chance > 0.05), chance
-
-
 POLICIES: dict[str, StopPolicy] = {
     **TEST_POLICIES,
-    **{p.name: p for p in (SelectingByToken(), Siblings(), ByParent())},
-    **{p.name: p for p in (ReadsStates(), ReadsDraftStates())},
+    **{p.name: p for p in (SelectingByToken(), ReadsStates(), ReadsDraftStates())},
     "confidence:0.1": Confidence(0.1).limited(DEPTH),
 }
 SPECS = (
@@ -97,9 +73,9 @@ SPECS = (
 FOR_TREES = ("ddd", "eagle", "opt", "c2t", "gain")
 CASES = [
     # Each policy on a chain at one temperature, and on a tree at the other one.
-    *((name, None, (0.0, 0.7)[at % 2]) for at, name in enumerate(POLICIES) if name not in ("siblings", "by-parent")),
+    *((name, None, (0.0, 0.7)[at % 2]) for at, name in enumerate(POLICIES)),
     *((name, "odd", (0.7, 0.0)[at % 2]) for at, name in enumerate(POLICIES)),
-    *((name, tree, 0.7) for name in ("siblings", "adaptive") for tree in ("widths", "fork")),
+    *((name, tree, 0.7) for name in ("trimming", "adaptive") for tree in ("widths", "fork")),
     # Rules for trees likewise, the others on a chain or on a tree in turn.
     *((spec, (None, "odd")[at % 2], (0.0, 0.7)[at // 2 % 2]) for at, spec in enumerate(SPECS)),
     *((s, ("odd", None)[at % 2], (0.7, 0.0)[at // 2 % 2]) for at, s in enumerate(SPECS) if s.startswith(FOR_TREES)),
@@ -169,7 +145,7 @@ def test_rounds_and_seconds_are_those_of_the_live_loop(
         assert played.seconds.tolist() == pytest.approx(total.tolist(), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["fixed:0", "siblings", "adaptive"])
+@pytest.mark.parametrize("name", ["fixed:0", "trimming", "adaptive"])
 def test_seconds_of_trees_are_those_that_a_live_policy_observes(
     recorded: Trees, live: Live, profile: Profile, name: str
 ) -> None:
@@ -191,11 +167,9 @@ def test_seconds_of_trees_are_those_that_a_live_policy_observes(
 
 def test_a_static_tree_is_drafted_live_as_in_replay(recorded: Trees, live: Live, profile: Profile) -> None:
     arrays = recorded("widths", 0.7)
-    policy = StaticTree(arrays.tree, [0, 1, 3, 4, 9])
+    policy, children = StaticTree(arrays.tree, [0, 1, 3, 4, 9]), arrays.tree.children
     assert policy.shape.parent == Topology([-1, 0, 0, 1, 1, 3]).parent
-    children = arrays.tree.children
-    assert policy.drawn.nodes == sum(len(children[row]) for row in (0, 1, 4)) and not policy.drawn.is_chain
-    assert StaticTree(arrays.tree, []).drawn.nodes == len(children[0])
+    assert policy.drawn.nodes == sum(len(children[row]) for row in (0, 1, 4))
     played = replay(arrays, policy, profile)
     assert by_text(played) == live_rounds(live(policy, "widths", 0.7)) and int(played.verified.max()) <= 5
 
@@ -214,7 +188,7 @@ def test_replay_of_a_live_trace_under_its_policy_has_its_rounds(
 @pytest.mark.parametrize("tree", [None, "widths"])
 def test_rounds_of_a_text_do_not_depend_on_the_other_texts(recorded: Trees, profile: Profile, tree: str | None) -> None:
     arrays = recorded(tree, 0.7)
-    for name in ("reads-history", "adaptive", "by-parent", "randomised", "reads-states"):
+    for name in ("reads-history", "adaptive", "randomised", "reads-states"):
         whole, part = (replay(a, POLICIES[name], profile) for a in (arrays, arrays.subset([2, 5]).subset([1, 0])))
         assert by_text(part) == [by_text(whole)[s] for s in (5, 2)]
         assert torch.equal(part.seconds, whole.seconds[[5, 2]])

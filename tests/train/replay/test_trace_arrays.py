@@ -27,7 +27,6 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
 from specstop.train.replay.run import replay
@@ -159,23 +158,6 @@ def test_hidden_states_are_those_of_the_rows(states: dict[str | None, Trace], tr
                 state = states_of.at(row, None if node is None else torch.full_like(row, node))
                 assert state.dtype == torch.float16
                 assert torch.equal(state, expected[at] if node is None else expected[at, node])
-
-
-def test_fit_rows_have_the_hidden_states_that_a_policy_receives(
-    states: dict[str | None, Trace], profile: Profile
-) -> None:
-    arrays = trace_arrays(states[None])
-    visited = visits(arrays, [replay(arrays, FixedLength(3), profile)])
-    rows = fit_rows(arrays, ["top1"], visited, tuple(HIDDEN_STATES))
-    draft, target = rows.hidden["draft_hidden"], rows.hidden["target_hidden"]
-    assert not draft[rows.depth == 0].any() and draft[rows.depth > 0].any(-1).all()
-    owner = (rows.depth == 0).cumsum(0) - 1  # the rows of a round follow one another
-    for depth in range(1, 4):
-        at = (rows.depth == depth).nonzero()[:, 0]
-        row = visited.row[owner[at]]
-        assert len(at) > 5
-        assert torch.equal(draft[at], arrays.hidden_state("draft_hidden").at(row, rows.depth[at] - 1))
-        assert torch.equal(target[at], arrays.hidden_state("target_hidden").at(row))
 
 
 def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Profile) -> None:
