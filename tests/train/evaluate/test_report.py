@@ -7,14 +7,12 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from contract_policies import DEPTH
 from specstop.collect.prompts import Prompt
@@ -33,7 +31,6 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import TOO_FEW, Report
 from specstop.train.evaluate.report import FILES, to_html, to_markdown
 from specstop.train.evaluate.report_comparison import read_report
-from specstop.train.evaluate.statistics import Resamples
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.rules import fixed_grid
@@ -202,31 +199,20 @@ HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}$y$
 
 
 class Page(HTMLParser):
-    """Elements with their attributes, texts, and the table of policies as rows of (text, sort value).
-
-    Fails if elements are not nested.
-    """
+    """Elements with their attributes, and texts. Fails if elements are not nested."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.text, self.open, self.words = text, [], []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.policies: list[list[tuple[str, str | None]]] = []
-        self._table: str | None = ""
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
-        self.elements.append((tag, attributes))
+        self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
-        self._table = attributes["id"] if tag == "table" else self._table
-        if self._table == "table-policies" and tag == "tr":
-            self.policies.append([])
-        elif self._table == "table-policies" and tag in ("td", "th"):
-            self.policies[-1].append(("", attributes.get("data-value")))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -236,9 +222,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
-        if self._table == "table-policies" and {"td", "th"} & set(self.open):
-            text, value = self.policies[-1][-1]
-            self.policies[-1][-1] = (text + data, value)
 
     def all(self, *tags: str) -> list[dict[str, str | None]]:
         """Return the attributes of all elements with these tags."""
@@ -264,24 +247,17 @@ def page(report: Report, written: Path) -> Page:
 
 
 def test_the_figures_of_page_csv_and_json_are_the_same(page: Page, data: dict[str, Any], written: Path) -> None:
-    table = page.policies
-    columns = [text for text, _ in table[0]]
     rows = list(csv.DictReader(io.StringIO((written / "report.csv").read_text())))
-    assert len(table) - 1 == len(rows) == len(data["lines"])
-    names = {"tokens/s": "tokens_per_s", "vs best fixed": "to_best_fixed", "vs plain": "to_plain"}
-    for row, exact, line in zip(table[1:], rows, data["lines"], strict=True):
-        assert row[0][0] == line["name"] + line["note"]
-        assert (exact["policy"], exact["kind"], exact["note"]) == (line["name"], line["kind"], line["note"])
-        for title, name in names.items():
-            text, value = row[columns.index(title)]
-            ratio = line[name] if isinstance(line[name], dict) else {"value": line[name]}
-            expected = [ratio[part] for part in ("value", "low", "high") if part in ratio]
-            assert value is not None and float(value) == expected[0] == float(exact[name])
-            shown = [float(number) for number in re.findall(r"-?[\d.]+", text)]
-            assert shown == pytest.approx(expected, abs=0.0501 if title == "tokens/s" else 0.000501)
+    sorted_by = {cell.get("data-value") for cell in page.all("td")}
+    for row, line in zip(rows, data["lines"], strict=True):
+        assert [row[name] for name in ("policy", "kind", "note")] == [line[name] for name in ("name", "kind", "note")]
+        assert float(row["tokens_per_s"]) == line["tokens_per_s"] and str(line["tokens_per_s"]) in sorted_by
         for name in ("to_plain", "to_best_fixed", "oracle_share"):
-            ends = [float(exact[f"{name}{part}"]) for part in ("", "_low", "_high")]
+            ends = [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")]
             assert ends == [line[name][key] for key in ("value", "low", "high")]
+        for name in ("to_plain", "to_best_fixed"):
+            value, low, high = (line[name][key] for key in ("value", "low", "high"))
+            assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page.words
 
 
 def test_the_page_is_accessible_and_loads_nothing(page: Page) -> None:
@@ -314,7 +290,7 @@ def test_names_are_escaped(data: dict[str, Any]) -> None:
     page = Page(to_html(hostile))
     assert len(page.all("script")) == 1 and not page.all("img", "b")
     assert sum(HOSTILE in word for word in page.words) > 5
-    assert "failed" in [text for text, _ in page.policies[-1]]
+    assert "failed" in page.words
 
 
 def only_prompt(trace: Trace) -> Trace:
@@ -370,10 +346,6 @@ def test_a_live_trace_is_evaluated_round_by_round_with_its_caveats(
     words = "".join(Page((tmp_path / "out" / "report.html").read_text()).words)
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(caveat in words and caveat in text for caveat in rounds.caveats)
-
-
-WORLDS = int(os.environ.get("SPECSTOP_WORLDS", "100"))
-"""Number of simulated worlds. A longer run: SPECSTOP_WORLDS=2000 pytest -k false_deploy tests/train/evaluate"""
 
 
 @pytest.mark.filterwarnings("ignore:logistic was trained for another temperature")
@@ -441,33 +413,3 @@ def test_conflicting_arguments_are_refused(
     ):
         with pytest.raises(error, match=noun):
             evaluate(traces, profiles, policies, **options)  # type: ignore[arg-type]
-
-
-def place_ratios(shared: float, seed: int, places: int = 3, policies: int = 4, prompts: int = 30) -> list[Ratio]:
-    """Return the ratios of policies as fast as their rival, in places with a share of common prompts.
-
-    A policy gains or loses on the same prompts in every place, so that its ratios are correlated over the places.
-    """
-    rng = np.random.default_rng([seed, round(10 * shared)])
-    common = round(shared * prompts)
-    separate = np.arange(common, common + places * (prompts - common)).reshape(places, -1)
-    names = [np.concatenate([np.arange(common), of_place]) for of_place in separate]
-    count = common + separate.size
-    cost, gain = rng.gamma(4.0, size=count), rng.normal(0.0, 0.08, (count, policies))
-    families = []
-    for of_place in names:
-        pace = 1.0 + gain[of_place] + rng.normal(0.0, 0.02, (prompts, policies))
-        seconds = cost[of_place, None] * np.concatenate([np.ones((prompts, 1)), pace], 1)
-        boot = Resamples(of_place, replicates=500, among=range(count))
-        families.append(boot.log_ratios(np.full(prompts, 60.0), seconds, range(1, policies + 1), [0]))
-    return [ratio for family in boot.simultaneous(families) for ratio in family]
-
-
-@pytest.mark.parametrize("shared", [1.0, 0.5])
-def test_a_false_deploy_in_any_place_is_rare(shared: float) -> None:
-    """At most 2.5% false deployments, and intervals that hold in 95% of the worlds, within three standard errors."""
-    worlds = [place_ratios(shared, seed) for seed in range(WORLDS)]
-    false_deploy = np.mean([any(ratio.is_above for ratio in ratios) for ratios in worlds])
-    missed = np.mean([any(ratio.is_above or ratio.is_below for ratio in ratios) for ratios in worlds])
-    assert false_deploy <= 0.025 + 3 * (0.025 * 0.975 / WORLDS) ** 0.5
-    assert missed <= 0.05 + 3 * (0.05 * 0.95 / WORLDS) ** 0.5

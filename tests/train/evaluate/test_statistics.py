@@ -56,33 +56,51 @@ def test_undefined_resamples_are_skipped_and_one_prompt_has_no_interval() -> Non
     assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None)
 
 
-def noisy_seconds(clusters: int, policies: int = 1, noise: float = 0.1, seed: int = 0) -> Array:
-    """Return [clusters, 1 + policies] seconds: 1 of the rival, and of mean 1 of policies that gain nothing."""
-    rng = np.random.default_rng(seed)
-    return np.concatenate([np.ones((clusters, 1)), 1.0 + rng.normal(0.0, noise, (clusters, policies))], 1)
+def noisy_seconds(clusters: int, noise: float = 0.1) -> Array:
+    """Return [clusters, 2] seconds: 1 of the rival, and of mean 1 of a policy."""
+    return np.stack([np.ones(clusters), 1.0 + np.random.default_rng(0).normal(0.0, noise, clusters)], 1)
 
 
-def compared(boot: Resamples, seconds: Array, price: Array | None = None) -> list[Ratio]:
-    """Return the simultaneous intervals of all policies against the first column."""
-    logs = boot.log_ratios(np.ones(len(seconds)), seconds, range(1, seconds.shape[1]), [0], price)
-    return boot.simultaneous([logs])[0]
+def compared(boot: Resamples, seconds: Array, price: Array | None = None) -> Ratio:
+    """Return the interval of the policy in the second column against the first column."""
+    ((ratio,),) = boot.simultaneous([boot.log_ratios(np.ones(len(seconds)), seconds, [1], [0], price)])
+    return ratio
 
 
-def test_simultaneous_intervals_keep_their_level_over_many_policies() -> None:
-    """With separate intervals, at least one of 20 policies that gain nothing is missed in two worlds of three."""
-    missed = single = 0
-    for seed in range(200):
-        boot, seconds = Resamples(range(30), replicates=500), noisy_seconds(30, 20, seed=seed)
-        missed += any(r.is_above or r.is_below for r in compared(boot, seconds))
-        logs = boot.log_ratios(np.ones(30), seconds, range(1, 21), [0])
-        alone = [boot.interval(np.exp(column)) for column in logs.values.T]
-        single += any(r.is_above or r.is_below for r in alone)
-    assert missed <= 18 < 80 < single, "of 200 worlds 10 are expected; more than 18 have a probability below 1%"
+def ratios_without_gain(places: int, policies: int, shared: float, seed: int, prompts: int = 30) -> list[Ratio]:
+    """Return the ratios of policies that gain nothing, in places with a share of common prompts.
+
+    A policy gains or loses on the same prompts in every place, so that its ratios are correlated over the places.
+    """
+    rng = np.random.default_rng([seed, round(10 * shared)])
+    common = round(shared * prompts)
+    separate = np.arange(common, common + places * (prompts - common)).reshape(places, -1)
+    count = common + separate.size
+    cost, gain = rng.gamma(4.0, size=count), rng.normal(0.0, 0.08, (count, policies))
+    families = []
+    for rows in separate:
+        names = np.concatenate([np.arange(common), rows])
+        pace = 1.0 + gain[names] + rng.normal(0.0, 0.02, (prompts, policies))
+        seconds = cost[names, None] * np.concatenate([np.ones((prompts, 1)), pace], 1)
+        boot = Resamples(names, replicates=500, among=range(count))
+        families.append(boot.log_ratios(np.full(prompts, 60.0), seconds, range(1, policies + 1), [0]))
+    return [ratio for family in boot.simultaneous(families) for ratio in family]
+
+
+@pytest.mark.parametrize(("places", "policies", "shared"), [(1, 20, 1.0), (3, 4, 1.0), (3, 4, 0.5)])
+def test_a_false_deploy_is_rare_over_all_policies_and_places(places: int, policies: int, shared: float) -> None:
+    """At most 2.5% false deployments, and intervals that hold in 95% of the worlds, within three standard errors."""
+    count = 100
+    worlds = [ratios_without_gain(places, policies, shared, seed) for seed in range(count)]
+    false_deploy = np.mean([any(ratio.is_above for ratio in ratios) for ratios in worlds])
+    missed = np.mean([any(ratio.is_above or ratio.is_below for ratio in ratios) for ratios in worlds])
+    assert false_deploy <= 0.025 + 3 * (0.025 * 0.975 / count) ** 0.5
+    assert missed <= 0.05 + 3 * (0.05 * 0.95 / count) ** 0.5
 
 
 def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
     seconds = noisy_seconds(40)
-    (ratio,) = compared(Resamples(range(40), replicates=20_000), seconds)
+    ratio = compared(Resamples(range(40), replicates=20_000), seconds)
     error = seconds[:, 1].std(ddof=1) / 40**0.5 / seconds[:, 1].mean()
     assert ratio.value == pytest.approx(40 / seconds[:, 1].sum())
     assert np.log(ratio.high / ratio.low) == pytest.approx(2 * stats.t.ppf(0.975, 39) * error, rel=0.05)
@@ -90,7 +108,7 @@ def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
 
 def test_equal_samples_of_a_prompt_do_not_narrow_an_interval() -> None:
     once, eight = (
-        compared(Resamples(np.repeat(range(20), count).tolist()), np.repeat(noisy_seconds(20), count, 0))[0]
+        compared(Resamples(np.repeat(range(20), count).tolist()), np.repeat(noisy_seconds(20), count, 0))
         for count in (1, 8)
     )
     assert dataclasses.astuple(once) == pytest.approx(dataclasses.astuple(eight))
@@ -117,7 +135,8 @@ def test_errors_of_prices_widen_intervals() -> None:
     seconds, boot = noisy_seconds(40, noise=0.05), Resamples(range(40))
     errors = np.random.default_rng(1).normal(0.0, 0.05, (1 + boot.replicates, 2)) * [0.0, 1.0]
     errors[0] = 0.0
-    halves = [np.log(r.high / r.low) / 2 for price in (None, errors) for r in compared(boot, seconds, price)]
+    ratios = [compared(boot, seconds, price) for price in (None, errors)]
+    halves = [np.log(ratio.high / ratio.low) / 2 for ratio in ratios]
     assert halves[1] == pytest.approx(np.hypot(halves[0], 1.96 * 0.05), rel=0.1)
 
 
