@@ -129,9 +129,9 @@ def outcomes(world: World, level: int, policy: StopPolicy) -> Outcomes:
             here = going ** (k - 1) * (1.0 if last else stopping)
             end = float(chance @ accept) if last else ends_well
             reached = goes_well ** (k - 1)
-            asked = min(k, DEPTH - 1)
-            rows += [(here * goes_well**m * (1 - goes_well), k, asked, m) for m in range(k - 1)]
-            rows += [(here * reached * (1 - end), k, asked, k - 1), (here * reached * end, k, asked, k)]
+            calls = min(k, DEPTH - 1)
+            rows += [(here * goes_well**m * (1 - goes_well), k, calls, m) for m in range(k - 1)]
+            rows += [(here * reached * (1 - end), k, calls, k - 1), (here * reached * end, k, calls, k)]
     probability, *counts = zip(*rows, strict=True)
     drafted, decisions, accepted = (np.array(c, dtype=np.int64) for c in counts)
     return Outcomes(np.array(probability), drafted, decisions, accepted)
@@ -217,9 +217,9 @@ def sample_live(world: World, prompts: int, logging: Confidence, explore: float,
     level = np.repeat(chance.choice(len(world.share), prompts, p=world.share), ROUNDS)
     sequence = np.repeat(np.arange(prompts), ROUNDS)
     shown, accepted = _chains(world, level, chance)
-    own = np.minimum((shown >= logging.threshold).cumprod(1).sum(1) + 1, DEPTH)
+    depth = np.minimum((shown >= logging.threshold).cumprod(1).sum(1) + 1, DEPTH)
     explored = chance.random(len(level)) < explore
-    drawn = np.arange(DEPTH) < np.where(explored, DEPTH, own)[:, None]
+    drawn = np.arange(DEPTH) < np.where(explored, DEPTH, depth)[:, None]
     accepted = accepted & drawn
     committed = accepted.sum(1) + 1
     anchor = committed.reshape(prompts, ROUNDS).cumsum(1).ravel() - committed + 1
@@ -227,8 +227,8 @@ def sample_live(world: World, prompts: int, logging: Confidence, explore: float,
     columns = {
         "sequence": sequence, "anchor": anchor, "text_tokens": ends, "cut": np.zeros(len(level), dtype=bool),
         "drawn_prob": np.where(drawn, shown, 0).astype(np.float32), "accepted": accepted, "drawn": drawn, "sent": drawn,
-        "explored": explored, "committed": committed, "decisions": np.minimum(own, DEPTH - 1),
-        "backlog": np.ones_like(own),
+        "explored": explored, "committed": committed, "decisions": np.minimum(depth, DEPTH - 1),
+        "backlog": np.ones_like(depth),
     }  # fmt: skip
     return _trace(prompts, columns, collector="live", policy=logging.name, explore=explore)
 
@@ -320,10 +320,10 @@ def timed_profile(world: World, disturbance: Disturbance, seed: int, budget_s: f
         for side, tokens in zip(CONTEXTS, contexts, strict=True):
             timed[Key(PREFILL, side, (tokens,))].append(work(costs.prefill_s[0] + costs.prefill_s[1] * tokens))
             for drafted in chance.permutation(2 * list(range(DEPTH + 1))).tolist():
-                backlog, asked = 1 + int(chance.integers(2)), min(drafted, DEPTH - 1)
+                backlog, decisions = 1 + int(chance.integers(2)), min(drafted, DEPTH - 1)
                 if drafted:
                     timed[Key(FIRST, side, (backlog,))].append(work(table.draft_s[backlog - 1]))
-                    timed[Key(DECISIONS, "confidence", (asked,))].append(work(price * asked))
+                    timed[Key(DECISIONS, "confidence", (decisions,))].append(work(price * decisions))
                 if drafted > 1:
                     timed[Key(LATER, side, (drafted,))].append(sum(work(table.later_s) for _ in range(drafted - 1)))
                 timed[Key(VERIFY, side, (drafted,))].append(work(table.verify_s[drafted]))

@@ -218,12 +218,6 @@ def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
         assert result.deploy != bool(word)
 
 
-def test_on_trees_the_best_static_tree_is_the_rival() -> None:
-    lines = [*FIXED, line("best static tree", "static", 1.7), policy("x", "learned", 1.6, Ratio(0.94, 0.9, 0.97))]
-    result = answered(lines)
-    assert (result.deploy, result.use) == (False, "best static tree")
-
-
 def test_clusters_are_prompts_or_groups() -> None:
     prompts, groups = [f"p{i}" for i in range(100)], [f"g{i // 20}" for i in range(100)]
     tokens = [50] * 100
