@@ -1,4 +1,4 @@
-"""Policies that weigh the streams of a batch against each other, with costs that rise evenly and in a step."""
+"""Policies that compare the streams of a batch, with costs that rise linearly and in a step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from specstop.policies.rules import Derived
 MOST = 3
 LINEAR = tuple(1.0 + 0.08 * n for n in range(16))
 STEPPED = tuple(1.0 + 0.9 * (n >= 3) + 0.9 * (n >= 5) for n in range(16))
-"""Seconds of verifying so many drafted tokens of one stream; in a batch tokens count whosever they are."""
+"""Seconds of verifying n drafted tokens, n = 0, 1, ..., of all streams of a batch together."""
 
 COSTS = {"linear": LINEAR, "stepped": STEPPED}
 
 
 def synthetic_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.02) -> Profile:
-    """Return a profile of these costs, at whatever context."""
+    """Return a profile of these costs, equal at all contexts."""
     sides = (CostTable(at, (draft_s, draft_s), 0.0, tuple(verify_s)) for at in (10.0, 1000.0))
     return Profile(*sides, 0.0, 0.0, (0.0, 0.0))
 
@@ -36,7 +36,7 @@ def synthetic_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.02)
 def batch_policy(
     costs: str = "linear", send: str = "best", names: Sequence[str] = ("top1", "mean_accepted"), depth: int = MOST
 ) -> BatchStop:
-    """Return a policy under the rule `batch` whose head is surer the more of the probability lies on one token."""
+    """Return a policy under the rule `batch` with predictions that increase with the largest probability."""
     columns = len(names) + sum(feature(name).is_probability for name in names)
     weight = np.zeros((3, columns), dtype=np.float32)
     weight[:2, 0], weight[2, -1] = 3.0, 0.4
@@ -72,4 +72,4 @@ JOINT: dict[str, Callable[[], StopPolicy]] = {
         for send, names in (("best", ("top1", "mean_accepted")), ("all", ("drawn_prob", "mean_accepted")))
     },
 }
-"""One of each kind by name; of those that leave drawn tokens out, all but TETRIS read only what does not depend on them."""
+"""One policy of each kind. Of those that omit drawn tokens, all but TETRIS read only PRE features."""

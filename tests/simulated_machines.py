@@ -23,13 +23,13 @@ from specstop.policies.measurements import (
 from specstop.policies.profile import Profile
 
 DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7
-"""Of the simulated pair: longest chain, tokens of a text, probability that a drafted token is accepted."""
+"""The simulated pair: longest chain, tokens of a text, probability that a drafted token is accepted."""
 
 VERIFY_S, ROW_S, DRAFT_S, OUTSIDE_S, STEP_S, PREFILL_S = 3.8e-3, 1.5e-4, 6e-4, 1.2e-4, 2e-5, 6e-3
-"""Seconds of its parts on an idle machine, those of the shipped pair on two cores."""
+"""Seconds of the parts of a round on an idle machine, as of the shipped pair on two cores."""
 
 CONTEXTS_AT = {"short": 60.0, "long": 240.0}
-"""Tokens of its two contexts."""
+"""Tokens of the two contexts."""
 
 WANDER_S = 1.0
 """Seconds over which a wandering pace is correlated."""

@@ -39,10 +39,10 @@ ROUNDS = 16
 """Rounds of each text of a live run."""
 
 SIZES = (20, 40, 80)
-"""Number of prompts of a sample; worlds take turns."""
+"""Number of prompts of a sample, in turn by world."""
 
 LIVE_SIZES = (40, 160)
-"""Number of prompts of a live run; each world is drawn at both."""
+"""Numbers of prompts of a live run; each world is sampled at both."""
 
 LOGGING = Confidence(0.7, DEPTH)
 DEEPER = Confidence(0.4, DEPTH)
@@ -55,8 +55,8 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Found:
-    """One figure of one world: method, quantity, prompts, whether its interval covers the truth, and its relative error."""
+class Estimate:
+    """An estimate in one world: method, quantity, prompts, whether the interval covers the truth, and the relative error."""
 
     method: str
     what: str
@@ -97,7 +97,7 @@ def draw_world(chance: np.random.Generator) -> World:
         0.1 + 0.7 * chance.dirichlet(np.full(3, 1.5), levels),
         base,
         chance.dirichlet(np.full(3, 1.0), levels),
-        Profile(table, table, 0.01 * draft, 0.02, (1.0, 0.01), decision, 0.0, {"device": "made up"}),
+        Profile(table, table, 0.01 * draft, 0.02, (1.0, 0.01), decision, 0.0, {"device": "simulated"}),
     )
 
 
@@ -129,19 +129,19 @@ def outcomes(world: World, level: int, policy: StopPolicy) -> Outcomes:
             here = going ** (k - 1) * (1.0 if last else stopping)
             end = float(chance @ accept) if last else ends_well
             reached = goes_well ** (k - 1)
-            asked = min(k, DEPTH - 1)
-            rows += [(here * goes_well**m * (1 - goes_well), k, asked, m) for m in range(k - 1)]
-            rows += [(here * reached * (1 - end), k, asked, k - 1), (here * reached * end, k, asked, k)]
+            calls = min(k, DEPTH - 1)
+            rows += [(here * goes_well**m * (1 - goes_well), k, calls, m) for m in range(k - 1)]
+            rows += [(here * reached * (1 - end), k, calls, k - 1), (here * reached * end, k, calls, k)]
     probability, *counts = zip(*rows, strict=True)
     drafted, decisions, accepted = (np.array(c, dtype=np.int64) for c in counts)
     return Outcomes(np.array(probability), drafted, decisions, accepted)
 
 
-def round_costs(world: World, found: Outcomes, policy: StopPolicy, backlog: int) -> Array:
+def round_costs(world: World, rounds: Outcomes, policy: StopPolicy, backlog: int) -> Array:
     """Return [M] seconds of rounds with these outcomes."""
-    drafted, one = found.drafted, np.ones_like(found.drafted)
+    drafted, one = rounds.drafted, np.ones_like(rounds.drafted)
     return world.profile.round_seconds(
-        one, drafted, drafted, backlog * one, found.decisions, world.profile.decision(policy.cost_name)
+        one, drafted, drafted, backlog * one, rounds.decisions, world.profile.decision(policy.cost_name)
     )
 
 
@@ -150,14 +150,14 @@ def true_seconds(world: World, policy: StopPolicy) -> float:
     total = 0.0
     longest = int(LENGTHS.max())
     for level, share in enumerate(world.share):
-        found = outcomes(world, level, policy)
-        cost = [round_costs(world, found, policy, backlog) for backlog in (1, 2)]
-        after = np.where((found.drafted > 0) & (found.accepted == found.drafted), 1, 0)  # a backlog of 2 follows
+        rounds = outcomes(world, level, policy)
+        cost = [round_costs(world, rounds, policy, backlog) for backlog in (1, 2)]
+        after = np.where((rounds.drafted > 0) & (rounds.accepted == rounds.drafted), 1, 0)  # a backlog of 2 follows
         value = np.zeros((longest + DEPTH + 2, 2))  # [tokens left + DEPTH + 1, backlog 1 or 2]
         for left in range(1, longest):
-            to = np.maximum(left - found.accepted - 1, 0)
+            to = np.maximum(left - rounds.accepted - 1, 0)
             for backlog in (0, 1):
-                value[left, backlog] = found.chance @ (cost[backlog] + value[to, after])
+                value[left, backlog] = rounds.chance @ (cost[backlog] + value[to, after])
         # The first round reads the prompt: a backlog of more than one.
         total += float(share) * float(world.lengths[level] @ value[LENGTHS - 1, 1])
     return total + float(world.profile.prefill_seconds(np.array([PROMPT_TOKENS]))[0])
@@ -167,9 +167,9 @@ def true_round(world: World, policy: StopPolicy) -> tuple[float, float]:
     """Return the expected tokens and seconds of a round with a backlog of one."""
     tokens = seconds = 0.0
     for level, share in enumerate(world.share):
-        found = outcomes(world, level, policy)
-        tokens += float(share) * float(found.chance @ (found.accepted + 1))
-        seconds += float(share) * float(found.chance @ round_costs(world, found, policy, 1))
+        rounds = outcomes(world, level, policy)
+        tokens += float(share) * float(rounds.chance @ (rounds.accepted + 1))
+        seconds += float(share) * float(rounds.chance @ round_costs(world, rounds, policy, 1))
     return tokens, seconds
 
 
@@ -184,7 +184,7 @@ def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
     """Return a trace in memory. Columns that the policies do not read are zero."""
     longest = int(columns["text_tokens"].max()) + DEPTH + 1
     header = Header(
-        "made up", "made up", {}, 8, (), 0.0, chain(DEPTH), ("drawn_prob",), (), longest, 0, 1, prompts, "", **more
+        "simulated", "simulated", {}, 8, (), 0.0, chain(DEPTH), ("drawn_prob",), (), longest, 0, 1, prompts, "", **more
     )
     rows, nodes = columns["accepted"].shape
     zeros: dict[str, Any] = {
@@ -198,7 +198,7 @@ def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
         **dict.fromkeys(TIMES, np.zeros(rows)),
     }
     table = shard_table(header, [{**zeros, **columns}])
-    return Trace(Path("made-up"), header, datasets.Dataset(datasets.table.InMemoryTable(table)))
+    return Trace(Path("simulated"), header, datasets.Dataset(datasets.table.InMemoryTable(table)))
 
 
 def sample_dense(world: World, prompts: int, chance: np.random.Generator) -> Trace:
@@ -217,9 +217,9 @@ def sample_live(world: World, prompts: int, logging: Confidence, explore: float,
     level = np.repeat(chance.choice(len(world.share), prompts, p=world.share), ROUNDS)
     sequence = np.repeat(np.arange(prompts), ROUNDS)
     shown, accepted = _chains(world, level, chance)
-    own = np.minimum((shown >= logging.threshold).cumprod(1).sum(1) + 1, DEPTH)
+    depth = np.minimum((shown >= logging.threshold).cumprod(1).sum(1) + 1, DEPTH)
     explored = chance.random(len(level)) < explore
-    drawn = np.arange(DEPTH) < np.where(explored, DEPTH, own)[:, None]
+    drawn = np.arange(DEPTH) < np.where(explored, DEPTH, depth)[:, None]
     accepted = accepted & drawn
     committed = accepted.sum(1) + 1
     anchor = committed.reshape(prompts, ROUNDS).cumsum(1).ravel() - committed + 1
@@ -227,49 +227,47 @@ def sample_live(world: World, prompts: int, logging: Confidence, explore: float,
     columns = {
         "sequence": sequence, "anchor": anchor, "text_tokens": ends, "cut": np.zeros(len(level), dtype=bool),
         "drawn_prob": np.where(drawn, shown, 0).astype(np.float32), "accepted": accepted, "drawn": drawn, "sent": drawn,
-        "explored": explored, "committed": committed, "decisions": np.minimum(own, DEPTH - 1),
-        "backlog": np.ones_like(own),
+        "explored": explored, "committed": committed, "decisions": np.minimum(depth, DEPTH - 1),
+        "backlog": np.ones_like(depth),
     }  # fmt: skip
     return _trace(prompts, columns, collector="live", policy=logging.name, explore=explore)
 
 
-def dense_world(seed: int) -> list[Found]:
-    """Return, of one world, whether the intervals of `evaluate` cover the truth."""
+def dense_world(seed: int) -> list[Estimate]:
+    """Return the ratios that `evaluate` estimates in one world."""
     chance = np.random.default_rng([seed, 0])
     world, prompts = draw_world(chance), SIZES[seed % len(SIZES)]
-    rules: dict[str, Confidence] = {"Hugging Face default": DEEPER, LOGGING.name: LOGGING}
     report = evaluate(sample_dense(world, prompts, chance), world.profile, [LOGGING], seed=seed)
     fixed = [true_seconds(world, FixedLength(k)) for k in range(DEPTH + 1)]
-    found = []
-    for name, rule in rules.items():
+    estimates = []
+    for name, rule in (("Hugging Face default", DEEPER), (LOGGING.name, LOGGING)):
         line, spent = report[name], true_seconds(world, rule)
         for what, ratio, truth in (
             ("to plain", line.to_plain, fixed[0] / spent),
             ("to best fixed", line.to_best_fixed, min(fixed) / spent),
         ):
-            found.append(Found("evaluate", f"{rule.name} {what}", prompts, *compared(ratio, truth)))
-    return found
+            estimates.append(Estimate("evaluate", f"{rule.name} {what}", prompts, *compared(ratio, truth)))
+    return estimates
 
 
-def live_world(seed: int) -> list[Found]:
-    """Return, of one world, whether the intervals of the estimates cover the truth, and their errors, at both sizes."""
-    found = []
+def live_world(seed: int) -> list[Estimate]:
+    """Return what `importance_estimate` estimates in one world, at each size of `LIVE_SIZES`."""
+    estimates = []
     for prompts in LIVE_SIZES:
         chance = np.random.default_rng([seed, prompts])
         world = draw_world(np.random.default_rng([seed, 1]))
         trace = sample_live(world, prompts, LOGGING, EXPLORE, chance)
         estimate = importance_estimate(trace, DEEPER, world.profile, seed=seed)
         tokens, seconds = true_round(world, DEEPER)
-        rate = tokens / seconds
-        own = true_round(world, LOGGING)
+        recorded_tokens, recorded_seconds = true_round(world, LOGGING)
         for what, ratio, truth in (
             ("tokens", estimate.tokens, tokens),
             ("seconds", estimate.seconds, seconds),
-            ("rate", estimate.tokens_per_s, rate),
-            ("to recorded", estimate.to_recorded, rate * own[1] / own[0]),
+            ("rate", estimate.tokens_per_s, tokens / seconds),
+            ("to recorded", estimate.to_recorded, tokens / seconds * recorded_seconds / recorded_tokens),
         ):
-            found.append(Found("importance", what, prompts, *compared(ratio, truth)))
-    return found
+            estimates.append(Estimate("importance", what, prompts, *compared(ratio, truth)))
+    return estimates
 
 
 def compared(ratio: Ratio, truth: float) -> tuple[bool, float]:
@@ -278,18 +276,17 @@ def compared(ratio: Ratio, truth: float) -> tuple[bool, float]:
     return ratio.low - slack <= truth <= ratio.high + slack, ratio.value / truth - 1.0
 
 
-def judge(found: Sequence[Found], worlds: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each figure, and the requirements that are not met."""
+def judge(estimates: Sequence[Estimate], worlds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a row for each estimated quantity, and the requirements that are not met."""
     rows, faults = [], []
-    keys = list(dict.fromkeys((f.method, f.what, f.prompts if f.method != "evaluate" else 0) for f in found))
+    keys = list(dict.fromkeys((f.method, f.what, f.prompts if f.method != "evaluate" else 0) for f in estimates))
     for method, what, prompts in keys:
-        mine = [f for f in found if (f.method, f.what) == (method, what) and prompts in (0, f.prompts)]
-        error = np.array([f.error for f in mine])
-        spread = error.std(ddof=1) / len(error) ** 0.5
+        subset = [f for f in estimates if (f.method, f.what) == (method, what) and prompts in (0, f.prompts)]
+        error = np.array([f.error for f in subset])
         row = {
-            "method": method, "what": what, "prompts": prompts or list(SIZES), "worlds": len(mine),
-            "covered": float(np.mean([f.covered for f in mine])), "bias": float(error.mean()),
-            "z": float(error.mean() / spread) if spread else 0.0, "rmse": float((error**2).mean() ** 0.5),
+            "method": method, "what": what, "prompts": prompts or list(SIZES),
+            "covered": float(np.mean([f.covered for f in subset])), "bias": float(error.mean()),
+            "rmse": float((error**2).mean() ** 0.5),
         }  # fmt: skip
         rows.append(row)
         name = f"{method}, {what}, {prompts or 'all'} prompts"
@@ -310,7 +307,7 @@ def judge(found: Sequence[Found], worlds: int) -> tuple[list[dict[str, Any]], li
 
 
 def timed_profile(world: World, disturbance: Disturbance, seed: int, budget_s: float) -> Profile:
-    """Return the profile of a world that a disturbed machine measures; a budget in seconds of its simulated clock."""
+    """Return the profile of a world measured on a disturbed machine, with a budget in seconds of its simulated clock."""
     machine, chance = Machine(disturbance, seed), np.random.default_rng(seed)
     costs, table, price = world.profile, world.profile.low, world.profile.decision("confidence")
     contexts = (12, 48)
@@ -323,10 +320,10 @@ def timed_profile(world: World, disturbance: Disturbance, seed: int, budget_s: f
         for side, tokens in zip(CONTEXTS, contexts, strict=True):
             timed[Key(PREFILL, side, (tokens,))].append(work(costs.prefill_s[0] + costs.prefill_s[1] * tokens))
             for drafted in chance.permutation(2 * list(range(DEPTH + 1))).tolist():
-                backlog, asked = 1 + int(chance.integers(2)), min(drafted, DEPTH - 1)
+                backlog, decisions = 1 + int(chance.integers(2)), min(drafted, DEPTH - 1)
                 if drafted:
                     timed[Key(FIRST, side, (backlog,))].append(work(table.draft_s[backlog - 1]))
-                    timed[Key(DECISIONS, "confidence", (asked,))].append(work(price * asked))
+                    timed[Key(DECISIONS, "confidence", (decisions,))].append(work(price * decisions))
                 if drafted > 1:
                     timed[Key(LATER, side, (drafted,))].append(sum(work(table.later_s) for _ in range(drafted - 1)))
                 timed[Key(VERIFY, side, (drafted,))].append(work(table.verify_s[drafted]))

@@ -1,11 +1,10 @@
-"""Profiles of a machine that nobody has: costs that are known, timed as often as one likes, with as much noise."""
+"""Profiles of simulated timings: known costs, timed with noise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-from specstop.policies.costs import CostTable
 from specstop.policies.measurements import (
     CONTEXTS,
     DECISIONS,
@@ -20,8 +19,8 @@ from specstop.policies.measurements import (
 )
 from specstop.policies.profile import Profile
 
-PROMPTS = (10, 40)
-ASKED = (1, 2, 4)
+EACH = 4
+"""Timings of each call in a repetition."""
 
 
 def timed_profile(
@@ -31,60 +30,37 @@ def timed_profile(
     pace: float = 0.0,
     jitter: float = 0.0,
     repetitions: int = 12,
-    each: int = 4,
     seed: int = 0,
 ) -> Profile:
-    """Return the profile that timings of a machine with these costs tell.
+    """Return the profile of noisy timings of these costs.
 
     Args:
-        costs: true ones, of chains.
-        policies: whose decisions are timed, by `cost_name`.
-        pace: of the logarithm of a repetition's pace, its standard deviation; the mean pace is 1.
+        costs: true costs of chains.
+        policies: `cost_name` of the policies to time decisions of.
+        pace: standard deviation of the logarithm of a repetition's pace, whose mean is 1.
         jitter: the same of single timings.
-        repetitions: of the whole set.
-        each: timings in each.
+        repetitions: of all timings.
         seed: of the noise.
     """
-    chance = np.random.default_rng(seed)
+    seconds = {Key(DECISIONS, name, (count,)): costs.decision(name) * count for name in policies for count in (1, 2, 4)}
+    for side, table, tokens in zip(CONTEXTS, (costs.low, costs.high), (10, 40), strict=True):
+        first, second = table.draft_s
+        seconds[Key(PREFILL, side, (tokens,))] = costs.prefill_s[0] + costs.prefill_s[1] * tokens
+        seconds[Key(PLAIN, side)] = table.verify_s[0]
+        for backlog, draft_s in ((1, first), (2, second), (20, second + 18 * table.draft_token_s)):
+            seconds[Key(FIRST, side, (backlog,))] = draft_s
+        for count, verify_s in enumerate(table.verify_s):
+            seconds[Key(VERIFY, side, (count,))] = verify_s
+            seconds[Key(OUTSIDE, side, (count,))] = costs.round_s + costs.step_s * count
+            if count > 1:
+                seconds[Key(LATER, side, (count,))] = (count - 1) * table.later_s
+    rng = np.random.default_rng(seed)
 
-    def times(seconds: float, now: float) -> list[float]:
-        return (seconds * now * _lognormal(chance, jitter, each)).tolist()
+    def noisy(mean: float, deviation: float, count: int) -> list[float]:
+        factors: list[float] = (mean * np.exp(deviation * rng.standard_normal(count) - deviation**2 / 2)).tolist()
+        return factors
 
-    texts = []
-    for now in _lognormal(chance, pace, repetitions).tolist():
-        text: dict[Key, list[float]] = {}
-        for side, table, tokens in zip(CONTEXTS, (costs.low, costs.high), PROMPTS, strict=True):
-            text[Key(PREFILL, side, (tokens,))] = times(costs.prefill_s[0] + costs.prefill_s[1] * tokens, now)
-            text |= {key: times(seconds, now) for key, seconds in _of_rounds(costs, table, side).items()}
-        for name in policies:
-            price = costs.decision(name)
-            for count in ASKED:
-                text[Key(DECISIONS, name, (count,))] = times(price * count, now)
-        texts.append(text)
-    return Profile.measured(
-        collected(texts), (costs.low.context, costs.high.context), costs.max_depth, costs.temperature, costs.facts
-    )
-
-
-def _of_rounds(costs: Profile, table: CostTable, side: str) -> dict[Key, float]:
-    """Return the seconds of the parts of rounds at one context."""
-    found = {Key(PLAIN, side): table.verify_s[0]}
-    for count, seconds in enumerate(table.verify_s):
-        found[Key(VERIFY, side, (count,))] = seconds
-        found[Key(OUTSIDE, side, (count,))] = costs.round_s + costs.step_s * count
-        if count > 1:
-            found[Key(LATER, side, (count,))] = (count - 1) * table.later_s
-    for backlog, seconds in (
-        (1, table.draft_s[0]),
-        (2, table.draft_s[1]),
-        (20, table.draft_s[1] + 18 * table.draft_token_s),
-    ):
-        found[Key(FIRST, side, (backlog,))] = seconds
-    return found
-
-
-def _lognormal(
-    chance: np.random.Generator, deviation: float, count: int
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return factors whose mean is 1."""
-    return np.exp(deviation * chance.standard_normal(count) - deviation**2 / 2)
+    paces = noisy(1.0, pace, repetitions)
+    timings = [{key: noisy(mean * now, jitter, EACH) for key, mean in seconds.items()} for now in paces]
+    contexts = (costs.low.context, costs.high.context)
+    return Profile.measured(collected(timings), contexts, costs.max_depth, costs.temperature, costs.facts)

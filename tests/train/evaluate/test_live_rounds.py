@@ -1,10 +1,9 @@
-"""Rounds of live traces: single rounds, and importance weighting of rounds of another policy."""
+"""Live traces: the value of single rounds, and importance weighting of rounds that another policy drafted."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,10 +56,12 @@ def read(trace: Trace) -> TraceArrays:
     return trace_arrays(trace, extra=COLUMNS)
 
 
-@pytest.mark.parametrize(
-    "name", ["confidence:0.4", "trimming", "from-anchor", "reads-history", "randomised", "fixed:4"]
-)
-def test_the_recorded_policy_stops_where_it_did(live: Any, profile: Profile, name: str) -> None:
+def single_rounds(trace: Trace) -> TraceArrays:
+    return trace_arrays(trace, extra=ROUND_COLUMNS)
+
+
+@pytest.mark.parametrize("name", ["trimming", "from-anchor", "reads-history", "randomised"])
+def test_rounds_of_the_recorded_policy_are_those_of_the_trace(live: Any, profile: Profile, name: str) -> None:
     policy = TEST_POLICIES[name]
     arrays = read(live(policy, explore=0.3))
     shown = observed_rounds(arrays, policy, profile, is_recorded=True)
@@ -75,62 +76,43 @@ def test_the_recorded_policy_stops_where_it_did(live: Any, profile: Profile, nam
     assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
 
 
-def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile: Profile) -> None:
-    trace = live(verification="rejection")
-    arrays, cut = read(trace), trace_arrays(trace, extra=ROUND_COLUMNS).cut.numpy()
-    for policy in (FixedLength(2), Confidence(0.5, DEPTH)):
-        shown, values = observed_rounds(arrays, policy, profile), evaluate_rounds(arrays, policy, profile)
-        assert shown.observed.all()
-        assert np.sort(shown.tokens[~cut]) == pytest.approx(np.sort(values.committed.numpy()), rel=EXACT)
-        assert np.sort(shown.seconds[~cut]) == pytest.approx(np.sort(values.price(profile).numpy()), rel=EXACT)
+def test_an_accepted_end_of_text_has_no_token_after_it(live: Any, profile: Profile) -> None:
+    """As if the second token of each draft ended the text."""
+    trace = read(live())
+    arrays, uncut = dataclasses.replace(trace, ends=(torch.arange(DEPTH) == 1).repeat(len(trace.ends), 1)), ~trace.cut
+    for k in (0, 1, 3):
+        rounds = observed_rounds(arrays, FixedLength(k), profile)
+        accepted = np.minimum(arrays.accepted[uncut].numpy(), min(k, 2))
+        assert (rounds.drafted[uncut] == min(k, 2)).all()
+        assert rounds.tokens[uncut].tolist() == (accepted + 1 - (accepted == 2)).tolist()
 
 
-def three_tokens(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:
-    """Return arrays of one text whose rounds drafted 3 tokens."""
-    from synthetic import synthetic_trace
-
-    arrays = synthetic_trace([[0] * len(accepted)], 3)
-    path = torch.tensor(accepted)
-    drawn = torch.ones_like(path)
-    extra = {
-        "sent": drawn,
-        "explored": torch.ones(len(path), dtype=torch.bool),
-        "backlog": torch.ones(len(path), dtype=torch.int64),
-        "decisions": torch.zeros(len(path), dtype=torch.int64),
-        "draft_prob": torch.full(path.shape, 0.5),
-        "target_prob": torch.tensor([[0.4, 0.9, 0.2]] * len(path)),
-    }
-    header = dataclasses.replace(arrays.header, collector="live", explore=1.0, verification=verification, eos=(9,))
-    ids = torch.tensor(tokens)
-    return dataclasses.replace(
-        arrays, header=header, path=path, drawn=drawn, accepted=path.long().cumprod(1).sum(1), ends=ids == 9,
-        tokens=ids, extra=extra, cut=torch.zeros(len(path), dtype=torch.bool),
-    )  # fmt: skip
-
-
-def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None:
-    arrays = three_tokens([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
-    assert observed_rounds(arrays, FixedLength(3), profile).tokens.tolist() == [2.0, 2.0]
-    assert observed_rounds(arrays, FixedLength(1), profile).tokens.tolist() == [2.0, 2.0]
-    assert observed_rounds(arrays, FixedLength(3), profile).drafted.tolist() == [2, 2]
-    assert observed_rounds(arrays, FixedLength(0), profile).tokens.tolist() == [1.0, 1.0]
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_tokens_are_expectations_over_the_stored_probabilities(live: Any, profile: Profile, verification: str) -> None:
+    trace = live(verification=verification)
+    arrays = read(trace)
+    uncut = ~arrays.cut
+    ratio = arrays.extra["target_prob"][uncut].double() / arrays.extra["draft_prob"][uncut].double()
+    survival, expected = torch.ones(len(ratio)).double(), torch.ones(len(ratio)).double()
+    assert len(ratio) > 30
+    for k in range(DEPTH + 1):
+        rounds = observed_rounds(arrays, FixedLength(k), profile)
+        assert rounds.observed.all() and rounds.tokens[uncut] == pytest.approx(expected.numpy(), rel=1e-5)
+        if verification == "rejection":
+            single = evaluate_rounds(single_rounds(trace), FixedLength(k), profile)
+            assert (single.drafted == k).all()
+            assert np.sort(single.committed) == pytest.approx(np.sort(expected), rel=1e-5)
+            assert np.sort(single.price(profile)) == pytest.approx(np.sort(rounds.seconds[uncut]), rel=EXACT)
+        if k < DEPTH:
+            is_block = verification == "block"
+            survival = (survival * ratio[:, k]).clamp(max=1.0) if is_block else survival * ratio[:, k].clamp(max=1.0)
+            expected = expected + survival
 
 
-@pytest.mark.parametrize(
-    ("verification", "survival"),
-    [("rejection", (0.8, 0.8 * 1.0, 0.8 * 0.4)), ("block", (0.8, min(0.8 * 1.8, 1.0), 0.4))],
-)
-def test_expected_tokens_of_rejection_and_block(profile: Profile, verification: str, survival: Any) -> None:
-    arrays = three_tokens([[True, True, False]], [[1, 2, 3]], verification)
-    for k in range(4):
-        result = observed_rounds(arrays, FixedLength(k), profile)
-        assert result.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
-
-
-def censored(full: TraceArrays, own: Tensor, explored: Tensor, share: float) -> TraceArrays:
-    """Return a trace of full depth as it would have been recorded under a policy that stops at `own`."""
+def censored(full: TraceArrays, recorded: Tensor, explored: Tensor, share: float) -> TraceArrays:
+    """Return a trace of full depth as recorded under a policy that stops at `recorded` unless a round explored."""
     depth = torch.arange(full.depth)
-    shown = depth < torch.where(explored, full.drawn.sum(1), own)[:, None]
+    shown = depth < torch.where(explored, full.drawn.sum(1), recorded)[:, None]
     columns = {n: v * shown if v.dim() == 2 else v for n, v in full.columns.items()}
     extra = {**full.extra, "sent": shown, "explored": explored}
     extra |= {name: full.extra[name] * shown for name in ("draft_prob", "target_prob")}
@@ -142,26 +124,14 @@ def censored(full: TraceArrays, own: Tensor, explored: Tensor, share: float) -> 
     )  # fmt: skip
 
 
-def few_rounds(full: TraceArrays, texts: int, rounds: int) -> TraceArrays:
-    """Return the first rounds of the first texts."""
-    part = full.subset(range(texts))
-    keep = torch.cat([torch.arange(int(o), int(o) + rounds) for o in part.offset])
-    counts = torch.full((texts,), rounds)
-    return dataclasses.replace(
-        part, rows=counts, offset=counts.cumsum(0) - counts, accepted=part.accepted[keep], tokens=part.tokens[keep],
-        ends=part.ends[keep], cut=part.cut[keep], columns={n: v[keep] for n, v in part.columns.items()},
-        path=part.path[keep], drawn=part.drawn[keep], extra={n: v[keep] for n, v in part.extra.items()},
-        anchors=part.anchors[keep],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("knows_logging", [True, False])
 @pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
 def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
 ) -> None:
-    """Numerators and denominator of the self-normalised estimate are unbiased: no tolerance but that of sums."""
-    full, share = few_rounds(read(live(verification="rejection")), 2, 3), 0.3
+    """Numerators and denominator of the self-normalised estimate are unbiased, exactly."""
+    full, share = read(live(verification="rejection", max_new_tokens=12)).subset([0, 1, 2]), 0.3
+    assert 5 < len(full.cut) < 12
     truth = observed_rounds(full, policy, profile)
     base = observed_rounds(full, LOGGING, profile, is_recorded=True)
     length = torch.from_numpy(base.drafted)
@@ -182,152 +152,75 @@ def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     assert ratio != pytest.approx(truth.tokens.mean(), rel=1e-4), "the ratio is not unbiased in few rounds"
 
 
-def test_a_trace_at_full_depth_needs_no_weights(live: Any, profile: Profile) -> None:
-    trace = live()
-    result = importance_estimate(trace, Confidence(0.4, DEPTH), profile)
-    rounds = observed_rounds(read(trace), Confidence(0.4, DEPTH), profile)
-    assert (result.observed, result.by_exploration) == (1.0, 0)
-    assert result.effective_rounds == pytest.approx(len(rounds.tokens))
-    assert result.tokens.value == pytest.approx(rounds.tokens.mean(), rel=EXACT)
-    assert result.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
-
-
-def test_with_an_unknown_recorded_policy_only_explored_rounds_count(live: Any, profile: Profile) -> None:
-    trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
-    without = importance_estimate(trace, FixedLength(4), profile)
-    known = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])
-    assert any("only rounds that explored" in text for text in without.caveats)
-    assert not any("only rounds that explored" in text for text in known.caveats)
-    assert without.observed < known.observed
-    explored_only = read(trace).extra["explored"].numpy()
-    assert without.by_exploration == explored_only.sum()
-    rounds = observed_rounds(read(trace), FixedLength(4), profile)
-    assert without.tokens.value == pytest.approx(rounds.tokens[explored_only].mean())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["fixed:4", "confidence:0.6", "", "confidence", "fixed:x", "fixed:-1", "mine", "hub:a/b", "./folder", "bandit"],
-)
-def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a name was looked for"))
-    result = _builtin_policy(name)
-    assert (result.name if result else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
-
-
-def test_the_wrong_recorded_policy_is_not_used(live: Any, profile: Profile) -> None:
-    trace = live(LOGGING, explore=0.25)
-    wrong = importance_estimate(trace, FixedLength(4), profile, recorded=FixedLength(1))
-    assert any("fixed:1 stops elsewhere than" in text for text in wrong.caveats)
-    assert wrong.by_exploration == read(trace).extra["explored"].sum(), "as if it were unknown"
-
-
-def test_what_cannot_be_estimated_is_refused(
-    live: Any, traces: dict[float, Trace], pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
+@pytest.mark.parametrize("recorded", [None, FixedLength(1)], ids=["unknown", "wrong"])
+def test_without_the_recorded_policy_only_explored_rounds_count(
+    live: Any, profile: Profile, recorded: StopPolicy | None
 ) -> None:
-    with pytest.raises(TraceError, match=r"only if they explored, and none of those did \(`explore` 0\)"):
-        importance_estimate(live(LOGGING), FixedLength(4), profile)
-    with pytest.raises(TraceError, match="for live traces"):
-        importance_estimate(traces[0.7], FixedLength(2), profile)
-    with pytest.raises(TraceError, match="selects among drawn tokens"):
-        importance_estimate(live(LOGGING, explore=0.25), TEST_POLICIES["selecting"], profile)
-    tree = collect(pair, prompts[:2], tmp_path / "t", tree="2,1", max_new_tokens=6, collector="live", explore=0.5)
-    with pytest.raises(TraceError, match="for chains"):
-        importance_estimate(tree, FixedLength(1), profile)
-
-
-def test_evaluate_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:
     trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
-    policies = [FixedLength(2), TEST_POLICIES["from-anchor"], FixedLength(4)]
+    without = importance_estimate(trace, FixedLength(4), profile, recorded=recorded)
+    known = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])
+    assert len(without.caveats) > len(known.caveats) and without.observed < known.observed
+    explored = read(trace).extra["explored"].numpy()
+    assert without.by_exploration == explored.sum()
+    rounds = observed_rounds(read(trace), FixedLength(4), profile)
+    assert without.tokens.value == pytest.approx(rounds.tokens[explored].mean())
+
+
+@pytest.mark.parametrize("name", ["fixed:4", "confidence:0.6", "", "fixed:x", "fixed:-1", "mine", "hub:a/b", "bandit"])
+def test_a_name_in_a_trace_creates_only_built_in_policies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a plugin was searched"))
+    policy = _builtin_policy(name)
+    assert (policy.name if policy else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
+
+
+def test_estimates_and_replays_that_a_trace_does_not_allow_are_refused(
+    live: Any, traces: dict[float, Trace], profile: Profile
+) -> None:
+    fixed, tree = FixedLength(2), live(tree="2,1", explore=0.5)
+    for run, noun in (
+        (lambda: importance_estimate(live(LOGGING), FixedLength(4), profile), "only if they explored"),
+        (lambda: importance_estimate(traces[0.7], fixed, profile), "for live traces"),
+        (lambda: importance_estimate(live(), TEST_POLICIES["selecting"], profile), "selects among drawn tokens"),
+        (lambda: importance_estimate(tree, FixedLength(1), profile), "for chains"),
+        (lambda: replay(live(verification="rejection"), fixed, profile), "depends on the policy"),
+        (lambda: evaluate_rounds(trace_arrays(traces[0.7]), fixed, profile), "live traces"),
+    ):
+        with pytest.raises(TraceError, match=noun):
+            run()
+
+
+def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:
+    trace, recorded = live(TEST_POLICIES["from-anchor"], explore=0.25), TEST_POLICIES["from-anchor"]
+    policies = [FixedLength(2), recorded, FixedLength(4)]
     section = evaluate(trace, profile, policies).details["importance"]
-    assert [row[0] for row in section["rows"]] == [policy.name for policy in policies]
     for policy, row in zip(policies, section["rows"], strict=True):
-        expected = importance_estimate(trace, policy, profile, recorded=TEST_POLICIES["from-anchor"])
-        assert row[1] == dataclasses.asdict(expected.to_recorded)
+        expected = importance_estimate(trace, policy, profile, recorded=recorded)
+        assert row[:2] == (policy.name, dataclasses.asdict(expected.to_recorded))
     assert section["rows"][1][1]["value"] == pytest.approx(1.0, rel=EXACT), "the recorded policy itself"
-    assert "from-anchor" in section["text"] and "25%" in section["text"]
     assert "importance" not in evaluate(live(), profile, [FixedLength(2)]).details, "every round has full depth"
 
 
-SENT = 2
-
-
-@pytest.fixture(scope="module")
-def rejected(
-    pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str | None, TraceArrays]:
-    options = {"temperature": 0.7, "max_new_tokens": NEW, "collector": "live", "verification": "rejection"}
-    output: dict[str | None, TraceArrays] = {}
-    for tree in (None, "2,2,1"):
-        folder: Path = tmp_path_factory.mktemp("rejected")
-        output[tree] = trace_arrays(collect(pair, prompts, folder, depth=4, tree=tree, **options), extra=ROUND_COLUMNS)
-    return output
-
-
-def test_single_rounds_are_expectations_over_the_stored_probabilities(
-    rejected: dict[str | None, TraceArrays], profile: Profile
-) -> None:
-    arrays = rejected[None]
-    rows = [i for i in range(len(arrays.cut)) if not arrays.cut[i]]
-    for k in (0, 1, 3):
-        result = evaluate_rounds(arrays, FixedLength(k), profile)
-        expected = []
-        for i in rows:
-            p, q = arrays.extra["target_prob"][i], arrays.extra["draft_prob"][i]
-            chances = (p / q).clamp(max=1.0).tolist()
-            expected.append(
-                1 + sum(float(torch.tensor(chances[:j], dtype=torch.float64).prod()) for j in range(1, k + 1))
-            )
-        assert sorted(result.committed.tolist()) == pytest.approx(sorted(expected), rel=1e-5)
-        assert (result.drafted == k).all()
-        assert len(result.committed) == len(rows) > 30
-    whole = evaluate_rounds(arrays, FixedLength(4), profile)
-    drawn = (arrays.accepted[~arrays.cut].double() + 1).mean()
-    assert float(whole.committed.mean()) == pytest.approx(float(drawn), rel=0.15)
-    assert any("other anchors" in text for text in whole.caveats)
-    assert any("expectation" in text for text in whole.caveats)
-
-
-def test_single_rounds_of_trees_are_as_they_were_drawn(
-    rejected: dict[str | None, TraceArrays], profile: Profile
-) -> None:
-    arrays = rejected["2,2,1"]
-    result = evaluate_rounds(arrays, FixedLength(3), profile)
-    assert float(result.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
-    assert any("as it was drawn" in text for text in result.caveats)
+def test_single_rounds_of_trees_are_as_drawn(live: Any, profile: Profile) -> None:
+    arrays = single_rounds(live(verification="rejection", tree="2,2,1"))
+    rounds = evaluate_rounds(arrays, FixedLength(3), profile)
+    assert float(rounds.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
     early = evaluate_rounds(arrays, Confidence(0.5, 3), profile)
-    assert early.committed.sum() < result.committed.sum()
-    assert early.seconds.sum() < result.seconds.sum()
-
-
-def test_a_rejection_trace_is_not_replayed_and_a_dense_one_has_no_single_rounds(
-    traces: dict[float, Trace], rejected: dict[str | None, TraceArrays], profile: Profile
-) -> None:
-    with pytest.raises(TraceError, match="depends on the policy"):
-        replay(rejected[None], FixedLength(2), profile)
-    with pytest.raises(TraceError, match="live traces"):
-        evaluate_rounds(trace_arrays(traces[0.7]), FixedLength(2), profile)
+    assert early.committed.sum() < rounds.committed.sum()
+    assert early.seconds.sum() < rounds.seconds.sum()
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
-def test_tokens_that_were_drafted_and_not_sent_are_no_rejections(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, verification: str
-) -> None:
-    settings = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "verification": verification}
-    trace = collect(pair, prompts, tmp_path / "live", collector="live", policy=FixedLength(DEPTH), **settings)
-    whole = trace_arrays(trace, extra=ROUND_COLUMNS)
-    assert whole.drawn is not None and int(whole.accepted.max()) > SENT
-    # As if the policy had trimmed every draft to two tokens before it was sent.
+def test_tokens_that_were_drafted_and_not_sent_are_not_rejected(live: Any, profile: Profile, verification: str) -> None:
+    sent, whole = 2, single_rounds(live(verification=verification))
+    assert int(whole.accepted.max()) > sent
+    # As if the policy had trimmed each draft to two tokens.
     extra = {name: values.clone() for name, values in whole.extra.items()}
     for name in ("sent", "observed", "target_prob"):
-        extra[name][:, SENT:] = 0
-    path = whole.accepted_nodes().clone()
-    path[:, SENT:] = False
+        extra[name][:, sent:] = 0
+    path = whole.accepted_nodes() & (torch.arange(DEPTH) < sent)
     trimmed = dataclasses.replace(whole, extra=extra, path=path, accepted=path.sum(1))
-    for k in range(SENT + 1):
+    for k in range(sent + 1):
         values = [evaluate_rounds(arrays, FixedLength(k), profile) for arrays in (whole, trimmed)]
         assert values[0].committed.tolist() == values[1].committed.tolist()
-    with pytest.raises(
-        TraceError, match=f"fixed:{SENT + 1} verifies tokens that fixed:{DEPTH} drafted and did not send"
-    ):
-        evaluate_rounds(trimmed, FixedLength(SENT + 1), profile)
+    with pytest.raises(TraceError, match="did not send"):
+        evaluate_rounds(trimmed, FixedLength(sent + 1), profile)

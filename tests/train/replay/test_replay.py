@@ -1,4 +1,4 @@
-"""Replay plays, round for round, what the live loop plays, in the seconds of the profile."""
+"""Replay has the rounds of the live loop, in the seconds of the profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ from specstop.policies.rules import Threshold
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
 from specstop.train.replay.bounds import StaticTree
-from specstop.train.replay.rounds import BY_ROUND, Rounds, RoundTypes, count_rounds, scaled
+from specstop.train.replay.rounds import BY_ROUND, Rounds, scaled
 from specstop.train.replay.run import replay, replay_lengths, replay_many
 from synthetic import synthetic_trace
 
@@ -48,33 +47,9 @@ TREES = {
 }
 
 
-class Siblings(StopPolicy):
-    """Reads what distinguishes siblings, and keeps the second only if it is close."""
-
-    name, features, max_depth = "siblings", ("branch_rank", "noisy_lead", "noisy_margin", "mean_accepted"), DEPTH
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        rank, lead, margin, mean = np.moveaxis(step.features, -1, 0)
-        assert not step.features[~step.alive].any()
-        return step.alive & ((rank == 0) | (lead > -0.8)) & (margin < 2.5 + mean), state
-
-
-class ByParent(StopPolicy):
-    """Passes a number from parent to child, and trims what it does not keep."""
-
-    name, features, trims, max_depth = "by-parent", ("drawn_prob",), True, DEPTH
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        chance = step.features[..., 0]
-        if step.depth > 1:
-            chance = chance * np.take_along_axis(state, step.parent, 1)
-        return step.alive & (chance > 0.05), chance
-
-
 POLICIES: dict[str, StopPolicy] = {
     **TEST_POLICIES,
-    **{p.name: p for p in (SelectingByToken(), Siblings(), ByParent())},
-    **{p.name: p for p in (ReadsStates(), ReadsDraftStates())},
+    **{p.name: p for p in (SelectingByToken(), ReadsStates(), ReadsDraftStates())},
     "confidence:0.1": Confidence(0.1).limited(DEPTH),
 }
 SPECS = (
@@ -97,19 +72,13 @@ SPECS = (
 """Published rules, with settings that stop now and then on the tiny pair."""
 FOR_TREES = ("ddd", "eagle", "opt", "c2t", "gain")
 CASES = [
-    *((name, None, t) for name in (*TEST_POLICIES, "selecting-by-token", "confidence:0.1") for t in (0.0, 0.7)),
-    *((name, tree, t) for name in ("reads-states", "reads-draft-states") for tree in (None, "odd") for t in (0.0, 0.7)),
-    # Each at one temperature, in turn.
+    # Each policy on a chain at one temperature, and on a tree at the other one.
+    *((name, None, (0.0, 0.7)[at % 2]) for at, name in enumerate(POLICIES)),
     *((name, "odd", (0.7, 0.0)[at % 2]) for at, name in enumerate(POLICIES)),
-    *((name, tree, 0.7) for name in ("fixed:4", "trimming", "siblings", "adaptive") for tree in ("widths", "fork")),
-    # Rules for trees on a tree at both temperatures; on a chain at one, in turn, and the others on a tree at the other one.
-    *(
-        (spec, tree, t)
-        for at, spec in enumerate(SPECS)
-        for tree in (None, "odd")
-        for t in (0.0, 0.7)
-        if (tree and spec.startswith(FOR_TREES)) or t == (0.0, 0.7)[(at + (tree is not None)) % 2]
-    ),
+    *((name, tree, 0.7) for name in ("trimming", "adaptive") for tree in ("widths", "fork")),
+    # Rules for trees likewise, the others on a chain or on a tree in turn.
+    *((spec, (None, "odd")[at % 2], (0.0, 0.7)[at // 2 % 2]) for at, spec in enumerate(SPECS)),
+    *((s, ("odd", None)[at % 2], (0.7, 0.0)[at // 2 % 2]) for at, s in enumerate(SPECS) if s.startswith(FOR_TREES)),
 ]
 Trees = Callable[[str | None, float], TraceArrays]
 Live = Callable[[StopPolicy, str | None, float], list[Generation]]
@@ -133,19 +102,14 @@ def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile) -> Live:
-    """Run a policy live on the prompts of the trace, once for each policy, tree and temperature."""
-    done: dict[object, list[Generation]] = {}
+    """Run a policy live on the prompts of the trace."""
 
     def run(policy: StopPolicy, tree: str | None, temperature: float) -> list[Generation]:
-        key = (policy.name, tree, temperature)
-        if key not in done:
-            settings = Settings(temperature, NEW, tree=TREES[tree], verification="match")
-            speculator = Speculator(pair, policy, settings, profile)
-            done[key] = [
-                speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)
-            ]
-            assert speculator.policy is policy, "the policy failed and was replaced"
-        return done[key]
+        settings = Settings(temperature, NEW, tree=TREES[tree], verification="match")
+        speculator = Speculator(pair, policy, settings, profile)
+        texts = [speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)]
+        assert speculator.policy is policy, "the policy failed and was replaced"
+        return texts
 
     return run
 
@@ -158,7 +122,7 @@ def by_text(rounds: Rounds) -> list[list[list[int]]]:
     return [rounds.log[rounds.sequence == s, 1:].tolist() for s in range(len(rounds.tokens))]
 
 
-@pytest.mark.parametrize(("name", "tree", "temperature"), dict.fromkeys(CASES))
+@pytest.mark.parametrize(("name", "tree", "temperature"), CASES)
 def test_rounds_and_seconds_are_those_of_the_live_loop(
     recorded: Trees, live: Live, profile: Profile, name: str, tree: str | None, temperature: float
 ) -> None:
@@ -181,9 +145,9 @@ def test_rounds_and_seconds_are_those_of_the_live_loop(
         assert played.seconds.tolist() == pytest.approx(total.tolist(), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["fixed:0", "fixed:4", "by-parent", "siblings", "adaptive"])
-def test_seconds_of_trees_are_those_that_the_live_loop_hands_to_observe(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], recorded: Trees, profile: Profile, name: str
+@pytest.mark.parametrize("name", ["fixed:0", "trimming", "adaptive"])
+def test_seconds_of_trees_are_those_that_a_live_policy_observes(
+    recorded: Trees, live: Live, profile: Profile, name: str
 ) -> None:
     observed: list[float] = []
 
@@ -195,29 +159,24 @@ def test_seconds_of_trees_are_those_that_the_live_loop_hands_to_observe(
     listening = copy.copy(POLICIES[name])
     listening.__class__ = Listening
     played = replay(recorded("odd", 0.7), POLICIES[name], profile)
-    speculator = Speculator(pair, listening, Settings(0.7, NEW, tree=TREES["odd"], verification="match"), profile)
-    for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
-        observed.clear()
-        speculator.generate(ids, stream_key(0, prompt.id))
-        total = sum(observed) + profile.prefill_seconds(np.array([len(ids)])).item()
-        assert float(played.seconds[s]) == pytest.approx(total, rel=1e-12)
+    live(listening, "odd", 0.7)
+    prompts = profile.prefill_seconds(played.prompt_tokens.numpy())
+    by_text = played.by_sequence(torch.tensor(observed, dtype=torch.float64)) + torch.from_numpy(prompts)
+    torch.testing.assert_close(played.seconds, by_text, rtol=1e-12, atol=0.0)
 
 
 def test_a_static_tree_is_drafted_live_as_in_replay(recorded: Trees, live: Live, profile: Profile) -> None:
     arrays = recorded("widths", 0.7)
-    policy = StaticTree(arrays.tree, [0, 1, 3, 4, 9])
+    policy, children = StaticTree(arrays.tree, [0, 1, 3, 4, 9]), arrays.tree.children
     assert policy.shape.parent == Topology([-1, 0, 0, 1, 1, 3]).parent
-    children = arrays.tree.children
-    assert policy.drawn.nodes == sum(len(children[row]) for row in (0, 1, 4)) and not policy.drawn.is_chain
-    assert StaticTree(arrays.tree, []).drawn.nodes == len(children[0])
+    assert policy.drawn.nodes == sum(len(children[row]) for row in (0, 1, 4))
     played = replay(arrays, policy, profile)
     assert by_text(played) == live_rounds(live(policy, "widths", 0.7)) and int(played.verified.max()) <= 5
 
 
-@pytest.mark.parametrize("tree", [None, "odd"])
-@pytest.mark.parametrize("name", ["reads-states", "reads-draft-states"])
-def test_a_live_trace_is_replayed_by_its_own_policy(
-    pair: Pair, prompts: list[Prompt], recorded: Trees, profile: Profile, tmp_path: Path, tree: str | None, name: str
+@pytest.mark.parametrize(("name", "tree"), [("reads-states", None), ("reads-draft-states", "odd")])
+def test_replay_of_a_live_trace_under_its_policy_has_its_rounds(
+    pair: Pair, prompts: list[Prompt], recorded: Trees, profile: Profile, tmp_path: Path, name: str, tree: str | None
 ) -> None:
     options = {"depth": DEPTH, "tree": TREES[tree], "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
     live = {"collector": "live", "policy": POLICIES[name], "hidden": tuple(HIDDEN_STATES)}
@@ -227,9 +186,9 @@ def test_a_live_trace_is_replayed_by_its_own_policy(
 
 
 @pytest.mark.parametrize("tree", [None, "widths"])
-def test_a_text_is_replayed_alike_with_any_others(recorded: Trees, profile: Profile, tree: str | None) -> None:
+def test_rounds_of_a_text_do_not_depend_on_the_other_texts(recorded: Trees, profile: Profile, tree: str | None) -> None:
     arrays = recorded(tree, 0.7)
-    for name in ("reads-history", "adaptive", "trimming", "by-parent", "randomised", "reads-states"):
+    for name in ("reads-history", "adaptive", "randomised", "reads-states"):
         whole, part = (replay(a, POLICIES[name], profile) for a in (arrays, arrays.subset([2, 5]).subset([1, 0])))
         assert by_text(part) == [by_text(whole)[s] for s in (5, 2)]
         assert torch.equal(part.seconds, whole.seconds[[5, 2]])
@@ -238,37 +197,27 @@ def test_a_text_is_replayed_alike_with_any_others(recorded: Trees, profile: Prof
 
 
 class Recording(StopPolicy):
-    """Drafts all it may and records (row, depth, features)."""
+    """Drafts to full depth and records the features by depth."""
 
     features = ("anchor_margin", "mean_full", "top3", "noisy_margin", "last_verified", "depth")
     name, first, max_depth = "recording", 0, DEPTH
 
-    def __init__(self, arrays: TraceArrays) -> None:
-        self.arrays = arrays
-        self.seen: list[tuple[int, int, Array]] = []
-
-    def start(self, streams: int, keys: Array) -> State:
-        return self.arrays.offset.numpy()
+    def __init__(self) -> None:
+        self.seen: dict[int, list[list[float]]] = {depth: [] for depth in range(DEPTH)}
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.seen += [(int(state[s]), step.depth, step.features[s, 0]) for s in step.alive[:, 0].nonzero()[0].tolist()]
+        self.seen[step.depth] += step.features[step.alive].tolist()
         return step.alive, state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        return state + (outcome.accepted + 1) * outcome.active
 
 
 def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Profile) -> None:
-    arrays = recorded(None, 0.7)
-    policy = Recording(arrays)
+    arrays, policy = recorded(None, 0.7), Recording()
     played = replay(arrays, policy, profile)
     row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
     table = seen_features(arrays, policy.features, row, played.history)
     assert table.shape == (len(played), DEPTH + 1, len(policy.features))
-    at = {int(r): i for i, r in enumerate(row)}
-    assert len(at) == len(row), "no anchor is visited twice"
-    for r, depth, features in policy.seen:
-        assert features.tolist() == table[at[r], depth].tolist()
+    for depth, features in policy.seen.items():
+        assert sorted(features) == sorted(table[played.decisions > depth, depth].tolist())
     assert bool((table[:, 0, [1, 4]] > 0).any())
     assert not table[:, 0, [2, 3, 5]].any(), "depth 0 has ANCHOR and HISTORY features only"
 
@@ -276,37 +225,15 @@ def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Prof
 EXACT = 1e-12
 
 
-@pytest.fixture(scope="module")
-def chains(sides: tuple[Trace, Trace]) -> TraceArrays:
-    """With ends of text and length limits, sampled at 0.7."""
-    arrays = trace_arrays(sides[0])
-    assert bool(arrays.ends.any())
-    return arrays
-
-
-@pytest.fixture(scope="module")
-def trees(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> TraceArrays:
-    folder = tmp_path_factory.mktemp("trees")
-    options = {
-        "tree": "3,2,1,1,1",
-        "temperature": 0.7,
-        "max_new_tokens": 16,
-        "hidden": ("draft_hidden", "target_hidden"),
-    }
-    return trace_arrays(collect(pair, prompts, folder, **options))
-
-
 def equal(one: Rounds, other: Rounds) -> bool:
-    """Whether all columns and prices are equal."""
+    """Return whether all columns and prices are equal."""
     names = [name for name in (*BY_ROUND, "tokens", "seconds") if getattr(one, name) is not None]
     return one.name == other.name and all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-@pytest.mark.parametrize("kind", ["chains", "trees"])
-def test_prices_are_linear_in_the_costs_of_a_profile(
-    request: pytest.FixtureRequest, profile: Profile, kind: str
-) -> None:
-    rounds = replay(request.getfixturevalue(kind), Confidence(0.3, DEPTH), profile)
+@pytest.mark.parametrize("tree", [None, "widths"])
+def test_prices_are_linear_in_the_costs_of_a_profile(recorded: Trees, profile: Profile, tree: str | None) -> None:
+    rounds = replay(recorded(tree, 0.7), Confidence(0.3, DEPTH), profile)
     spent = rounds.price(profile)
     doubled = [rounds.price(scaled(profile, **{part: 2.0})) - spent for part in ("draft", "verify", "decision")]
     assert all(float(more.sum()) > 0 for more in doubled)
@@ -317,26 +244,8 @@ def test_prices_are_linear_in_the_costs_of_a_profile(
     assert bool((bare <= spent + EXACT).all()), "a larger backlog is not cheaper"
     one = rounds.backlog == 1
     torch.testing.assert_close(bare[one], spent[one], rtol=1e-9, atol=EXACT)
-    assert rounds.text_seconds(profile).tolist() == rounds.seconds.tolist()
     no_prompts = dataclasses.replace(rounds, prompt_tokens=torch.zeros_like(rounds.prompt_tokens))
     torch.testing.assert_close(no_prompts.seconds, rounds.by_sequence(spent), rtol=1e-9, atol=EXACT)
-
-
-@pytest.mark.parametrize("kind", ["chains", "trees"])
-def test_rounds_counted_by_type_cost_what_they_cost_one_by_one(
-    request: pytest.FixtureRequest, profile: Profile, kind: str
-) -> None:
-    replays = [
-        replay(request.getfixturevalue(kind), policy, profile) for policy in (Confidence(0.3, DEPTH), FixedLength(2))
-    ]
-    assert max(int(rounds.backlog.max()) for rounds in replays) > 3, "long backlogs are priced token by token"
-    counted = [count_rounds(rounds) for rounds in replays]
-    types, begins = RoundTypes.joined([one for one, _ in counted])
-    assert len(types.drafted) < len(replays[0])
-    by_type = types.seconds(profile, np.concatenate([counts for _, counts in counted], 2))
-    for rounds, seconds in zip(replays, np.add.reduceat(by_type, begins, 1).T, strict=True):
-        calls = rounds.by_sequence(rounds.price(profile) - rounds.decision_seconds(profile))
-        assert seconds == pytest.approx(calls.numpy(), rel=1e-9)
 
 
 SWEEP = [
@@ -347,32 +256,26 @@ SWEEP = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["chains", "trees"])
-def test_thresholds_replayed_side_by_side_are_those_replayed_alone(
-    request: pytest.FixtureRequest, profile: Profile, kind: str
+@pytest.mark.parametrize("tree", [None, "widths"])
+def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(
+    recorded: Trees, profile: Profile, tree: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrays = request.getfixturevalue(kind)
-    learned = learned_policy()
-    sweep = [*SWEEP, *(learned.with_rule(Threshold("survival", t)) for t in (0.1, 0.3, 0.5))]
-    for policy, rounds in zip(sweep, replay_many(arrays, sweep, profile), strict=True):
-        assert equal(rounds, replay(arrays, policy, profile)), policy.name
-
-
-def test_a_sweep_of_policies_with_hidden_states_runs_in_parts(
-    trees: TraceArrays, profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """A sweep with hidden states is divided into parts."""
     monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", 16 * 4 * 2 * 8)
-    policies = [ReadsStates(), ReadsStates(), Confidence(0.3, DEPTH)]
-    for policy, rounds in zip(policies, replay_many(trees, policies, profile), strict=True):
-        assert equal(rounds, replay(trees, policy, profile))
+    arrays, learned = recorded(tree, 0.7), learned_policy()
+    rules = [learned.with_rule(Threshold("survival", t)) for t in (0.1, 0.3, 0.5)]
+    for sweep in ([*SWEEP, *rules], [ReadsStates(), ReadsStates(), Confidence(0.3, DEPTH)]):
+        for policy, rounds in zip(sweep, replay_many(arrays, sweep, profile), strict=True):
+            assert equal(rounds, replay(arrays, policy, profile)), policy.name
 
 
-def test_known_lengths_have_the_rounds_of_the_policy(chains: TraceArrays, profile: Profile) -> None:
-    thresholds, length = (0.2, 0.35, 0.6), min(chains.depth, profile.max_depth)
-    certain = [(chains.column("top1") >= threshold).long().cumprod(1).sum(1) for threshold in thresholds]
-    drafted = torch.stack([(count + 1).clamp_max(length) for count in certain])
-    for threshold, rounds in zip(thresholds, replay_lengths(chains, drafted, drafted, profile), strict=True):
-        policy = replay(chains, MaxProb(threshold, max_depth=length), profile)
+def test_known_lengths_have_the_rounds_of_the_policy(recorded: Trees, profile: Profile) -> None:
+    arrays, thresholds = recorded(None, 0.7), (0.2, 0.35, 0.6)
+    assert bool(arrays.ends.any())
+    certain = [(arrays.column("top1") >= threshold).long().cumprod(1).sum(1) for threshold in thresholds]
+    drafted = torch.stack([(count + 1).clamp_max(DEPTH) for count in certain])
+    for threshold, rounds in zip(thresholds, replay_lengths(arrays, drafted, drafted, profile), strict=True):
+        policy = replay(arrays, MaxProb(threshold, max_depth=DEPTH), profile)
         assert torch.equal(rounds.log, policy.log) and torch.equal(rounds.backlog, policy.backlog)
         torch.testing.assert_close(rounds.seconds, policy.seconds, rtol=EXACT, atol=0.0)
 
@@ -395,45 +298,19 @@ def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) 
     assert empty.seconds.tolist() == pytest.approx(profile.prefill_seconds(np.array([7])).tolist())
 
 
-class Good(StopPolicy):
-    """Drafts on after likely tokens."""
-
-    features, name, max_depth = ("drawn_prob",), "mine", 4
+class Failing(StopPolicy):
+    name, max_depth = "mine", DEPTH
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.features[..., 0] > 0.3), state
+        raise SystemExit("bye")
 
 
-METHODS = ("start", "keep", "select", "observe")
-
-
-def fail(*args: Any) -> Any:
-    raise SystemExit("bye")
-
-
-@pytest.fixture(scope="module")
-def arrays(traces: dict[float, Trace]) -> TraceArrays:
-    return trace_arrays(traces[0.7])
-
-
-@pytest.mark.parametrize(
-    ("methods", "message"),
-    [
-        *(({method: fail}, rf"^mine: {method}\(\) failed: SystemExit: bye$") for method in METHODS),
-        ({"keep": lambda *args: 1 / 0}, r"^mine: keep\(\) failed: ZeroDivisionError: division by zero$"),
-        ({"keep": lambda self, step, state: None}, r"^mine: keep\(\) must return \(mask, state\)"),
-        (
-            {"keep": lambda self, step, state: (step.alive[:1], state)},
-            r"^mine: keep\(\) must return .*\(8, 1\), not .*\(1, 1\)$",
-        ),
-        ({"select": lambda self, tree, state: 3}, r"^mine: select\(\) must return a bool array.*, not int$"),
-    ],
-)
-def test_a_failure_is_one_line_that_names_the_policy(
-    arrays: TraceArrays, traces: dict[float, Trace], profile: Profile, methods: dict[str, Any], message: str
+def test_a_failure_of_a_policy_names_it_and_the_other_policies_are_reported(
+    traces: dict[float, Trace], profile: Profile
 ) -> None:
-    policy = type("Bad", (Good,), methods)()
-    with pytest.raises(PolicyFailure, match=message):
-        replay(arrays, policy, profile)
-    (failure,) = evaluate(traces[0.7], profile.with_decisions({"mine": 1e-5}), [policy]).failed
+    with pytest.raises(PolicyFailure, match=r"^mine: keep\(\) failed: SystemExit: bye$"):
+        replay(traces[0.7], Failing(), profile)
+    report = evaluate(traces[0.7], profile.with_decisions({"mine": 1e-5}), [Failing(), FixedLength(2)])
+    (failure,) = report.failed
     assert failure.policy == "mine" and failure.file == __file__ and failure.line
+    assert report["fixed:2"].tokens_per_s > 0

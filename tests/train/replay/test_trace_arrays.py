@@ -1,8 +1,11 @@
-"""Traces as arrays: what is read, joined and cut, and what is refused."""
+"""Traces as arrays: what is read, joined and removed, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,6 @@ from specstop.collect.store import Trace, load_trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning, TraceError
 from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
@@ -25,9 +27,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
-from specstop.train.replay.bounds import on_subtree
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
 from specstop.train.replay.run import replay
 from synthetic import synthetic_trace
@@ -53,37 +53,44 @@ def states(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def both(pair: Pair, sides: tuple[Trace, Trace], tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
-    """The training prompts at two temperatures, the warmer one first."""
+    """Traces of the training prompts at temperatures 0.7 and 0."""
     folder = tmp_path_factory.mktemp("cold")
     return [sides[0], collect(pair, make_prompts(24, "fit", 21), folder, depth=DEPTH, max_new_tokens=NEW, shards=2)]
 
 
-class Clocked(FixedLength):
+class ReadsClock(FixedLength):
     reads_clock = True
 
 
-class Hidden(FixedLength):
-    hidden = ("draft_hidden",)
+class OtherSize(ReadsDraftStates):
+    sizes = MappingProxyType({"draft_hidden": 8})
 
 
-@pytest.mark.parametrize(
-    ("policy", "noun"),
-    [(FixedLength(DEPTH + 1), "depth"), (Confidence(), "depth"), (Clocked(2), "clock"), (Hidden(2), "draft_hidden")],
-)
-def test_a_policy_that_the_trace_cannot_answer_is_refused(
-    arrays: TraceArrays, profile: Profile, policy: StopPolicy, noun: str
+def test_policies_that_a_trace_cannot_replay_are_refused(
+    arrays: TraceArrays, traces: dict[float, Trace], states: dict[str | None, Trace], profile: Profile
 ) -> None:
-    with pytest.raises(TraceError, match=noun):
-        replay(arrays, policy, profile)
-
-
-def test_a_feature_that_was_not_recorded_is_refused_by_name(traces: dict[float, Trace], profile: Profile) -> None:
     few = trace_arrays(traces[0.7], ["entropy"])
     assert set(few.columns) == {"entropy"}
-    with pytest.raises(TraceError, match="'drawn_prob'"):
-        replay(few, Confidence(0.4, DEPTH), profile)
+    whole = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
+    mixed = dataclasses.replace(whole, header=dataclasses.replace(whole.header, mix=0.5))
+    incomplete = dataclasses.replace(whole, text_tokens=whole.text_tokens + 1)
+    assert mixed.only_positions and incomplete.only_positions and not whole.only_positions
+    some_states = trace_arrays(states[None], hidden=["target_hidden"])
+    for trace, policy, error, noun in (
+        (arrays, FixedLength(DEPTH + 1), TraceError, "depth"),
+        (arrays, ReadsClock(2), TraceError, "clock"),
+        (few, Confidence(0.4, DEPTH), TraceError, "'drawn_prob'"),
+        (mixed, FixedLength(1), TraceError, "mix"),
+        (arrays, ReadsStates(), TraceError, "draft_hidden, target_hidden"),
+        (some_states, ReadsDraftStates(), TraceError, "draft_hidden"),
+        (trace_arrays(states[None]), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
+    ):
+        with pytest.raises(error, match=noun):
+            replay(trace, policy, profile)
     with pytest.raises(TraceError, match="'top1'"):
         seen_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
+    with pytest.raises(TraceError, match="no draft_hidden"):
+        trace_arrays(traces[0.7], hidden=["draft_hidden"])
 
 
 @pytest.mark.parametrize(
@@ -124,75 +131,33 @@ def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataOb
         assert one.find(np.array([0]), np.array([0])).tolist() == [-1], "the first anchor is 1"
 
 
-def test_traces_with_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
+def test_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
     part, other = arrays.subset([0, 1]), arrays.subset([2, 3])
     same_text = dataclasses.replace(part, prompt_ids=["x", "y"])
     require_disjoint("--traces", part, "--train-traces", other.clusters)
-    for shared in (part, same_text):
+    for trace in (part, same_text):
         with pytest.raises(TraceError, match="2 of 2 prompts"):
-            require_disjoint_prompts(shared, part, [])
+            require_disjoint_prompts(trace, part, [])
         with pytest.warns(SpecstopWarning, match="not held-out"):
-            require_disjoint_prompts(shared, part, [], allow=True)
+            require_disjoint_prompts(trace, part, [], allow=True)
 
 
 @pytest.mark.parametrize("tree", [None, TREE])
-def test_hidden_states_are_read_on_first_use_and_shared(
-    states: dict[str | None, Trace], monkeypatch: pytest.MonkeyPatch, tree: str | None
-) -> None:
-    trace, read = states[tree], []
-    whole = Trace(trace.folder, trace.header, trace.rows)
-    batches = Trace.batches
-    monkeypatch.setattr(Trace, "batches", lambda self, names, *more: read.extend(names) or batches(self, names, *more))
-    arrays, in_memory = trace_arrays(load_trace(trace.folder)), trace_arrays(whole)
-    assert read and not set(read) & set(HIDDEN_STATES)
-    read.clear()
+def test_hidden_states_are_those_of_the_rows(states: dict[str | None, Trace], tree: str | None) -> None:
+    trace = states[tree]
     rows = trace.rows.with_format("numpy")
     order = np.lexsort((rows["anchor"], rows["sequence"]))
-    part, nodes = arrays.subset([3, 1]), arrays.tree.nodes
-    picked = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in (3, 1)])
+    from_file, in_memory = trace_arrays(load_trace(trace.folder)), trace_arrays(trace)
+    every, nodes = torch.arange(len(order)), from_file.tree.nodes
+    subset = torch.cat([torch.arange(int(from_file.rows[s])) + from_file.offset[s] for s in (3, 1)])
     for name, shape in (("draft_hidden", (-1, nodes, 16)), ("target_hidden", (-1, 16))):
         expected = torch.from_numpy(np.stack(list(rows[name]))[order].reshape(shape))
-        for one, at in ((arrays, torch.arange(len(order))), (in_memory, torch.arange(len(order))), (part, picked)):
-            row = torch.arange(len(at))
+        for arrays, at in ((from_file, every), (in_memory, every), (from_file.subset([3, 1]), subset)):
+            row, states_of = torch.arange(len(at)), arrays.hidden_state(name)
             for node in range(nodes) if name == "draft_hidden" else (None,):
-                state = one.hidden_state(name).at(row, None if node is None else torch.full_like(row, node))
+                state = states_of.at(row, None if node is None else torch.full_like(row, node))
                 assert state.dtype == torch.float16
                 assert torch.equal(state, expected[at] if node is None else expected[at, node])
-    assert [read.count(name) for name in HIDDEN_STATES] == [2, 2], "once for each trace, whole or in part"
-
-
-def test_fit_rows_have_the_states_that_a_policy_receives(states: dict[str | None, Trace], profile: Profile) -> None:
-    arrays = trace_arrays(states[None])
-    visited = visits(arrays, [replay(arrays, FixedLength(3), profile)])
-    rows, plain = (fit_rows(arrays, ["top1"], visited, names) for names in (tuple(HIDDEN_STATES), ()))
-    assert plain.hidden == {} and torch.equal(plain.features, rows.features)
-    draft, target = rows.hidden["draft_hidden"], rows.hidden["target_hidden"]
-    assert draft.shape == target.shape == (len(rows), 16) and draft.dtype == torch.float16
-    assert not draft[rows.depth == 0].any() and draft[rows.depth > 0].any(-1).all()
-    owner = (rows.depth == 0).cumsum(0) - 1  # the rows of a round follow one another
-    for depth in range(1, 4):
-        at = (rows.depth == depth).nonzero()[:, 0]
-        row = visited.row[owner[at]]
-        assert len(at) > 5
-        assert torch.equal(draft[at], arrays.hidden_state("draft_hidden").at(row, rows.depth[at] - 1))
-        assert torch.equal(target[at], arrays.hidden_state("target_hidden").at(row))
-
-
-def test_missing_hidden_states_are_refused(
-    arrays: TraceArrays, traces: dict[float, Trace], states: dict[str | None, Trace], profile: Profile
-) -> None:
-    with pytest.raises(TraceError, match="draft_hidden, target_hidden"):
-        replay(arrays, ReadsStates(), profile)
-    with pytest.raises(TraceError, match="no draft_hidden"):
-        trace_arrays(traces[0.7], hidden=["draft_hidden"])
-    with pytest.raises(TraceError, match="no target_hidden"):
-        fit_rows(arrays, ["top1"], visits(arrays, [replay(arrays, FixedLength(2), profile)]), ["target_hidden"])
-    with pytest.raises(TraceError, match="draft_hidden"):
-        replay(trace_arrays(states[None], hidden=["target_hidden"]), ReadsDraftStates(), profile)
-    policy = ReadsDraftStates()
-    policy.sizes = {"draft_hidden": 8}  # type: ignore[attr-defined]
-    with pytest.raises(PolicyError, match=r"draft_hidden of 8 .*16"):
-        replay(trace_arrays(states[None]), policy, profile)
 
 
 def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Profile) -> None:
@@ -210,37 +175,29 @@ def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Pr
     assert joined.sequences > len(owner) > 20, "a prompt is in one fold at all temperatures"
 
 
-@pytest.mark.parametrize(
-    ("change", "noun"),
-    [
-        ({"pair": {"target": "x"}}, "pair"),
-        ({"max_new_tokens": 9}, "max_new_tokens"),
-        ({"verification": "rejection"}, "verification"),
-    ],
-)
-def test_traces_that_differ_are_not_joined(
-    both: list[Trace], full_profile: Profile, change: dict[str, Any], noun: str
-) -> None:
-    other = Trace(both[1].folder, dataclasses.replace(both[1].header, **change), both[1].rows)
-    with pytest.raises(TraceError, match=f"differ in {noun}"):
-        train([both[0], other], full_profile)
+def test_traces_that_differ_are_not_joined(both: list[Trace], full_profile: Profile) -> None:
+    changes: list[dict[str, Any]] = [{"pair": {"target": "x"}}, {"max_new_tokens": 9}, {"verification": "rejection"}]
+    for change in changes:
+        other = Trace(both[1].folder, dataclasses.replace(both[1].header, **change), both[1].rows)
+        with pytest.raises(TraceError, match=f"differ in {next(iter(change))}"):
+            train([both[0], other], full_profile)
     with pytest.raises(TraceError, match="at least one trace"):
         joined_arrays([])
 
 
-def test_the_temperature_is_a_feature_that_is_live_as_in_replay(
-    pair: Pair, both: list[Trace], full_profile: Profile, tmp_path: Any
+def test_a_policy_that_reads_the_temperature_decides_live_as_in_replay(
+    pair: Pair, both: list[Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
-    """A policy with a head that reads nothing else."""
     options = {"features": ("temperature", "depth"), "rule": "step", "threshold": 0.55}
-    trained = train(both, full_profile, **options, out=tmp_path / "p")
+    train(both, full_profile, **options, out=tmp_path / "p")
     policy = load_policy_folder(tmp_path / "p")
-    assert policy.metadata.temperature == TEMPERATURES and trained.path is not None
-    assert policy.metadata.provenance["traces"] == ", ".join(str(trace.folder) for trace in both)
+    assert policy.metadata.temperature == TEMPERATURES
     cold, warm = (policy.probabilities(np.array([[t, 1.0]], dtype=np.float32), 1)[0].item() for t in TEMPERATURES)
     assert abs(cold - warm) > 1e-3
     for trace in both:
-        check_fit(policy, trace)  # warnings are errors in this suite
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_fit(policy, trace)
         log, arrays = replay(trace, policy, full_profile).log.tolist(), trace_arrays(trace)
         speculator = Speculator(pair, policy, Settings(trace.header.temperature, NEW, verification="match"))
         for prompt in make_prompts(24, "fit", 21)[:4]:
@@ -251,21 +208,3 @@ def test_the_temperature_is_a_feature_that_is_live_as_in_replay(
     other = Trace(both[0].folder, dataclasses.replace(both[0].header, temperature=1.3), both[0].rows)
     with pytest.warns(SpecstopWarning, match="temperature"):
         check_fit(policy, other)
-
-
-def test_a_smaller_tree_keeps_first_candidates_and_parents(states: dict[str | None, Trace], profile: Profile) -> None:
-    arrays = trace_arrays(states[TREE])
-    for nodes in ([1], [0, 5]):
-        with pytest.raises(TraceError, match="smaller tree"):
-            on_subtree(arrays, nodes)
-    assert replay(on_subtree(arrays, []), FixedLength(0), profile).block_efficiency == 1.0
-
-
-def test_a_trace_of_mixed_texts_has_positions_only(profile: Profile) -> None:
-    arrays = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
-    assert not arrays.only_positions
-    mixed = dataclasses.replace(arrays, header=dataclasses.replace(arrays.header, mix=0.5))
-    shorter = dataclasses.replace(arrays, text_tokens=arrays.text_tokens + 1)
-    assert mixed.only_positions and shorter.only_positions
-    with pytest.raises(TraceError, match="mix"):
-        replay(mixed, FixedLength(1), profile)
