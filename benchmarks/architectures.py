@@ -14,25 +14,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import signal
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from harness import Run
-from specstop.decode import Pair, Settings, Speculator, join, with_engine
-from specstop.decode.loop import Request
-from specstop.policies import FixedLength, InputError
-from specstop.policies.errors import PairError
+from specstop.decode import Pair, join, with_engine
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 _TESTS = Path(__file__).parents[1] / "tests"
@@ -42,122 +33,17 @@ from random_models import (  # noqa: E402
     CONFIGS,
     DTYPES,
     EAGER_ONLY,
-    NEW,
     POLICIES,
-    PROMPTS,
     SHAPES,
-    VARIANTS,
     Compared,
     build,
-    build_class,
     compare,
-    expected_texts,
+    names,
     noisy,
     plain,
     prompts,
+    sweep_class,
 )
-
-SECONDS = 60
-"""Time limit for building a model, and for each decoding method."""
-ATTEMPTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_hidden_layers": 4},
-    {"head_dim": 4, "num_key_value_heads": 4},
-    {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 4},
-    {"num_key_value_heads": 4, "head_dim": 12},
-    {"num_hidden_layers": 8},
-    {"layer_types": ["linear_attention", "full_attention"]},
-    {"layer_types": ["sliding_attention", "full_attention"]},
-    {"vision_config": None, "audio_config": None},
-)
-"""Additional values for classes that cannot be built with `SMALL`, tried in order."""
-METHODS = {"alone": (0, None, 1), "side by side": (0, None, 3), "chain": (3, None, 3), "tree": (2, "2,2", 1)}
-"""Draft length, tree and batch size of each decoding method."""
-
-
-@dataclass
-class Row:
-    """Results of one class.
-
-    Attributes:
-        name: model type or variant.
-        cls: name of the class.
-        cells: result by method: "equal", "wrong", "refused" or the name of an exception.
-        note: reason if the class was refused or not built.
-    """
-
-    name: str
-    cls: str
-    cells: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def faults(self) -> int:
-        """Number of methods with a wrong text or an unexpected exception."""
-        return sum(cell not in ("equal", "refused") for cell in self.cells.values())
-
-
-def names() -> list[str]:
-    """Return all model types and variants."""
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
-
-
-@contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise `TimeoutError` if the block takes longer than `seconds`."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"more than {seconds} seconds")
-
-    previous_handler = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous_handler)
-
-
-def sweep_class(name: str) -> Row:
-    """Decode with one class, an entry of `names()`, and each method, and compare the texts with those of `generate`."""
-    kind = VARIANTS.get(name, (name,))[0]
-    row = Row(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, expected = None, []
-        for attempt in ATTEMPTS:
-            try:
-                with time_limit(SECONDS):
-                    model = build_class(name, attempt)
-                    try:
-                        expected = expected_texts(model)
-                    except (RuntimeError, TypeError, ValueError):  # some classes always compute in float32
-                        model = model.float()
-                        expected = expected_texts(model)
-                break
-            except Exception as error:  # a class may raise any exception
-                row.note, model = row.note or f"not built: {type(error).__name__}: {first_line(error)}", None
-        if model is None:
-            return row
-        row.cls, row.note = type(model).__name__, ""
-        for method, (depth, tree, batch) in METHODS.items():
-            try:
-                with time_limit(SECONDS):
-                    pair = join(model, noisy(model))
-                    speculator = Speculator(pair, FixedLength(depth), Settings(0.0, NEW, tree=tree), batch=batch)
-                    results = speculator.run([Request(prompt) for prompt in PROMPTS])
-                texts = [list(result.tokens) for result in results]
-                row.cells[method] = "equal" if texts == expected else "wrong"
-            except (PairError, InputError) as error:
-                row.cells[method], row.note = "refused", first_line(error)
-            except Exception as error:
-                row.cells[method], row.note = type(error).__name__, first_line(error)
-    return row
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, at most 200 characters."""
-    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
 def classes(run: Run) -> None:

@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ _TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
 
 from cases import CHAINS, TREES, Case, all_cases, other_cases  # noqa: E402
-from enumeration import EXACT, prove, prove_within  # noqa: E402
+from enumeration import EXACT, Proof, prove, prove_within  # noqa: E402
 from noise_tables import NOISE_POLICIES, noise_case, plain_on_noise, speculate_on_noise  # noqa: E402
 
 FALSE_ALARM, LOSSY = 1e-3, 0.05
@@ -84,19 +85,23 @@ def enumeration(run: Run) -> None:
     """Enumerate cases of mode, tree, policy, table, processors, end of text and drafter."""
     cases = [*all_cases(), *other_cases()][:: run.choose(1, 400)]
     worst, leaves, later = 0.0, 0, 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the failing policies of the test helpers
-        for case in cases:
-            proved, proof = prove_within(case, run.choose(1500, 300))
-            leaves, later = leaves + proof.leaves, later + (proof.later > 0)
-            if proof.distance > EXACT or proof.reused:
-                print(f"WRONG {proved}: distance {proof.distance:.1e}, {proof.reused} random numbers used twice")
-            worst = max(worst, proof.distance, float(proof.reused > 0))
+    for proved, proof in run.map(partial(prove_quietly, most=run.choose(1500, 300)), cases):
+        leaves, later = leaves + proof.leaves, later + (proof.later > 0)
+        if proof.distance > EXACT or proof.reused:
+            print(f"WRONG {proved}: distance {proof.distance:.1e}, {proof.reused} random numbers used twice")
+        worst = max(worst, proof.distance, float(proof.reused > 0))
     run.bar(
         "enumerated texts, total variation", worst, at_most=EXACT, always=True,
         note=f"{len(cases)} cases, {leaves} sequences of choices",
     )  # fmt: skip
     run.bar("cases with acceptance after the first round", later, at_least=1, always=True)
+
+
+def prove_quietly(case: Case, most: int) -> tuple[Case, Proof]:
+    """Enumerate a case of at most so many sequences, without the warnings of policies that fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return prove_within(case, most)
 
 
 def noise(run: Run) -> None:

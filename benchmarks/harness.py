@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from specstop.decode import Generation
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Effort
@@ -92,6 +96,14 @@ class Run:
     def effort(self) -> Effort:
         """How long a profile is measured."""
         return Effort(repetitions=2) if self.smoke else Effort()
+
+    def map(self, function: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+        """Return the results of all jobs, computed in one process per core unless this is a smoke run."""
+        if self.smoke:
+            return [function(job) for job in jobs]
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
+            return list(pool.map(function, jobs, chunksize=10))
 
     def folder(self, name: str) -> Path:
         """Return a path in a temporary folder that exists as long as the run."""

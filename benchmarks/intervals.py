@@ -19,13 +19,9 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,12 +59,7 @@ from simulated_worlds import (
 def worlds(run: Run) -> None:
     """Count how often the intervals of `evaluate` and `importance_estimate` cover the truth."""
     count = run.choose(run.options.worlds, 2)
-    estimates = [
-        one
-        for answers in (_map(dense_world, count, run), _map(live_world, count, run))
-        for row in answers
-        for one in row
-    ]
+    estimates = list(chain(*run.map(dense_world, range(count)), *run.map(live_world, range(count))))
     if count < 2:
         return
     rows, faults = judge(estimates, count)
@@ -77,16 +68,6 @@ def worlds(run: Run) -> None:
         note = f"bias {row['bias']:+.4f}, root mean square error {row['rmse']:.4f}"
         run.bar(name, row["covered"], at_least=LEAST, at_most=MOST, note=note)
     run.bar("requirements on coverage and errors that are not met", len(faults), at_most=0, note="; ".join(faults))
-
-
-def _map(function: Callable[[Any], Any], jobs: int | Sequence[Any], run: Run) -> list[Any]:
-    """Return the results of all jobs, in several processes unless this is a smoke run."""
-    jobs = range(jobs) if isinstance(jobs, int) else jobs
-    if run.smoke:
-        return [function(job) for job in jobs]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
-        return list(pool.map(function, jobs, chunksize=10))
 
 
 STRUCTURES = ("prompts", "samples", "duplicates", "groups 5", "groups 10", "heavy tails", "giant")
@@ -158,7 +139,7 @@ def families(run: Run) -> None:
         for prompts in run.choose(CLUSTERS, CLUSTERS[:1]):
             for candidates, correlation in run.choose(CANDIDATES, CANDIDATES[:2]):
                 jobs = [(structure, prompts, candidates, correlation, 1.0, seed) for seed in range(count)]
-                deployed, covered, judged = np.mean(_map(family, jobs, run), 0)
+                deployed, covered, judged = np.mean(run.map(family, jobs), 0)
                 cells.append((float(deployed), float(covered), float(judged)))
                 name = f"{structure}, {prompts} prompts, {candidates} policies, correlation {correlation:g}: deployed"
                 run.row(name, float(deployed), f"covered {covered:.3f}, verdict in {judged:.2f}")
@@ -168,7 +149,7 @@ def families(run: Run) -> None:
             run.bar(f"{structure}: least simultaneous coverage", min(covered_cells), at_least=LEAST)
             run.bar(f"{structure}: largest simultaneous coverage", max(covered_cells), at_most=MOST)
     jobs = [("prompts", 200, 5, 0.0, GAIN, seed) for seed in range(count)]
-    power = float(np.mean(_map(family, jobs, run), 0)[0])
+    power = float(np.mean(run.map(family, jobs), 0)[0])
     run.bar("power for a gain of 5%, 200 prompts, 5 policies", power, at_least=POWER)
 
 
@@ -205,7 +186,7 @@ def machines(run: Run) -> None:
             if any(profiled(disturbance, seed, budget_s)[0].is_noisy is not expected for seed in range(seeds))
         ]
         run.bar(f"{label} machines judged wrongly", len(wrong), at_most=0, note=f"of {len(chosen)} {', '.join(wrong)}")
-    results = np.array(_map(noisy_world, run.choose(500, 2), run), dtype=float)
+    results = np.array(run.map(noisy_world, range(run.choose(500, 2))), dtype=float)
     run.bar("covered with noisy profiles", float(results[:, 0].mean()), at_least=LEAST, at_most=MOST)
     run.bar("false deploy with noisy profiles", float(results[:, 1].mean()), at_most=FALSE_DEPLOY + 0.014)
 

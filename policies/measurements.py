@@ -360,7 +360,7 @@ SPREAD, STALLS, PHASES, DRIFT = 0.35, 0.02, 0.15, 0.1
 
 INDEPENDENT_PHASES = 4
 """Repetitions with independent paces that a measurement counts as: slow phases last longer than one repetition. Chosen on
-simulated machines (`benchmarks/noise/compared.py`): intervals are too narrow with more, too wide with fewer."""
+simulated machines (`benchmarks/intervals.py --part machines`): intervals are too narrow with more, too wide with fewer."""
 
 REMEDY = "close other programs and measure again, or raise --budget"
 

@@ -1,8 +1,8 @@
 """Train a target and a draft on Python source text, and write the pair as the package ships it.
 
-    python benchmarks/tools/make_pair.py --size large --out pairs/large
-    python benchmarks/tools/make_pair.py --size large --draft plain --target pairs/large/target --out pairs/large-plain
-    python benchmarks/tools/make_pair.py --size large --out pairs/large --ship train/shipped
+    python benchmarks/tools/make_pair.py --out pairs/large
+    python benchmarks/tools/make_pair.py --draft plain --target pairs/large/target --out pairs/large-plain
+    python benchmarks/tools/make_pair.py --out pairs/large --ship train/shipped
 
 The target learns the next token of the text. The draft is trained on the target's distribution (`--draft distilled`)
 or, like the target, on the text alone (`--draft plain`). All weights are rounded to int8 with one scale per row
@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_DEPTH = 8
-"""Depths at which acceptance is measured."""
+"""The largest depth at which acceptance is measured."""
 
 # Folders of the standard library without library text: tests, installed packages, generated tables.
 SKIPPED_FOLDERS = frozenset(
@@ -125,7 +125,7 @@ class Recipe:
     seed: int = 0
 
 
-LARGE = Recipe(
+RECIPE = Recipe(
     target=ModelShape(hidden=256, layers=12, heads=4, intermediate=704),
     draft=ModelShape(hidden=128, layers=2, heads=2, intermediate=352),
     shallow_layers=4,
@@ -134,22 +134,6 @@ LARGE = Recipe(
     draft_steps=2200,
     generated_rows=3072,
 )
-
-RECIPES = {
-    "large": LARGE,
-    # For timing only: its acceptance means nothing.
-    "100m": Recipe(
-        target=ModelShape(hidden=768, layers=14, heads=12, intermediate=2048),
-        draft=ModelShape(hidden=256, layers=2, heads=4, intermediate=688),
-        shallow_layers=2,
-        shallow_steps=60,
-        steps=10,
-        draft_steps=60,
-        generated_rows=16,
-        vocabulary=4096,
-        text_bytes=500_000,
-    ),
-}
 
 
 # Text
@@ -591,7 +575,6 @@ def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the pair; an existing pair is measured")
-    parser.add_argument("--size", choices=sorted(RECIPES), default="large", help="recipe")
     parser.add_argument("--draft", choices=("distilled", "plain"), default="distilled", help="what the draft learns")
     parser.add_argument("--target", type=Path, help="target of the same recipe to use instead of training one")
     parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
@@ -600,7 +583,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="train for two steps, to see that the script runs")
     parser.add_argument("--check", action="store_true", help="exit with 1 if the acceptance is not in its range")
     options = parser.parse_args()
-    recipe = dataclasses.replace(RECIPES[options.size], seed=options.seed)
+    recipe = dataclasses.replace(RECIPE, seed=options.seed)
     if options.smoke:
         few = {"shallow_steps": 2, "steps": 2, "draft_steps": 2, "generated_rows": 8, "text_bytes": 100_000}
         recipe = dataclasses.replace(recipe, **few)
@@ -628,11 +611,11 @@ def main() -> int:
     files = [path.relative_to(options.out).as_posix() for path in options.out.rglob("*") if path.is_file()]
     write_manifest(options.out, files)
     if options.ship is not None:
-        words = f"--size {options.size} --draft {options.draft} --seed {recipe.seed} --out pair"
+        words = f"--draft {options.draft} --seed {recipe.seed} --out pair"
         ship(options.out, options.ship, f"python benchmarks/tools/make_pair.py {words}", rates)
     first, sixth = rates["reached"][0], rates["reached"][5]
     met = 0.6 <= first <= 0.85 and 1 - first > 0.15 and sixth > 0.15
-    print(json.dumps({"out": str(options.out), "size": options.size, "draft": options.draft, "met": met, **rates}))
+    print(json.dumps({"out": str(options.out), "draft": options.draft, "met": met, **rates}))
     return int(options.check and not met)
 
 

@@ -205,14 +205,12 @@ def tests_for(file: str, tests: Path) -> list[str]:
     """Return the paths of the tests of a product file, relative to the checkout."""
     prefix = next((prefix for prefix in TEST_FOLDERS if file.startswith(prefix)), None)
     patterns = TEST_FOLDERS[prefix] if prefix else ("",)
-    matches = [
-        f"tests/{path.relative_to(tests)}" for pattern in patterns for path in sorted(tests.glob(pattern or "*"))
-    ]
-    if not matches:
+    files = [f"tests/{path.relative_to(tests)}" for pattern in patterns for path in sorted(tests.glob(pattern or "*"))]
+    if not files:
         raise SystemExit(
             f"expected tests of {file} at {', '.join(patterns)} below {tests}, got none; adapt TEST_FOLDERS"
         )
-    return matches
+    return files
 
 
 def main() -> int:

@@ -71,7 +71,7 @@ def test_prompts_of_a_pair_come_from_files_that_are_not_trained_on() -> None:
     make_pair = script("tools/make_pair")
     texts = ["".join(f"doc{n}_{line} = value({line})\n" for line in range(60)) for n in range(10)]
     documents = [make_pair.Document(f"file{n}.py", text, "group") for n, text in enumerate(texts)]
-    recipe = make_pair.dataclasses.replace(make_pair.LARGE, vocabulary=320, held_out=0.4, prompt_tokens=(8, 16))
+    recipe = make_pair.dataclasses.replace(make_pair.RECIPE, vocabulary=320, held_out=0.4, prompt_tokens=(8, 16))
     learn, *held_out = make_pair.split_documents(documents, recipe)
     assert len({document.name for part in (learn, *held_out) for document in part}) == 10
     tokenizer = make_pair.train_tokenizer((document.text for document in learn), recipe.vocabulary)
