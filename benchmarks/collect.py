@@ -8,8 +8,8 @@
   most 1.1 and 2.5 times the time of `match`.
 - `agreement`: rows of live rounds at full depth equal the dense rows at the same anchors. At most 1 of 500 differ
   (ties), and features agree within 2e-3.
-- `completions`: texts that transformers samples are labelled as they are: acceptance by depth is that of our
-  texts, and texts of another temperature are refused.
+- `completions`: texts that transformers samples are labelled as they are: acceptance by depth is that of
+  generated texts, and texts of another temperature are refused.
 - `memory`: collecting long texts takes at most 100 MiB more than collecting short ones.
 - `kills`: collecting processes, 1 to 3 at a time, are killed at random moments and resumed. The rows are those of an
   undisturbed run, bit for bit.

@@ -83,9 +83,9 @@ def pit(
 
 def enumeration(run: Run) -> None:
     """Enumerate cases of mode, tree, policy, table, processors, end of text and drafter."""
-    cases = [*all_cases(), *other_cases()][:: run.choose(1, 400)]
+    cases = [*all_cases(), *other_cases()][:: run.choose(1, 900)]
     worst, leaves, later = 0.0, 0, 0
-    for proved, proof in run.map(partial(prove_quietly, most=run.choose(1500, 300)), cases):
+    for proved, proof in run.map(partial(prove_quietly, most=run.choose(1500, 100)), cases):
         leaves, later = leaves + proof.leaves, later + (proof.later > 0)
         if proof.distance > EXACT or proof.reused:
             print(f"WRONG {proved}: distance {proof.distance:.1e}, {proof.reused} random numbers used twice")
@@ -123,7 +123,7 @@ def noise(run: Run) -> None:
 
 def texts(run: Run) -> None:
     """Compare texts of the pair with plain decoding, alone and side by side, on chains and trees."""
-    count, new = run.choose((40, 128), (2, 8))
+    count, new = run.choose((40, 128), (2, 5))
     prompts = encode_prompts(run.pair, run.prompts("test", count))
     tokens = [ids for _, ids in prompts]
     keys = [stream_key(0, name) for name, _ in prompts]
@@ -134,7 +134,7 @@ def texts(run: Run) -> None:
             plain = [tuple(text) for text in plain_texts(run.pair, tokens, keys, new, temperature).tokens]
         else:
             plain = [_generate(stock, ids, new) for ids in tokens]
-        for tree in (None, "3,2,1,1"):
+        for tree in run.choose((None, "3,2,1,1"), ("3,2,1,1",)):
             settings = ss.Settings(temperature, new, tree=tree, verification="match")
             for policy in ("fixed:4", "confidence:0.4"):
                 for batch in run.choose((1, 3, 8), (2,)):
@@ -162,7 +162,7 @@ def _generate(stock: ss.Pair, prompt: Sequence[int], new: int) -> tuple[int, ...
 
 def pair(run: Run) -> None:
     """Test texts of every lossless mode on the pair against the target's distribution; a lossy mode has to fail."""
-    count = run.choose(60, 4)
+    count = run.choose(60, 2)
     prompts = [ids for _, ids in encode_prompts(run.pair, run.prompts("test", run.choose(4, 2)))]
     alarm = FALSE_ALARM / (4 * len(MODES))  # two tests at two temperatures
     for temperature in run.choose((0.7, 1.0), (1.0,)):
@@ -171,7 +171,7 @@ def pair(run: Run) -> None:
             plain_texts(run.pair, [ids] * count, keys[at], NEW, temperature, True).tokens
             for at, ids in enumerate(prompts)
         ]
-        for mode, tree in (*run.choose(MODES, MODES[::3]), ("typical", "chain:4")):
+        for mode, tree in (*run.choose(MODES, MODES[:1]), ("typical", "chain:4")):
             settings = ss.Settings(temperature, NEW, ignore_eos=True, verification=mode, tree=tree)
             speculator = ss.Speculator(run.pair, ss.load_policy("confidence:0.2").limited(4), settings)
             drawn, shares = [], []
@@ -204,7 +204,7 @@ def lossy(run: Run) -> None:
     distances = [prove(Case("typical", "2,1", kind="dense", seed=seed, new=3)).distance for seed in seeds]
     run.bar("typical on tables, mean total variation", float(np.mean(distances)), at_least=LOSSY)
     stock = ss.load_pair(run.pair_folder / "target", run.pair_folder / "draft", engine="plain")
-    count, new = run.choose((20, 64), (1, 6))
+    count, new = run.choose((20, 64), (1, 3))
     prompts = [ids for _, ids in encode_prompts(stock, run.prompts("test", count))]
     for temperature in (0.0, 1.0):
         base = [target_initialized(stock, ids, 0, temperature, new, seed) for seed, ids in enumerate(prompts)]

@@ -23,7 +23,7 @@ from ..policies.arguments import check_limits
 from ..policies.errors import InputError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
 from ..policies.files import disk_text, is_text, uninterrupted
 from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, save_config, with_options
-from .output import prints_on_stderr, say
+from .output import print_stderr, prints_on_stderr
 
 COMMANDS = (
     "demo", "collect", "profile", "train", "evaluate", "decode", "bench", "deploy", "train-drafter", "import", "info",
@@ -134,7 +134,7 @@ def run() -> NoReturn:
     if code == 130:
         line = "interrupted" + _advice()
     if line:
-        say(f"specstop: {' '.join(line.split())}")
+        print_stderr(f"specstop: {' '.join(line.split())}")
     try:
         if sys.stdout is not None:  # closed by the shell
             sys.stdout.flush()
@@ -204,7 +204,7 @@ def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
 ) -> None:  # fmt: skip
     """Replace `warnings.showwarning`: write a warning as one line."""
-    say(f"warning: {with_keys(message.command_line) if isinstance(message, SpecstopWarning) else message}")
+    print_stderr(f"warning: {with_keys(message.command_line) if isinstance(message, SpecstopWarning) else message}")
 
 
 def with_keys(message: str) -> str:

@@ -20,7 +20,7 @@ from ..policies.arguments import check_limits
 from ..policies.display import Progress
 from ..policies.errors import InputError, close_match
 from ..policies.files import RUN_FILE, write_atomic
-from .output import quiet_libraries, say
+from .output import print_stderr, quiet_libraries
 
 if TYPE_CHECKING:
     from ..collect.prompts import Prompt
@@ -357,7 +357,7 @@ def print_model_defaults(pair: Pair, settings: Settings) -> None:
     from ..decode.settings import inherited_text
 
     if text := inherited_text(pair, settings):
-        say(f"{text} (--sampling model_defaults=false ignores them)")
+        print_stderr(f"{text} (--sampling model_defaults=false ignores them)")
 
 
 def key_values(name: str, items: Sequence[str] | None, keys: Collection[str] | None = None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def prints_on_stderr() -> Iterator[None]:
         _results.reset(token)
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Write a line to standard error, with control characters escaped. A closed standard error is ignored."""
     with contextlib.suppress(OSError, AttributeError):
         sys.stderr.write(printable(text) + "\n")
@@ -59,7 +59,7 @@ def progress_bars(quiet: bool = False) -> Iterator[Progress]:
         try:
             yield shown
         except BaseException:
-            say("")  # ends the line of the bar
+            print_stderr("")  # ends the line of the bar
             raise
 
 
@@ -76,7 +76,7 @@ def _progress_lines() -> Progress:
 
             printed = now
             form = "{elapsed}, {rate_fmt}, {remaining} left"  # the rate is of new units, not of those that a run has loaded
-            say(
+            print_stderr(
                 f"{task}: {done} of {total}, {tqdm.format_meter(done, total, now - start, initial=before, bar_format=form)}"
             )
         if done >= total:

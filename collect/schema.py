@@ -385,5 +385,5 @@ def arrow_schema(header: Header) -> pa.Schema:
     if header.drafts_in_turn:
         columns.append((READS, pa.bool_()))
     if header.mix:
-        columns.append(("mixed", pa.bool_()))  # the draft read a sampled token at this position
+        columns.append(("mixed", pa.bool_()))  # the draft read its sample, not the target's token, at this position
     return pa.schema(columns, metadata={HEADER_KEY: header.to_json().encode()})

@@ -353,8 +353,8 @@ class TreeGain(LearnedPolicy):
     """Tracks the survival of every node, the calibrated probability that its path is accepted, and keeps what pays.
 
     The expected accepted length of a set of nodes is the sum of their survivals (OPT-Tree, arXiv 2406.17276, eq. 5). After
-    each depth the branches with expected children that pay for the draft step and their verification are extended
-    (`TreeRule`). At the end the best nodes are verified, as many as pay for themselves. It reads drawn tokens and removes
+    each depth a branch is extended if its expected children pay for the draft step and their verification (`TreeRule`).
+    At the end the best nodes are verified, as many as pay for themselves. It reads drawn tokens and removes
     some, so it is for `match` verification or temperature 0. The head reads scalars only.
 
     The state within a round is survival (-1 = not read) and next of all nodes that were decided on [S, 2, N], and those of

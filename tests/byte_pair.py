@@ -1,4 +1,4 @@
-"""A pair whose tokenizer knows all bytes, for structured output, and a schema with its validator."""
+"""A pair with a byte-level tokenizer, for structured output, and a schema with its validator."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from .. import options
-from ..output import PHASE_NAMES, print_json, progress_bars, say, table
+from ..output import PHASE_NAMES, print_json, print_stderr, progress_bars, table
 
 if TYPE_CHECKING:
     from ...decode.benchmark import BenchLine
@@ -74,11 +74,13 @@ def bench(
         show(lines, f"{title}, engines {' and '.join(pair.engines)}", wide)
         for line in lines:
             if line.ties:
-                say(f"{line.name}: {line.ties} of {len(prompts)} texts differ by ties")
+                print_stderr(f"{line.name}: {line.ties} of {len(prompts)} texts differ by ties")
             if line.recordings:
-                say(f"warning: {line.name}: {line.recordings} calls were recorded as CUDA graphs while it was timed")
+                print_stderr(
+                    f"warning: {line.name}: {line.recordings} calls were recorded as CUDA graphs while it was timed"
+                )
             if line.wrong:
-                say(f"error: {line.name}: {line.wrong} texts are not those of plain decoding, and not by ties")
+                print_stderr(f"error: {line.name}: {line.wrong} texts are not those of plain decoding, and not by ties")
     for line in lines:
         if line.failure is not None:
             raise line.failure

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...policies.display import printable
 from ...policies.errors import InputError
 from .. import options
-from ..output import PHASE_NAMES, print_json, progress_bars, results, say, table
+from ..output import PHASE_NAMES, print_json, print_stderr, progress_bars, results, table
 
 if TYPE_CHECKING:
     from ...collect.prompts import Prompt
@@ -79,7 +79,7 @@ def decode(
     grammar: Any = next(iter(params.processors), None)
     cut = 0 if grammar is None else sum(not grammar.matches(one.tokens, pair.eos) for one in generations)
     if cut:
-        say(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")
+        print_stderr(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")
     mode = describe(resolve_mode(verification, rule, settings.topology, sampling.temperature))
     if json:
         details: dict[str, Any] = {"verification": mode, "acceptance": tally.acceptance()}

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError
 from .. import options
-from ..output import next_step, progress_bars, say
+from ..output import next_step, print_stderr, progress_bars
 from .info import show_artefact
 
 if TYPE_CHECKING:
     from ...decode.models.pair import Pair
+    from ...decode.settings import Settings
     from ...policies.contract import StopPolicy
     from ...policies.measurements import Measurements
     from ...policies.profile import Profile
@@ -76,31 +77,38 @@ def profile(
             settings = Settings(sampling.temperature, sampling=sampling.params())
             if not quiet:
                 options.print_model_defaults(pair, settings)
-            if through and (defaults := settings.for_pair(pair).sampling.to_dict()):
-                raise InputError(
-                    f"--through vllm: expected no sampling defaults of the target, not {', '.join(defaults)}; give "
-                    "--sampling model_defaults=false"
-                )
             shared: dict[str, Any] = {
                 "depth": depth, "temperature": sampling.temperature, "batch": sizes, "policies": rules,
                 "effort": Effort(budget, repetitions=repeats), "facts": environment_facts(pair), "progress": progress,
             }  # fmt: skip
             if through:
-                from ...collect.engines.vllm_profile import measure_vllm
-
-                measured = measure_vllm(models.names[0], pair.draft_name, tokens, **_engine_options(pair), **shared)
+                measured = _measure_vllm(models.names[0], pair, settings, tokens, shared)
             else:
                 measured = measure_profile(
                     pair, tokens, tree=tree, sampling=settings.sampling, verification=verification, **shared
                 )
             if measured.noise is not None and measured.noise.is_noisy:
-                say(f"warning: {measured.noise.text}")
+                print_stderr(f"warning: {measured.noise.text}")
         measured.save(path)
     show_artefact(path)
     if existing is None:
         host = ("--for", through) if through else ()
         rule = ("--rule", "gain") if tree else ()
         next_step("train", "--traces", "TRACES", "--profile", path, *host, *rule, "--out", "policy")
+
+
+def _measure_vllm(
+    target: str, pair: Pair, settings: Settings, tokens: Sequence[list[int]], options: dict[str, Any]
+) -> Profile:
+    """Return the costs of rounds inside vLLM, which does not apply sampling defaults of the target."""
+    from ...collect.engines.vllm_profile import measure_vllm
+
+    if defaults := settings.for_pair(pair).sampling.to_dict():
+        raise InputError(
+            f"--through vllm: expected no sampling defaults of the target, not {', '.join(defaults)}; give "
+            "--sampling model_defaults=false"
+        )
+    return measure_vllm(target, pair.draft_name, tokens, **_engine_options(pair), **options)
 
 
 def _add_decisions(
@@ -117,7 +125,7 @@ def _add_decisions(
     if len(untimed) == len({rule.name for rule in rules}):
         raise InputError(message)
     if untimed:
-        say(f"warning: {message}")
+        print_stderr(f"warning: {message}")
     return costs.with_measured_decisions(timed)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...policies.arguments import check_params
 from ..options import key_values, numbers
-from ..output import facts, next_step, plain, print_json, progress_bars, say, table, write
+from ..output import facts, next_step, plain, print_json, print_stderr, progress_bars, table, write
 
 if TYPE_CHECKING:
     from ...train.fit.run import Trained
@@ -79,6 +79,8 @@ def show_trained(trained: Trained, out: Path) -> None:
         )  # fmt: skip
     ratio = metrics.get("held_out_ratio_to_best_fixed", 1.0)
     if ratio < 1.0:
-        say(f"slower than the best fixed length: {ratio:.3f} of it on held-out prompts; see what `specstop evaluate` says "
-            "before you use it, and try another --head or more prompts")  # fmt: skip
+        print_stderr(
+            f"slower than the best fixed length: {ratio:.3f} of it on held-out prompts; see what `specstop evaluate` "
+            "says before you use it, and try another --head or more prompts"
+        )
     write(f"the policy is in {out}; its README.md has these tables and its calibration")

@@ -86,11 +86,11 @@ class EnumeratedDraws:
         self._wanted = wanted
         self._taken = torch.zeros(len(self._keys), dtype=torch.bool)
 
-    def _answer(self, marks: Callable[[int], list[float]], asks: Sequence[bool]) -> list[float]:
+    def _answer(self, marks: Callable[[int], list[float]], active: Sequence[bool]) -> list[float]:
         """Return a number for each row, given the marks of those that ask."""
         by_key: dict[tuple[int, int], float] = {}
         for key in dict.fromkeys(self._keys):
-            rows = [row for row, key_of_row in enumerate(self._keys) if key_of_row == key and asks[row]]
+            rows = [row for row, key_of_row in enumerate(self._keys) if key_of_row == key and active[row]]
             if rows and self._wanted(*key):
                 numbers = self._numbers.setdefault(key[0], Numbers())
                 by_key[key] = numbers.uniform([mark for row in rows for mark in marks(row)])

@@ -40,7 +40,7 @@ def deploy(
     Args:
         to: one of `TARGETS`.
         out: folder of the export, with `README.md` and `figures.json`; for `onnx` a file.
-        policy: what is exported; for engines without policies, its loss is reported; a policy, spec or folder.
+        policy: a policy, spec or folder: exported, or for engines without policies compared with their tables.
         traces: dense training traces of chains. Required for engines; with `profile` they add the expected speed to `hf`.
         profile: costs of rounds; tables have lengths for the batch sizes that it measured.
         held_out: traces of other prompts to report on; None = a quarter of the prompts of `traces`.

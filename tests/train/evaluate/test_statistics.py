@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -87,15 +88,18 @@ def ratios_without_gain(places: int, policies: int, shared: float, seed: int, pr
     return [ratio for family in boot.simultaneous(families) for ratio in family]
 
 
+WORLDS = int(os.environ.get("SPECSTOP_WORLDS", "100"))
+"""Simulated worlds. A longer run: SPECSTOP_WORLDS=2000 pytest -k false_deploy tests/train/evaluate/test_statistics.py"""
+
+
 @pytest.mark.parametrize(("places", "policies", "shared"), [(1, 20, 1.0), (3, 4, 1.0), (3, 4, 0.5)])
 def test_a_false_deploy_is_rare_over_all_policies_and_places(places: int, policies: int, shared: float) -> None:
     """At most 2.5% false deployments, and intervals that hold in 95% of the worlds, within three standard errors."""
-    count = 100
-    worlds = [ratios_without_gain(places, policies, shared, seed) for seed in range(count)]
+    worlds = [ratios_without_gain(places, policies, shared, seed) for seed in range(WORLDS)]
     false_deploy = np.mean([any(ratio.is_above for ratio in ratios) for ratios in worlds])
     missed = np.mean([any(ratio.is_above or ratio.is_below for ratio in ratios) for ratios in worlds])
-    assert false_deploy <= 0.025 + 3 * (0.025 * 0.975 / count) ** 0.5
-    assert missed <= 0.05 + 3 * (0.05 * 0.95 / count) ** 0.5
+    assert false_deploy <= 0.025 + 3 * (0.025 * 0.975 / WORLDS) ** 0.5
+    assert missed <= 0.05 + 3 * (0.05 * 0.95 / WORLDS) ** 0.5
 
 
 def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
