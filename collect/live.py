@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -128,8 +128,8 @@ class Recorder(Hook):
         """Fill in features and probabilities of the drawn candidates."""
         index, parent = {at: i for i, at in enumerate(sent)}, round.topology.parent
         path: dict[int, float] = {}
-        for level in round.levels:
-            scores = None if level is None else level.part(stream)
+        for level in chain.from_iterable(round.levels):
+            scores = level.part(stream)
             if scores is None or not any(scores.counts):
                 continue
             check_rows(scores.raw, "draft")

@@ -16,12 +16,13 @@ from ..policies import kernels
 from ..policies.arguments import check_limits, check_token_ids
 from ..policies.contract import StopPolicy
 from ..policies.display import silent
-from ..policies.errors import InputError
-from ..policies.features import check_hidden, check_sizes
+from ..policies.errors import InputError, PolicyError
+from ..policies.features import DRAFT_HIDDEN, SIGNALS, base_features, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost, validate_policy
 from ..policies.profile import Profile
-from .drafters import Drafter, find_drafter
+from ..policies.routing import OneDrafter
+from .drafters import Drafter, find_drafter, find_drafters
 from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
@@ -33,6 +34,7 @@ from .round_state import RoundState
 from .rounds import play_round
 from .settings import Settings
 from .texts import Request as Request
+from .topology import with_drafters
 from .verify.modes import check_mode, find_mode, resolve_mode
 from .verify.noise import KeyedSource
 
@@ -52,7 +54,8 @@ class Speculator:
         settings: see `Settings`.
         profile: models the seconds that policies observe; verifications of one chain are padded to a cheaper size.
         source: returns the random source of a stream for (key, window); default: keyed noise.
-        drafter: proposes the candidates; default: that of the pair.
+        drafter: proposes the candidates; default: that of the pair. A policy that routes has several: a sequence, or by
+            default those of the pair's spec.
         hooks: observe the rounds.
         hidden: names of hidden states that hooks need in addition to those of the policy (`features.HIDDEN_STATES`).
         batch: S. When a text ends, the next prompt uses its stream.
@@ -68,7 +71,7 @@ class Speculator:
         settings: Settings | None = None,
         profile: Profile | None = None,
         source: Callable[[int, int], KeyedSource] | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Sequence[Drafter] | None = None,
         hooks: Sequence[Hook] = (),
         hidden: Sequence[str] = (),
         batch: int = 1,
@@ -80,17 +83,28 @@ class Speculator:
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
-        self.topology = tree.limited(policy.max_depth)
+        if policy.routes:
+            self._drafters = list(drafter) if isinstance(drafter, Sequence) else find_drafters(pair.drafter, pair)
+        else:
+            self._drafters = [drafter if isinstance(drafter, Drafter) else find_drafter(pair.drafter, pair)]
+        self.topology = with_drafters(tree.limited(policy.max_depth), len(self._drafters))
         pair.check_topology(self.topology)
         chain = self.topology.is_chain
         policy = policy.limited(self.topology.deepest)  # as replay limits it to the depth of a trace
-        self._drafter, self._hooks = drafter or find_drafter(pair.drafter, pair), tuple(hooks)
+        self._hooks = tuple(hooks)
         names = check_hidden((*policy.hidden, *hidden), policy.name)
-        widths = hidden_widths(pair, names, self._drafter, policy.name, "use another policy")
+        if DRAFT_HIDDEN in names and len(self._drafters) > 1:
+            raise PolicyError(
+                f"{policy.name}: reads {DRAFT_HIDDEN}, which policies that route cannot; use other features"
+            )
+        widths = hidden_widths(pair, names, self._drafters[0], policy.name, "use another policy")
         check_sizes(policy, widths)
+        if any(name in SIGNALS for name in base_features(policy.features)):
+            for one in self._drafters:
+                one.keep_signals()
         self._timer = Timer(pair.device)
         self._source = ModelSource(
-            pair, self._drafter, self.mode, self.topology, self.settings, policy, self._timer, widths,
+            pair, self._drafters, self.mode, self.topology, self.settings, policy, self._timer, widths,
             padded=profile.padded() if profile and chain and batch == 1 else (),
             open_source=source, streams=batch, hooks=self._hooks,
         )  # fmt: skip
@@ -107,7 +121,8 @@ class Speculator:
             policy,
             profile=profile if observes_seconds else None,
             batch=batch,
-            fallback=FixedLength(fallback),
+            drafters=len(self._drafters),
+            fallback=OneDrafter(fallback) if policy.routes else FixedLength(fallback),
             on_decision=None if monitor is None else monitor.on_decision,
             on_outcome=None if monitor is None else monitor.on_outcome,
             on_replaced=self._source.read_for,
@@ -119,14 +134,16 @@ class Speculator:
         self._host.reset()
         if self._monitor is not None:
             self._monitor.reset()
-        self._drafter.reset()
+        for drafter in self._drafters:
+            drafter.reset()
 
     @torch.inference_mode()
     def prepare(self, lengths: Sequence[int]) -> None:
         """Record CUDA graphs for chains in texts of these lengths, so that no timed round does."""
         self._source.reserve(max(lengths))
         self._source.target.prepare([(tokens, 0) for tokens in range(1, self.topology.deepest + 2)], lengths)
-        self._drafter.prepare(lengths)
+        for drafter in self._drafters:
+            drafter.prepare(lengths)
 
     @property
     def target(self) -> CachedModel:
@@ -141,7 +158,7 @@ class Speculator:
     @property
     def carries(self) -> bool:
         """Whether policy or drafter carry state from text to text. Rounds then depend on the order of texts."""
-        return self.policy.carries or self._drafter.carries
+        return self.policy.carries or any(drafter.carries for drafter in self._drafters)
 
     def generate(
         self,
@@ -253,7 +270,7 @@ def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: f
     deepest = round.verified if tree.is_chain else (round.sent * tree.depths).max(1)
     columns = (
         round.context - prompts, round.context, round.drafted, round.verified, round.accepted, round.committed,
-        round.decisions, round.backlog, round.cut,
+        round.decisions, round.read_backlog, round.cut,
     )  # fmt: skip
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     return {s: Round._make([*rows[s], *shares, len(streams), int(deepest[s])]) for s in streams}

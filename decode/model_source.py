@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.errors import InputError
-from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, History
+from ..policies.features import DRAFT_HIDDEN, ROUTE_FEATURES, SIGNALS, TARGET_HIDDEN, History
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
@@ -38,7 +38,7 @@ class ModelSource:
 
     Args:
         pair: target and draft.
-        drafter: proposes candidates.
+        drafters: propose candidates, one for each drafter of the topology.
         mode: draws candidates and accepts them.
         topology: of a round, no deeper than settings and policy allow.
         settings: of the run.
@@ -57,7 +57,7 @@ class ModelSource:
     def __init__(
         self,
         pair: Pair,
-        drafter: Drafter,
+        drafters: Sequence[Drafter],
         mode: Verification,
         topology: Topology,
         settings: Settings,
@@ -69,7 +69,7 @@ class ModelSource:
         streams: int = 1,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        self.pair, self.drafter, self.mode, self.topology, self.settings = pair, drafter, mode, topology, settings
+        self.pair, self.drafters, self.mode, self.topology, self.settings = pair, drafters, mode, topology, settings
         self.timer, self._hooks, self._open_source, self._size = timer, hooks, open_source, streams
         # Under rejection modes, what is sent must not depend on tokens drawn later. So policies select level by level, and
         # policies that trim also decide about candidates that end a text.
@@ -77,18 +77,28 @@ class ModelSource:
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._temperature = settings.temperature
         self._widths = widths
-        self._layers = tuple(dict.fromkeys((*drafter.layers, *((-1,) if TARGET_HIDDEN in widths else ()))))
+        layers = [layer for drafter in drafters for layer in drafter.layers]
+        self._layers = tuple(dict.fromkeys((*layers, *((-1,) if TARGET_HIDDEN in widths else ()))))
         self._padded = () if pair.ropes else padded  # padding could pass the length at which a rope changes
         self.texts: list[Text | None] = [None] * streams
-        inner = [[row for row in level if topology.children[row]] for level in topology.levels]
-        self._all_inner: list[Rows] = [[(stream, rows) for stream in range(streams)] for rows in inner]
+        # By depth and drafter: the branches that it can extend, and the rows of all streams that are fed for them.
+        self._branches: list[list[list[int]]] = []
+        self._all_inner: list[list[Rows]] = []
+        for level, owners in zip(topology.levels, topology.drafter_of_branch, strict=True):
+            row_of = level if level[0] else level * len(owners)
+            branches = [np.flatnonzero(owners == index).tolist() for index in range(topology.drafters)]
+            inner = [[b for b in own if topology.below(row_of[b], index)] for index, own in enumerate(branches)]
+            self._branches.append(inner)
+            self._all_inner.append([[(s, [row_of[b] for b in one]) for s in range(streams)] for one in inner])
         self._round: RoundState | None = None
         self.read_for(policy)
         self._open(0)
 
     def read_for(self, policy: StopPolicy) -> None:
         """Read the features of this policy from now on."""
-        self.reader = FeatureReader(policy, self.topology, self._temperature, self._widths, self._size)
+        self.reader = FeatureReader(
+            policy, self.topology, self._temperature, self._widths, self._size, self._read_signals
+        )
         if self._round is not None:  # a fallback may replace a policy in the middle of a round
             self.reader.begin(self._round)
 
@@ -105,7 +115,8 @@ class ModelSource:
         # The last round reads beyond the limit.
         capacity = tokens + shift + max(len(self.topology), len(self._padded)) + 1
         self._readable = capacity - shift
-        for role, limit, more in (("target", readable(self.pair.target), offset), ("draft", self.drafter.readable, 0)):
+        draft_limit = min(drafter.readable for drafter in self.drafters)
+        for role, limit, more in (("target", readable(self.pair.target), offset), ("draft", draft_limit, 0)):
             self._readable = min(self._readable, limit - more)
             if tokens + more > limit:
                 raise InputError(
@@ -116,7 +127,8 @@ class ModelSource:
             self._open(capacity)
         else:
             self.target.refresh()
-        self.drafter.reserve(self._size, capacity)
+        for drafter in self.drafters:
+            drafter.reserve(self._size, capacity)
         self.texts = [None] * self._size
 
     def _open(self, capacity: int) -> None:
@@ -141,9 +153,9 @@ class ModelSource:
             self.target.adopt(read, stream)
             logits, ids, states, shift = read.logits, read.ids, read.states, read.slots - len(prompt)
         check_rows(logits)
-        drafter_states, hidden = self._split_states(states)
-        self.drafter.begin(stream)
-        self.drafter.committed(stream, ids, drafter_states)
+        for drafter in self.drafters:
+            drafter.begin(stream)
+        hidden = self._commit(stream, ids, states)
         window = self.topology.deepest + 1
         if self._open_source is not None:
             source = self._open_source(request.key, window)
@@ -158,19 +170,29 @@ class ModelSource:
         text.extend([first], self.settings.max_new_tokens, self.eos, self.settings.stops)
         return text
 
-    def _split_states(self, states: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return, of the target's states [n, layers x H], the drafter's layers and the last layer [1, H] of the last row."""
-        if states is None:
-            return None, None
-        layers, count = states.unflatten(-1, (len(self._layers), -1)), len(self.drafter.layers)  # the drafter's first
-        hidden = layers[-1:, self._layers.index(-1)] if TARGET_HIDDEN in self._widths else None
-        return layers[:, :count].flatten(1) if count else None, hidden
+    def _commit(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> Tensor | None:
+        """Pass tokens [n] and the target's states [n, layers x H] to the drafters.
+
+        Returns:
+            [1, H] the last layer of the last token, if the policy reads it.
+        """
+        layers = None if states is None else states.unflatten(-1, (len(self._layers), -1))
+        for drafter in self.drafters:
+            own = [self._layers.index(layer) for layer in drafter.layers]
+            part = None if layers is None or not own else layers
+            if part is not None:
+                is_first = own == list(range(len(own)))  # a view
+                part = (part[:, : len(own)] if is_first else part[:, own]).flatten(1)
+            drafter.committed(stream, tokens, part)
+        return None if layers is None or TARGET_HIDDEN not in self._widths else layers[-1:, self._layers.index(-1)]
 
     def begin(self) -> RoundState:
         """See `rounds.RoundSource`."""
         greedy, deepest = self._temperature == 0.0, self.topology.deepest
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
-        round = self._round = RoundState(self.topology, active, context, self.drafter.backlog())
+        backlogs = [drafter.backlog() for drafter in self.drafters]
+        backlog = backlogs[0] if len(backlogs) == 1 else np.stack(backlogs, 1)
+        round = self._round = RoundState(self.topology, active, context, backlog)
         round.texts = [None if text is None or text.ended else text for text in self.texts]
         round.anchors = [None if text is None else text.anchor for text in round.texts]
         choices: dict[int, Choices] = {}
@@ -189,6 +211,18 @@ class ModelSource:
         self.reader.begin(round)
         return round
 
+    def _read_signals(self, round: RoundState, history: History) -> Array:
+        """Return the ROUTE features [S, D, .] of a round."""
+        values = np.zeros((self._size, len(self.drafters), len(ROUTE_FEATURES)), dtype=np.float32)
+        for stream, text in enumerate(round.texts):
+            if text is not None:
+                values[stream, :, -1] = text.prompt
+                for index, drafter in enumerate(self.drafters):
+                    values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
+        if history.idle is not None:
+            values[..., -2] = np.maximum(history.idle, 0.0)
+        return values
+
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.CandidateSource`."""
         return self.reader.step(depth, alive, history)
@@ -196,30 +230,34 @@ class ModelSource:
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.CandidateSource`."""
         self.reader.read_path(self.timer)  # before the next level replaces it
-        tree, span, rows = self.topology, self.topology.spans[depth + 1], self._all_inner[depth]
-        if np.count_nonzero(feeding) < len(rows) * len(rows[0][1]):
-            fed = ((stream, np.flatnonzero(feeding[stream]).tolist()) for stream in range(self._size))
-            rows = [(stream, [tree.levels[depth][at] for at in branches]) for stream, branches in fed if branches]
-        level, tokens = self._draw(round, depth, rows)
-        round.levels.append(level)
-        drawn, ended = np.zeros((self._size, len(tree.levels[depth + 1])), dtype=bool), []
-        if level is None:
-            return drawn, drawn
-        if isinstance(tokens, Tensor):
-            self._defer(round, depth + 1, level.rows, tokens)
-            drawn[[stream for stream, _ in level.rows]] = True
-        else:
+        tree, span = self.topology, self.topology.spans[depth + 1]
+        ended: list[tuple[int, int]] = []
+        drawn = round.drawn[:, span]  # a view: the numbers of random choices count what earlier drafters drew
+        levels = []
+        for index in range(len(self.drafters)):
+            rows = self._fed_rows(depth, feeding, index)
+            level, tokens = self._draw(round, depth, rows, index) if rows else (None, ())
+            if level is None:
+                continue
+            levels.append(level)
+            if isinstance(tokens, Tensor):
+                self._defer(round, depth + 1, level.rows, tokens)
+                drawn[[stream for stream, _ in level.rows]] = True
+                continue
             candidates, round_tokens = iter(tokens), round.tokens
             for stream, parents in level.rows:
                 for row in parents:
-                    for child, token in zip(tree.children[row], next(candidates), strict=False):
+                    for child, token in zip(tree.below(row, index), next(candidates), strict=False):
                         round_tokens[stream, child] = token
                         drawn[stream, child - span.start] = True
                         if token in self.eos:
                             ended.append((stream, child))
-        round.drawn[:, span] = drawn
+        round.levels.append(levels)
+        drawn = drawn.copy()
+        if not levels:
+            return drawn, drawn
         if not round.has_fixed_length:
-            self.reader.drawn(depth + 1, level)
+            self.reader.drawn(depth + 1, levels)
         for hook in self._hooks:
             hook.on_draft_step(round, depth + 1)
         if not ended:
@@ -229,6 +267,18 @@ class ModelSource:
         for stream, child in ended:
             continuing[stream, child - span.start] = False
         return drawn, continuing
+
+    def _fed_rows(self, depth: int, feeding: Array, drafter: int) -> Rows:
+        """Return the rows that a drafter is fed, given `feeding` [S, B]."""
+        branches, rows = self._branches[depth][drafter], self._all_inner[depth][drafter]
+        fed = feeding if len(self.drafters) == 1 else feeding[:, branches]
+        if np.count_nonzero(fed) == len(rows) * len(branches) > 0:
+            return rows
+        if len(self.drafters) == 1:
+            fed = feeding[:, branches]
+        at = rows[0][1]
+        chosen = ((stream, np.flatnonzero(fed[stream]).tolist()) for stream in range(self._size))
+        return [(stream, [at[index] for index in indices]) for stream, indices in chosen if indices]
 
     def _defer(self, round: RoundState, depth: int, rows: Rows, tokens: Tensor) -> None:
         """Set the candidates [R] of a depth of chains without waiting for the device."""
@@ -241,16 +291,16 @@ class ModelSource:
             round.device_tokens[:, depth].index_copy_(0, streams, tokens)
 
     def _draw(
-        self, round: RoundState, depth: int, rows: Rows
+        self, round: RoundState, depth: int, rows: Rows, drafter: int
     ) -> tuple[DraftScores | None, Sequence[Sequence[int]] | Tensor]:
-        """Feed rows and draw below them.
+        """Feed rows to a drafter and draw below them.
 
         Returns:
             What was drawn from, None if nothing was drawn, and the candidates of each row. A tensor [R] if the host need not
             know them before the verification: one candidate of each row, in a round in which the policy is not called.
         """
         mark = self.timer.mark()
-        proposal = self.drafter.propose(round, depth, rows)
+        proposal = self.drafters[drafter].propose(round, depth, rows)
         self.timer.add("draft", mark)
         raw, states = proposal.dense(self.pair.vocabulary), proposal.states if DRAFT_HIDDEN in self._widths else None
         sampled, untruncated = process(round, rows, raw)
@@ -267,7 +317,7 @@ class ModelSource:
                 states = None if states is None else states[possible]
             if not rows:
                 return None, ()
-        draw = self.mode.draw(round, rows, sampled)
+        draw = self.mode.draw(round, rows, sampled, drafter)
         tokens: Sequence[Sequence[int]] | Tensor = draw.tokens
         if isinstance(tokens, Tensor):
             is_deferred = round.has_fixed_length and self.topology.is_chain
@@ -276,14 +326,14 @@ class ModelSource:
         counts = [1] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
         if not any(counts):  # rows that no token can be drawn from
             return None, ()
-        scores = DraftScores(rows, counts, raw, None, None, draw.scores, draw.best, states)
+        scores = DraftScores(rows, drafter, counts, raw, None, None, draw.scores, draw.best, states)
         if self._temperature > 0 and any(sampler.reads_prefix for sampler in samplers):
             scores.sampled, scores.untruncated = sampled, untruncated
         return scores, tokens
 
     def verify(self, round: RoundState) -> None:
         """See `rounds.RoundSource`."""
-        tree, drafter, is_deferred = self.topology, self.drafter, round.device_tokens is not None
+        tree, drafter, is_deferred = self.topology, self.drafters[0], round.device_tokens is not None
         if isinstance(drafter, FallbackDrafter):
             is_read = [not count or drafter.has_backlog(stream) for stream, count in enumerate(round.drafted.tolist())]
             round.backlog = np.where(is_read, round.backlog, 0)
@@ -357,8 +407,7 @@ class ModelSource:
             tokens = round.tokens[stream, path].tolist()
             self.target.keep(text.slot, [text.slot + index for index in indices], stream)
             kept = None if states is None else states[0, [first + index for index in indices]]  # [path, layers x H]
-            drafter_states, hidden = self._split_states(kept)
-            self.drafter.committed(stream, tokens, drafter_states)
+            hidden = self._commit(stream, tokens, kept)
             text.anchor = Anchor(round.target_raw, first + indices[-1], hidden)
             first += len(sent)
             new_tokens = [*tokens[1:], round.next_tokens[stream]]

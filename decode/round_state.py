@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class DraftScores:
 
     Attributes:
         rows: the fed rows, R in total, all of one depth.
+        drafter: index of the drafter that was fed.
         counts: by fed row, number of candidates drawn below it.
         raw: [R, V] logits of the draft.
         sampled: [R, V] log-weights that are sampled from; None = raw / T.
@@ -46,6 +48,7 @@ class DraftScores:
     """
 
     rows: Rows
+    drafter: int
     counts: list[int]
     raw: Tensor
     sampled: Tensor | None = None
@@ -60,9 +63,9 @@ class DraftScores:
         for other, rows in self.rows:
             if other == stream:
                 part = slice(first, first + len(rows))
-                values = ((field.name, getattr(self, field.name)) for field in fields(self)[1:])
+                values = ((field.name, getattr(self, field.name)) for field in fields(self)[2:])
                 parts: dict[str, Any] = {name: value[part] for name, value in values if value is not None}
-                return DraftScores([(stream, rows)], **parts)
+                return DraftScores([(stream, rows)], self.drafter, **parts)
             first += len(rows)
         return None
 
@@ -74,7 +77,8 @@ class RoundState:
         topology: tree of the round.
         active: [S] bool, streams that have a round; other rows are undefined.
         context: [S] int64, number of committed tokens before the round.
-        backlog: [S] int64, number of these that the draft has not read; 0 if the drafter reads nothing.
+        backlog: [S] int64, number of these that the draft has not read; 0 if the drafter reads nothing. [S, D] with several
+            drafters.
         limit: [S] int64, depth at which a length limit ends drafting; None = no limit.
 
     Attributes:
@@ -82,6 +86,7 @@ class RoundState:
         dropped: [S, N] bool, the policy excluded the candidate from verification.
         fed: [S, N] bool, the draft read the row, to draw below it.
         decided: [S, N] bool, the policy decided whether to extend the row.
+        drafting: [S, D] bool, drafters that drafted.
         sent: [S, N] bool, rows that the target reads: row 0, and rows below it that were drawn and not dropped.
         on_path: [S, N] bool, the accepted path, including row 0. Not set for chains in replay, where `accepted` suffices.
         drafted, verified, decisions: [S] int64, candidates drawn, candidates sent, depths at which the policy was called.
@@ -89,11 +94,11 @@ class RoundState:
         hit_limit: [S] bool, an end of text or a length limit ended drafting.
         ended: [S] bool, the text has ended.
         seconds: [S] float64, modelled by the latency profile; 0 without one.
-        steps: [S, K] int64, rows fed at each depth; one column at least.
+        steps: [S, K] int64, rows fed at each depth; one column at least. [S, D, K] with several drafters.
         has_fixed_length: the policy is not called in this round.
         device_tokens: [S, N] int64, tokens on the device while the host does not know the candidates; otherwise None.
-        levels: by depth of the fed rows, their scores; None if nothing was drawn. This and the following: live rounds only.
-        draft_probs: by (stream, fed row), the distribution [V] of its candidates, under rejection modes.
+        levels: by depth of the fed rows, the scores of each drafter that drew. This and the following: live rounds only.
+        draft_probs: by (stream, fed row, drafter), the distribution [V] of its candidates, under rejection modes.
         ended_rows: (stream, row) of the candidates that end a text.
         choices: by active stream, its random choices in this round.
         texts, anchors: by stream, the text, and the row from which its anchor was drawn.
@@ -132,10 +137,11 @@ class RoundState:
         # One block [5, S, N], which the counting kernel takes as one argument.
         self._marks = np.zeros((5, len(active), len(topology)), dtype=bool)
         self.drawn, self.dropped, self.fed, self.decided, self.on_path = self._marks
+        self.drafting = np.zeros((len(active), topology.drafters), dtype=bool)
         self.hit_limit = np.zeros(len(active), dtype=bool)
         self.seconds = np.zeros(len(active))
-        self.levels: list[DraftScores | None] = []
-        self.draft_probs: dict[tuple[int, int], Tensor] = {}
+        self.levels: list[list[DraftScores]] = []
+        self.draft_probs: dict[tuple[int, int, int], Tensor] = {}
         self.ended_rows: set[tuple[int, int]] = set()
 
     @property
@@ -168,11 +174,10 @@ class RoundState:
             self.hit_limit[stream] = True
             self.drawn[stream, row + 1 :] = self.fed[stream, row:] = self.on_path[stream, row + 1 :] = False
             self.tokens[stream, row + 1 :] = -1
-            for level in self.levels[row:]:
-                if level is not None:
-                    level.counts = [
-                        0 if other == stream else n for (other, _), n in zip(level.rows, level.counts, strict=True)
-                    ]
+            for level in chain.from_iterable(self.levels[row:]):
+                level.counts = [
+                    0 if other == stream else n for (other, _), n in zip(level.rows, level.counts, strict=True)
+                ]
             self.count()
             self.accepted = np.minimum(self.accepted, self.verified)
 
@@ -180,9 +185,18 @@ class RoundState:
         """Compute `sent`, `steps` and the counts of candidates and decisions."""
         tree, streams = self.topology, len(self.active)
         self.sent, counts = np.empty_like(self.drawn), np.empty((3, streams), dtype=np.int64)
-        self.steps = np.empty((streams, max(tree.deepest, 1)), dtype=np.int64)
-        kernels().count_round(tree.parents, tree.depths, self._marks, self.sent, counts, self.steps)
+        steps = np.empty((streams, tree.drafters, max(tree.deepest, 1)), dtype=np.int64)
+        kernels().count_round(
+            tree.parents, tree.depths, tree.drafter_of, self._marks, self.drafting, self.sent, counts, steps
+        )
+        self.steps = steps[:, 0] if tree.drafters == 1 else steps
         self.drafted, self.verified, self.decisions = counts
+
+    @property
+    def read_backlog(self) -> Array:
+        """[S] int64, committed tokens that the drafters of the round had not read."""
+        out: Array = self.backlog if self.topology.drafters == 1 else (self.backlog * self.drafting).sum(1)
+        return out
 
     @property
     def fed_by_step(self) -> Array | None:
@@ -218,7 +232,9 @@ class RoundState:
         children = self.topology.children[row]
         if not children:
             return []
-        return children[: int(np.count_nonzero(self.drawn[stream, children[0] : children[-1] + 1]))]
+        first = children[0]
+        drawn: list[int] = (first + np.flatnonzero(self.drawn[stream, first : children[-1] + 1])).tolist()
+        return drawn
 
     def numbers(self, stream: int) -> list[int]:
         """Return the number of each row in the order of drawing, which keys random choices; 0 = the anchor."""
@@ -236,7 +252,7 @@ class RoundState:
         children: list[int] = []
         fed = [(stream, row) for stream, rows in level.rows for row in rows]
         for index, ((stream, row), count) in enumerate(zip(fed, level.counts, strict=True)):
-            for rank, child in enumerate(tree.children[row][:count]):
+            for rank, child in enumerate(tree.below(row, level.drafter)[:count]):
                 ids.append((index, tokens[stream][child], tokens[stream][row], rank, count, tree.depth[child]))
                 streams.append(stream)
                 children.append(child)

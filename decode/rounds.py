@@ -70,7 +70,7 @@ def play_round(source: RoundSource, host: PolicyHost) -> RoundState:
 def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
     """Draft depth by depth while the policy keeps a branch, then compute which rows are sent."""
     tree, limit, timer = round.topology, round.limit, source.timer
-    alive = continuing = round.active[:, None]  # [S, B]; `continuing`: it does not end a text
+    alive = continuing = round.active[:, None].repeat(tree.drafters, 1)  # [S, B]; `continuing`: it does not end a text
     nearest = tree.deepest if limit is None else int(limit.min())  # no length limit applies above this depth
     first, deepest, selects = host.first, tree.deepest, host.selects
     if (length := host.fixed_length(alive)) is not None:
@@ -85,7 +85,7 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
         if depth >= first:
             if not np.count_nonzero(alive):
                 break
-            round.decided[:, level] = alive
+            round.decided[:, level] = alive if depth else alive.any(1, keepdims=True)
             mark = timer.mark()
             kept = host.keep(source.step(round, depth, alive, host.history))
             timer.add("policy", mark)
@@ -97,7 +97,9 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             feeding = feeding & ~leaves
         if not np.count_nonzero(feeding):
             break
-        round.fed[:, level] = feeding
+        if depth == 0:
+            round.drafting = feeding
+        round.fed[:, level] = feeding if depth else feeding.any(1, keepdims=True)
         drawn, continuing = source.grow(round, depth, feeding)
         # If decisions must not depend on tokens, a policy also decides about an end of text. It is removed before feeding.
         alive = drawn if source.decides_ended else _without_ended(round, drawn, continuing)

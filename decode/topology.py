@@ -42,24 +42,32 @@ Medusa and the CTC-drafter for 7B models. `ctc-released` contains every result o
 class Topology:
     """A tree of candidates below the anchor.
 
+    With several drafters, each has its own sub-tree below the anchor, and policies see one branch per drafter at depth 0.
+
     Args:
         parent: by row, the row of its parent; -1 for row 0. Rows are in breadth-first order, so the list never decreases.
+        drafter: by row of depth 1, index of its drafter, ascending from 0; None = one drafter.
 
     Attributes:
         depth: by row; 0 for the anchor.
         children: by row, consecutive rows in order.
+        drafter: by row, index of its drafter; 0 for the anchor.
+        drafters: number of drafters, D.
+        drafter_of: `drafter` as [N] int64 array.
+        roots: by drafter, its rows of depth 1.
         deepest: the largest depth.
         levels: by depth, its rows.
         spans: by depth, its rows as a slice.
         parents, depths: `parent` and `depth` as [N] int64 arrays.
+        branches: by depth, number of branches that a policy decides about: the drafters at depth 0, rows at other depths.
         is_chain: whether every level has one row.
         width: largest number of candidates of one depth.
 
     Raises:
-        InputError: the parents are not a tree in breadth-first order.
+        InputError: the parents are not a tree in breadth-first order, or a drafter has no rows.
     """
 
-    def __init__(self, parent: Sequence[int]) -> None:
+    def __init__(self, parent: Sequence[int], drafter: Sequence[int] | None = None) -> None:
         self.parent = tuple(parent)
         self.depth: list[int] = []
         self.children: list[list[int]] = [[] for _ in self.parent]
@@ -72,11 +80,24 @@ class Topology:
         if not self.parent or list(self.parent) != sorted(self.parent):
             raise InputError("tree: expected rows in breadth-first order, at least one")
         self.deepest = self.depth[-1]
+        first = [0] * len(self.children[0]) if drafter is None else list(drafter)
+        self.drafters = first[-1] + 1 if first else 1
+        if len(first) != len(self.children[0]) or first != sorted(first) or len({*first, 0}) != self.drafters:
+            raise InputError(
+                f"tree: expected an ascending drafter for each of {len(self.children[0])} rows, got {first}"
+            )
+        self.drafter = [0, *first]
+        self.drafter += [0] * (len(self.parent) - len(self.drafter))
+        for row in range(len(first) + 1, len(self.parent)):
+            self.drafter[row] = self.drafter[self.parent[row]]
+        self.roots = [[row for row in self.children[0] if self.drafter[row] == one] for one in range(self.drafters)]
         self.levels: list[list[int]] = [[] for _ in range(self.deepest + 1)]
         for row, depth in enumerate(self.depth):
             self.levels[depth].append(row)
         self.spans = [slice(level[0], level[-1] + 1) for level in self.levels]
         self.parents, self.depths = np.array(self.parent, dtype=np.int64), np.array(self.depth, dtype=np.int64)
+        self.drafter_of = np.array(self.drafter, dtype=np.int64)
+        self.branches = [self.drafters, *map(len, self.levels[1:])]
         self.is_chain = len(self.parent) == self.deepest + 1
         self.width = max(map(len, self.levels[1:]), default=0)
 
@@ -85,6 +106,10 @@ class Topology:
 
     def __repr__(self) -> str:
         return f"Topology({self.name})"
+
+    def below(self, row: int, drafter: int) -> list[int]:
+        """Return the children of a row that a drafter draws."""
+        return self.children[row] if row else self.roots[drafter]
 
     @property
     def nodes(self) -> int:
@@ -101,19 +126,42 @@ class Topology:
 
     @cached_property
     def leaves(self) -> list[Array | None]:
-        """By depth, bool by row of that depth: whether it has no children; None if none of these rows is a leaf."""
+        """By depth, bool by branch: whether it has no children; None if none of these branches is a leaf."""
         masks = [np.array([not self.children[row] for row in level]) for level in self.levels]
+        masks[0] = masks[0].repeat(self.drafters)
         return [mask if mask.any() else None for mask in masks]
 
     @cached_property
     def parent_in_level(self) -> list[Array]:
-        """By depth and row of that depth: index of its parent within the parent's level; 0 for the anchor."""
+        """By depth and branch: index of its parent among the branches of the depth above; 0 at depth 0."""
         above = [self.spans[0], *self.spans]
-        return [np.maximum(self.parents[span] - up.start, 0) for up, span in zip(above, self.spans, strict=False)]
+        parents = [np.maximum(self.parents[span] - up.start, 0) for up, span in zip(above, self.spans, strict=False)]
+        parents[0] = np.zeros(self.drafters, dtype=np.int64)
+        return [*parents[:1], *(self.drafter_of[span] for span in self.spans[1:2]), *parents[2:]]
+
+    @cached_property
+    def drafter_of_branch(self) -> list[Array]:
+        """By depth and branch, index of its drafter."""
+        return [np.arange(self.drafters), *(self.drafter_of[span] for span in self.spans[1:])]
+
+    @cached_property
+    def trees(self) -> list[Topology]:
+        """The tree of each drafter."""
+        if self.drafters == 1:
+            return [self]
+        rows = [[0] for _ in self.roots]  # by drafter and row of its tree, the row here
+        for row in range(1, len(self)):
+            rows[self.drafter[row]].append(row)
+        return [Topology([-1, *(own.index(self.parent[row]) for row in own[1:])]) for own in rows]
 
     @cached_property
     def name(self) -> str:
-        """The text that `parse_tree` reads: widths if they suffice, a published name, or the parent list."""
+        """The text that `parse_tree` reads: widths if they suffice, a published name, or the parent list.
+
+        The trees of several drafters are separated by `|`.
+        """
+        if self.drafters > 1:
+            return "|".join(tree.name for tree in self.trees)
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
         if all(len(counts) == 1 for counts in widths):
             return ",".join(str(counts.pop()) for counts in widths) or "0"
@@ -134,7 +182,40 @@ class Topology:
 
     def limited(self, depth: int) -> Topology:
         """Return the tree without rows deeper than `depth`."""
-        return self if depth >= self.deepest else Topology(self.parent[: self.depth.index(depth + 1)])
+        if depth >= self.deepest:
+            return self
+        drafter = [self.drafter[row] for row in self.children[0]] if depth else None
+        return Topology(self.parent[: self.depth.index(depth + 1)], drafter)
+
+
+def fork(trees: Sequence[Topology]) -> Topology:
+    """Return the tree of several drafters, given the tree of each. Each has one row at least below the anchor."""
+    if len(trees) == 1:
+        return trees[0]
+    rows = [[0] * len(tree) for tree in trees]  # by tree and row, the row of the result
+    parent, drafter = [-1], []
+    for depth in range(1, max(tree.deepest for tree in trees) + 1):
+        for index, tree in enumerate(trees):
+            for row in tree.levels[depth] if depth <= tree.deepest else ():
+                rows[index][row] = len(parent)
+                parent.append(rows[index][tree.parent[row]])
+                drafter += [index] if depth == 1 else []
+    if len(parent) > MAX_ROWS:
+        raise InputError(f"tree: more than {MAX_ROWS} tokens; use smaller trees")
+    return Topology(parent, drafter)
+
+
+def with_drafters(tree: Topology, drafters: int) -> Topology:
+    """Return a tree of several drafters; the same for each of them unless the tree has several.
+
+    Raises:
+        InputError: the tree has another number of drafters.
+    """
+    if tree.drafters == drafters:
+        return tree
+    if tree.drafters > 1:
+        raise InputError(f"tree: expected one for each of {drafters} drafters, got {tree.drafters}")
+    return fork([tree] * drafters)
 
 
 def chain(depth: int) -> Topology:
@@ -184,8 +265,10 @@ def parse_tree(text: str) -> Topology:
     """Return the tree that `text` describes.
 
     `4,2,2,1`: children by depth; `8`: eight candidates for the next token; `fork:4x5`: four branches of five tokens;
-    `chain:6`; `parents:-1,-1,0,0,1`: a parent list; `medusa-63`: a published tree.
+    `chain:6`; `parents:-1,-1,0,0,1`: a parent list; `medusa-63`: a published tree. `chain:6|4,2`: a tree for each drafter.
     """
+    if "|" in text:
+        return fork([parse_tree(part) for part in text.split("|")])
     if text in NAMED:
         return from_counts(NAMED[text])
     compact = text.replace(" ", "")

@@ -30,12 +30,15 @@ class DraftStep:
     """Arguments of a decision: right after the tokens of a depth were drawn, before they are fed to the draft.
 
     Attributes:
-        depth: j, the same for all streams; 0 = before any draft forward (then B = 1).
+        depth: j, the same for all streams; 0 = before any draft forward. Then B = 1, or the number of drafters of a policy
+            that routes: keeping a branch means that its drafter drafts.
         alive: [S, B] bool; the other rows hold zeros and are ignored.
         parent: [S, B] int64, index of the branch's parent among the branches of depth j - 1.
         features: [S, B, F] float32, C-contiguous, in the policy's order; at j = 0 only ANCHOR and HISTORY columns, others 0.
         hidden: declared hidden states by name, each [S, B, H] float32.
         batch: [S] int64, batch index of each stream: streams of a batch share a verification. -1 if the stream is idle.
+        drafter: [B] int64, index of the drafter of each branch; None = the policy does not route.
+        parent_drafter: the same of the branches of depth j - 1.
     """
 
     depth: int
@@ -44,6 +47,8 @@ class DraftStep:
     features: Array
     hidden: Mapping[str, Array]
     batch: Array
+    drafter: Array | None = None
+    parent_drafter: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class RoundOutcome:
         cut: bool, an end of text or a length limit ended the round, so it is no evidence of acceptance.
         seconds: float64, modelled by the latency profile, also in the live loop; measured for a policy that `reads_clock`;
             0 without a profile, or for a policy that does not read seconds.
+        drafting: [S, D] bool, drafters that drafted; None = the policy does not route.
     """
 
     active: Array
@@ -98,6 +104,7 @@ class RoundOutcome:
     accepted: Array
     cut: Array
     seconds: Array
+    drafting: Array | None = None
 
 
 class StopPolicy:
@@ -115,6 +122,8 @@ class StopPolicy:
         reads_seconds: `observe` reads the seconds of rounds. If not, they may be 0, because modelling them takes time.
         joint: weighs the streams of a batch against each other: decisions about a stream may depend on others of its batch
             (`DraftStep.batch`).
+        routes: decides at depth 0 which drafters draft; policies that do not route use the first drafter.
+        joins: may let several drafters draft in one round, the candidates of which are verified together.
         first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
         max_depth: length of the longest draft; `keep` is not called at that depth.
         unasked: draft length by number of streams in a round. In such rounds the policy is not called and no features are
@@ -131,6 +140,8 @@ class StopPolicy:
     reads_clock: ClassVar[bool] = False
     reads_seconds: ClassVar[bool] = True
     joint: ClassVar[bool] = False
+    routes: ClassVar[bool] = False
+    joins: bool = False
     first: int = 1
     max_depth: int = 20
     unasked: Mapping[int, int] = MappingProxyType({})

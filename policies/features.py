@@ -5,7 +5,8 @@
 | ANCHOR | before drafting: read from the target's row that the anchor token was drawn from |
 | PRE | with q_j: a function of the context and the draft's distribution at depth j |
 | POST | with x_j: depends on the drawn token |
-| HISTORY | from earlier rounds (`History`); never stored in a trace |
+| HISTORY | from earlier rounds (`History`), with several drafters by drafter; never stored in a trace |
+| ROUTE | before drafting, by drafter: how well it predicted the text so far |
 
 Probabilities are of the raw logits at temperature 1. Only `drawn_prob` reads the distribution that is sampled from, and the
 `noisy_*` features that distribution plus Gumbel noise; at temperature 0 both read the raw logits. A token that a filter such
@@ -46,6 +47,9 @@ seen in training. Under shared noise a margin of 30 occurs once in 1e13 draws.""
 PAST_WEIGHT = 0.8
 """Weight of earlier rounds in the running means."""
 
+AGREEMENT_WEIGHT = 0.9
+"""Weight of earlier tokens in the running mean of agreement."""
+
 NO_SCORES = "noisy_* features need the match verification: choose it, or a policy without them"
 
 kernels = on_first_use("features")
@@ -61,7 +65,7 @@ Code = enum.IntEnum(
 )
 
 
-Kind = enum.Enum("Kind", "ANCHOR PRE POST HISTORY")
+Kind = enum.Enum("Kind", "ANCHOR PRE POST HISTORY ROUTE")
 """When a feature is known."""
 
 
@@ -129,7 +133,7 @@ class Feature:
 
 _INF, _BEST = float("inf"), "of the draft's best token"
 _NOISE, _PAST = "log q / T + g of x_j", f"weight {PAST_WEIGHT} on the past"
-_ANCHOR, _PRE, _POST, _HISTORY = Kind
+_ANCHOR, _PRE, _POST, _HISTORY, _ROUTE = Kind
 _ALL = (
     Feature("anchor_entropy", _ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0, _INF,
             Code.ENTROPY),
@@ -161,6 +165,14 @@ _ALL = (
     Feature("mean_full", _HISTORY, f"running mean of full acceptance, {_PAST}", 0, 1),
     Feature("last_accepted", _HISTORY, "min(A, k) of the last round", 0, _INF),
     Feature("last_verified", _HISTORY, "k of the last round", 0, _INF),
+    # In the order of `Drafter.signals`, then those that every drafter has.
+    Feature("match_length", _ROUTE, "tokens before the draft that the drafter found earlier in the text", 0, _INF),
+    Feature("match_prob", _ROUTE, "probability of the best continuation of that match", 0, 1),
+    Feature("match_count", _ROUTE, "number of times that match occurs", 0, _INF),
+    Feature("agreement_run", _ROUTE, "consecutive last tokens of the text that the drafter would have predicted", 0, _INF),
+    Feature("agreement_rate", _ROUTE, f"running mean of such agreement, weight {AGREEMENT_WEIGHT} on the past", 0, 1),
+    Feature("idle_tokens", _ROUTE, "tokens committed since the drafter was used, 0 before its first use", 0, _INF),
+    Feature("prompt_tokens", _ROUTE, "tokens of the prompt", 0, _INF),
 )  # fmt: skip
 
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
@@ -181,6 +193,11 @@ ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR and f.name
 """Recorded once per anchor; a trace has the temperature in its header."""
 
 HISTORY_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.HISTORY)
+
+ROUTE_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ROUTE)
+
+SIGNALS = ROUTE_FEATURES[:-2]
+"""Computed by a drafter (`decode.drafters.Drafter.signals`)."""
 
 DRAFT_HIDDEN, TARGET_HIDDEN = "draft_hidden", "target_hidden"
 HIDDEN_STATES = {
@@ -223,7 +240,7 @@ def custom_feature(
             raise PolicyError(f"feature {label!r}: expected built-in features as inputs, got {unknown}; see FEATURES")
         if label in FEATURES:
             raise PolicyError(f"feature {label!r}: expected a name that no built-in feature has; rename it")
-        kind = max((FEATURES[source].kind for source in inputs), key=(_ANCHOR, _HISTORY, _PRE, _POST).index)
+        kind = max((FEATURES[source].kind for source in inputs), key=(_ANCHOR, _ROUTE, _HISTORY, _PRE, _POST).index)
         definition = (function.__doc__ or "").strip().partition("\n")[0]
         _CUSTOM[label] = Feature(label, kind, definition, low, high, inputs=inputs, function=function)
         return function
@@ -452,8 +469,9 @@ class Layout:
 
     Attributes:
         names: all of them, in the order of `base_features`.
-        anchor, node, history: names of one kind, in the same order (`node` = PRE and POST).
-        anchor_at, node_at, history_at: their columns.
+        anchor, node, history, route: names of one kind, in the same order (`node` = PRE and POST).
+        anchor_at, node_at, history_at, route_at: their columns.
+        route_columns: columns of `ROUTE_FEATURES` that are read.
         anchor_columns, node_columns: compute them.
     """
 
@@ -465,9 +483,11 @@ class Layout:
 
         self.names = names
         self.anchor_at, self.node_at, self.history_at = at(Kind.ANCHOR), at(Kind.PRE, Kind.POST), at(Kind.HISTORY)
-        self.anchor, self.node, self.history = (
-            tuple(names[i] for i in places) for places in (self.anchor_at, self.node_at, self.history_at)
+        self.route_at = at(Kind.ROUTE)
+        self.anchor, self.node, self.history, self.route = (
+            tuple(names[i] for i in places) for places in (self.anchor_at, self.node_at, self.history_at, self.route_at)
         )
+        self.route_columns = [ROUTE_FEATURES.index(name) for name in self.route]
         self.anchor_columns, self.node_columns = Columns(self.anchor, self.anchor_at), Columns(self.node, self.node_at)
 
 
@@ -476,25 +496,40 @@ class History:
     """Running record of earlier rounds of S streams, from which HISTORY features are read.
 
     Attributes:
-        record: [S, 5] float64, `HISTORY_FEATURES`, then the sum of the weights in the means, 1 - 0.8^n after
-            n rounds.
+        record: [S, 5] float64, `HISTORY_FEATURES`, then the sum of the weights in the means, 1 - 0.8^n after n rounds. With
+            several drafters [S, D, 5], of the rounds in which each of them drafted alone.
+        idle: [S, D] float64, tokens committed since each drafter was used, -1 before its first use; None = one drafter.
     """
 
     record: Array
+    idle: Array | None = None
 
     @staticmethod
-    def start(streams: int) -> History:
+    def start(streams: int, drafters: int = 1) -> History:
         """Return the history of fresh sequences."""
-        return History(np.zeros((streams, len(HISTORY_FEATURES) + 1)))
+        columns = len(HISTORY_FEATURES) + 1
+        if drafters == 1:
+            return History(np.zeros((streams, columns)))
+        return History(np.zeros((streams, drafters, columns)), np.full((streams, drafters), -1.0))
 
     def after(self, outcome: RoundOutcome) -> History:
         """Return the history after a round. Rounds that were cut do not count."""
         accepted, verified, active, cut = outcome.accepted, outcome.verified, outcome.active, outcome.cut
         after = np.empty(self.record.shape)
-        kernels().add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
-        return History(after)
+        add_round = kernels().add_round
+        if self.idle is None or outcome.drafting is None:
+            add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
+            return History(after)
+        alone = active & (outcome.drafting.sum(1) == 1)
+        for drafter in range(after.shape[1]):
+            record, out = np.ascontiguousarray(self.record[:, drafter]), np.empty((len(after), after.shape[2]))
+            add_round(record, accepted, verified, alone & outcome.drafting[:, drafter], cut, PAST_WEIGHT, out)
+            after[:, drafter] = out
+        committed = (accepted + 1)[:, None]
+        idle = np.where(outcome.drafting, 0.0, np.where(self.idle < 0, self.idle, self.idle + committed))
+        return History(after, np.where(active[:, None], idle, self.idle))
 
     def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Array:
-        """Return the named features [S, len(names)] float32."""
-        values: Array = self.record.take([HISTORY_FEATURES.index(name) for name in names], 1).astype(np.float32)
+        """Return the named features [S, len(names)] float32, with several drafters [S, D, len(names)]."""
+        values: Array = self.record.take([HISTORY_FEATURES.index(name) for name in names], -1).astype(np.float32)
         return values

@@ -92,6 +92,7 @@ class PolicyHost:
         policy: the policy.
         profile: models the seconds of rounds; None = rounds take 0 seconds.
         batch: streams that share a verification; 1 = each stream is verified alone.
+        drafters: that a policy which routes chooses from.
         fallback: replaces the policy after a failure, with one warning; None = failures are raised.
         on_decision: called after each decision of the original policy with the step and the new state.
         on_outcome: called after each round of the original policy; may return a policy that replaces it.
@@ -112,17 +113,18 @@ class PolicyHost:
         *,
         profile: Profile | None = None,
         batch: int = 1,
+        drafters: int = 1,
         fallback: StopPolicy | None = None,
         on_decision: Callable[[DraftStep, State], None] | None = None,
         on_outcome: Callable[[RoundOutcome], StopPolicy | None] | None = None,
         on_replaced: Callable[[StopPolicy], None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.profile, self.batch, self.clock = profile, batch, clock
+        self.profile, self.batch, self.clock, self._drafters = profile, batch, clock, drafters
         self._fallback, self._original, self._warned = fallback, policy, False
         self._on_decision, self._on_outcome, self._on_replaced = on_decision, on_outcome, on_replaced
         self.failure: PolicyFailure | None = None
-        self.history, self.state = History.start(0), None
+        self.history, self.state = self._new_history(0), None
         self._use(policy)
 
     def _use(self, policy: StopPolicy) -> None:
@@ -143,17 +145,20 @@ class PolicyHost:
         if self.policy is not self._original:
             self._replace(self._original)
         self.failure = None
-        self.history, self.state = History.start(0), None
+        self.history, self.state = self._new_history(0), None
 
     def restart(self) -> None:
         """Forget the streams of an interrupted run, unless the policy carries its state."""
         if not self.policy.carries:
-            self.history, self.state = History.start(0), None
+            self.history, self.state = self._new_history(0), None
 
     def start(self, keys: Array) -> None:
         """Begin new streams, one for each of `keys` [S] int64."""
-        self.history = History.start(len(keys))
+        self.history = self._new_history(len(keys))
         self.state = self._call("start", len(keys), keys)
+
+    def _new_history(self, streams: int) -> History:
+        return History.start(streams, self._drafters)
 
     def refill(self, rows: Array, keys: Array) -> None:
         """Begin new texts with `keys` [R] in the streams `rows` [R]; state is kept if the policy carries it."""
@@ -162,7 +167,7 @@ class PolicyHost:
             all_keys = np.zeros(self.batch, dtype=np.int64)
             all_keys[rows] = keys
             return self.start(all_keys)
-        self.history = put(self.history, rows, History.start(len(rows)))
+        self.history = put(self.history, rows, self._new_history(len(rows)))
         if not self.policy.carries:
             fresh = self._call("start", len(keys), keys)
             self.state = fresh if len(rows) == len(self.history.record) else put(self.state, rows, fresh)
@@ -207,7 +212,8 @@ class PolicyHost:
         if self.policy.reads_clock and self.clock is not None:
             seconds = np.full(len(round.active), self.clock())
         cut = round.cut & round.active
-        self.observe(RoundOutcome(round.active, round.drafted, round.verified, round.accepted, cut, seconds))
+        drafting = round.drafting if self._drafters > 1 else None
+        self.observe(RoundOutcome(round.active, round.drafted, round.verified, round.accepted, cut, seconds, drafting))
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Update the history after a round, and call the policy's `observe`."""

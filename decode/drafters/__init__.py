@@ -9,5 +9,9 @@ from .heads import HeadsDrafter as HeadsDrafter
 from .layer import LayerDrafter as LayerDrafter
 from .lookup import LookupDrafter as LookupDrafter
 from .model import ModelDrafter as ModelDrafter
-from .spec import find_drafter as find_drafter, with_drafter as with_drafter
+from .spec import (
+    find_drafter as find_drafter,
+    find_drafters as find_drafters,
+    with_drafter as with_drafter,
+)
 from .suffix import SuffixDrafter as SuffixDrafter

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array
+from ...policies.features import SIGNALS
 from ..models.device import upload
 from ..models.view import ENDLESS
 from ..round_state import RoundState, Rows
@@ -105,6 +106,18 @@ class Drafter:
     def backlog(self) -> Array:
         """Return [S] int64, the tokens to read before it can propose, the anchor included; undefined without a text."""
         return np.zeros(self._streams, dtype=np.int64)
+
+    def keep_signals(self) -> None:
+        """Compute all `signals` from now on. They may be 0 otherwise."""
+
+    def signals(self, stream: int, anchor: int) -> tuple[float, ...]:
+        """Return `policies.features.SIGNALS` of a stream before it drafts: 0 for what it does not know.
+
+        Args:
+            stream: index of the stream.
+            anchor: the last committed token, which the target has not read.
+        """
+        return (0.0,) * len(SIGNALS)
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """Return the scores of the tokens after rows of one depth. Their parents were fed before."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ...policies.errors import InputError
+from ...policies.features import AGREEMENT_WEIGHT
 from ..models.pair import Pair
 from ..round_state import RoundState, Rows
 from .base import Drafter, Proposal
@@ -21,6 +22,19 @@ class TextIndex(ABC):
     """An index of the text of one stream, the anchor of the current round included."""
 
     has_anchor = False  # whether the anchor, which the target has not read, was appended
+    run, rate = 0, 0.0  # the signals of agreement (`policies.features`)
+
+    def extend(self, token: int) -> None:
+        """Append a token to the text, and note whether it was the likeliest one."""
+        weights = self.followers(())
+        agrees = bool(weights) and max(weights, key=weights.__getitem__) == token
+        self.run = (self.run + 1) * agrees
+        self.rate = AGREEMENT_WEIGHT * self.rate + (1.0 - AGREEMENT_WEIGHT) * agrees
+        self.append(token)
+
+    @abstractmethod
+    def match(self) -> tuple[int, int]:
+        """Return the length of the longest match of the end of the text, and how often it occurred before."""
 
     @abstractmethod
     def append(self, token: int) -> None:
@@ -35,6 +49,7 @@ class TextDrafter(Drafter):
     """Base of drafters that search the committed tokens on the host, with an index of `new_index()` for each text."""
 
     reading = "nothing"
+    _has_signals = False
 
     def __init__(self, pair: Pair, new_index: Callable[[], TextIndex]) -> None:
         self._device, self._dtype, self._new_index = pair.device, pair.logits_dtype, new_index
@@ -56,16 +71,36 @@ class TextDrafter(Drafter):
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         index = self._indexes[stream]
+        append = index.extend if self._has_signals else index.append
         for token in tokens[index.has_anchor :]:
-            index.append(token)
+            append(token)
         index.has_anchor = False
+
+    def _append_anchor(self, stream: int, anchor: int) -> TextIndex:
+        """Append the anchor of a round to the index of a stream, unless it was."""
+        index = self._indexes[stream]
+        if not index.has_anchor:
+            (index.extend if self._has_signals else index.append)(anchor)
+            index.has_anchor = True
+        return index
+
+    def keep_signals(self) -> None:
+        """See `Drafter`: agreement takes a search for each committed token."""
+        self._has_signals = True
+
+    def signals(self, stream: int, anchor: int) -> tuple[float, ...]:
+        """See `Drafter`."""
+        index = self._append_anchor(stream, anchor)
+        length, count = index.match()
+        weights = index.followers(()).values()
+        best = max(weights, default=0.0) / (sum(weights) or 1.0)
+        return float(length), best, float(count), float(index.run), index.rate
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
         if depth == 0:
             for stream, _ in rows:
-                self._indexes[stream].append(int(round.tokens[stream, 0]))
-                self._indexes[stream].has_anchor = True
+                self._append_anchor(stream, int(round.tokens[stream, 0]))
         weights = [
             self._indexes[stream].followers(round.path_tokens(stream, row)[1:])
             for stream, stream_rows in rows
@@ -97,6 +132,13 @@ class LookupIndex(TextIndex):
                 # At most a thousandth: it only breaks ties.
                 return {t: n + 1e-3 * (last[t] + 1) / len(followers) for t, n in Counter(followers).items()}
         return {}
+
+    def match(self) -> tuple[int, int]:
+        """See `TextIndex`."""
+        for start in range(len(self._last)):
+            if followers := self._followers.get(tuple(self._last[start:])):
+                return len(self._last) - start, len(followers)
+        return 0, 0
 
 
 class LookupDrafter(TextDrafter):

@@ -190,6 +190,12 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
     return drafter
 
 
+def find_drafters(name: str, pair: Pair) -> list[Drafter]:
+    """Return each drafter of a spec such as `suffix+model`, for a policy that routes. See `find_drafter`."""
+    check_drafter(name)
+    return [_build(part, pair) for part in parse_spec(name)]
+
+
 def with_drafter(pair: Pair, name: str) -> Pair:
     """Return the pair with another default drafter.
 

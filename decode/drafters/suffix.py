@@ -150,6 +150,14 @@ class SuffixIndex(TextIndex):
             return self._shared.followers(state)
         return self._own.followers(own_state) if own_length else {}
 
+    def match(self) -> tuple[int, int]:
+        """See `TextIndex`."""
+        own_state, own_length = self._own.earlier()
+        state, length = self.shared_match
+        if length > own_length:
+            return length, self._shared.count[state]
+        return own_length, self._own.count[own_state] - 1 if own_length else 0  # not the end of the text itself
+
 
 class SuffixDrafter(TextDrafter):
     """What followed the longest suffix that occurred before, weighted by how often (SuffixDecoding, arXiv 2411.04975).

@@ -7,7 +7,8 @@ greedy matching.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -59,15 +60,16 @@ class Verification:
     hides: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
 
-    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor, drafter: int = 0) -> Draw:
         """Draw candidates below fed rows of one depth; by default the best tokens of the draft.
 
         Args:
             round: provides the topology and the random choices; `draft_probs` are set if the acceptance needs them.
             rows: fed rows, R in total.
             sampled: [R, V] processed logits of the draft.
+            drafter: index of the drafter.
         """
-        return Draw(best_tokens(sampled, candidate_counts(round, rows))[0])
+        return Draw(best_tokens(sampled, candidate_counts(round, rows, drafter))[0])
 
     def start(self, sampled: Tensor, choices: Choices) -> int:
         """Return the first token of a text, drawn from the processed logits [V] of the target after the prompt."""
@@ -89,9 +91,9 @@ class Verification:
         raise NotImplementedError
 
 
-def candidate_counts(round: RoundState, rows: Rows) -> list[int]:
-    """Return the number of candidates to draw below each fed row."""
-    return [len(round.topology.children[row]) for _, fed in rows for row in fed]
+def candidate_counts(round: RoundState, rows: Rows, drafter: int) -> list[int]:
+    """Return the number of candidates that a drafter draws below each fed row."""
+    return [len(round.topology.below(row, drafter)) for _, fed in rows for row in fed]
 
 
 def best_tokens(scores: Tensor, counts: Sequence[int], extra: int = 0) -> tuple[list[list[int]], list[list[float]]]:
@@ -119,14 +121,14 @@ class Match(Verification):
 
     name, lossless, label = "match", True, "match"
 
-    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor, drafter: int = 0) -> Draw:
         """See `Verification.draw`."""
         scores, depth = sampled, round.topology.depth[rows[0][1][0]]
         if not round.choices[rows[0][0]].greedy:
             # All rows have one depth, so the candidates of a stream share the noise of one position.
             noise = [round.choices[stream].noise(depth + 1, 1).expand(len(fed), -1) for stream, fed in rows]
             scores = match_scores(sampled, noise[0] if len(noise) == 1 else torch.cat(noise))
-        counts = candidate_counts(round, rows)
+        counts = candidate_counts(round, rows, drafter)
         if max(counts) == 1:
             return Draw(best_of_rows(scores), scores)
         # One more score: policies compare the candidates with the best token that was not drawn.
@@ -166,14 +168,16 @@ def _noise_after(round: RoundState, stream: int, sent: Sequence[int]) -> Tensor:
 
 def _follow(round: RoundState, stream: int, target: dict[int, int]) -> Accepted:
     """Return the path of candidates that equal the target's token after their parent, given by row sent."""
-    children, tokens, path = round.topology.children, round.tokens[stream].tolist(), [0]
-    while True:
-        token = target[path[-1]]
-        # Siblings differ, so at most one of them is the target's token.
-        child = next((row for row in children[path[-1]] if row in target and tokens[row] == token), None)
-        if child is None:
-            return path, token
-        path.append(child)
+    children, tokens, longest = round.topology.children, round.tokens[stream].tolist(), [0]
+    # Candidates of one drafter differ below a row, so at most one of them is the target's token. Drafters may agree.
+    for start in children[0]:
+        path, row = [0], start if start in target and tokens[start] == target[0] else None
+        while row is not None:
+            path.append(row)
+            token = target[row]
+            row = next((child for child in children[row] if child in target and tokens[child] == token), None)
+        longest = path if len(path) > len(longest) else longest
+    return longest, target[longest[-1]]
 
 
 class Typical(Verification):
@@ -212,7 +216,7 @@ class Rejection(Verification):
     name, lossless, label, hides = "rejection", True, "ratio", True
     replacement = False
 
-    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor, drafter: int = 0) -> Draw:
         """See `Verification.draw`. Draws from q, and each further sibling from q without the tokens before it."""
         probs = torch.softmax(sampled.double(), -1)  # float64, because residuals are differences
         tokens: list[list[int]] = []
@@ -220,9 +224,9 @@ class Rejection(Verification):
             choices, number = round.choices[stream], round.next_number(stream)
             for row in fed:
                 q: Tensor | None = probs[len(tokens)]
-                round.draft_probs[stream, row] = probs[len(tokens)]
+                round.draft_probs[stream, row, drafter] = probs[len(tokens)]
                 siblings: list[int] = []
-                width = len(round.topology.children[row])
+                width = len(round.topology.below(row, drafter))
                 while q is not None and len(siblings) < width:
                     siblings.append(choices.draw(q, number + len(siblings), Purpose.DRAFT))
                     if not self.replacement and len(siblings) < width:
@@ -239,27 +243,39 @@ class Rejection(Verification):
         ratios: dict[int, float] = {}  # by row of a chain, for all of which the host waits once
         if round.topology.is_chain and len(sent) > 1:
             at, chosen = upload([range(len(sent) - 1), round.tokens[stream, sent[1:]].tolist()], sampled.device)
-            q_rows = torch.stack([round.draft_probs[stream, row] for row in sent[:-1]])
+            q_rows = torch.stack([round.draft_probs[stream, row, 0] for row in sent[:-1]])
             (values,) = download(all_probs[at, chosen] / q_rows[at, chosen])
             ratios = dict(zip(sent[1:], values, strict=True))
         while True:
             row = path[-1]
-            p, siblings = probs[row], round.drawn_below(stream, row)
-            q: Tensor | None = round.draft_probs.get((stream, row))
-            for child in siblings:
-                token = int(round.tokens[stream, child])
-                assert q is not None
-                # A candidate that was not sent is skipped, but its later siblings were drawn without its token.
-                if child in probs:
-                    chance = ratios[child] if child in ratios else float(p[token] / q[token])
-                    if choices.accept(min(1.0, checked(chance)), numbers[child]):
-                        path.append(child)
-                        break
-                    p = residual(p, q)
-                if child != siblings[-1] and not self.replacement:
-                    q = without(q, token)
+            p = probs[row]
+            # The candidates of each drafter in turn: those of a later one are tried against what earlier ones left of p.
+            for drafter, siblings in groupby(round.drawn_below(stream, row), round.topology.drafter.__getitem__):
+                p, child = self._try(round, stream, row, drafter, list(siblings), p, probs, ratios, numbers)
+                if child is not None:
+                    path.append(child)
+                    break
             else:
                 return path, choices.draw(p, numbers[row], Purpose.RESIDUAL)
+
+    def _try(
+        self, round: RoundState, stream: int, row: int, drafter: int, siblings: list[int], p: Tensor,
+        sent: Collection[int], ratios: Mapping[int, float], numbers: Sequence[int],
+    ) -> tuple[Tensor, int | None]:  # fmt: skip
+        """Return the accepted one of the candidates of a drafter below a row, or None and what is left of p."""
+        q: Tensor | None = round.draft_probs[stream, row, drafter]
+        for child in siblings:
+            token = int(round.tokens[stream, child])
+            assert q is not None
+            # A candidate that was not sent is skipped, but its later siblings were drawn without its token.
+            if child in sent:
+                chance = ratios[child] if child in ratios else float(p[token] / q[token])
+                if round.choices[stream].accept(min(1.0, checked(chance)), numbers[child]):
+                    return p, child
+                p = residual(p, q)
+            if child != siblings[-1] and not self.replacement:
+                q = without(q, token)
+        return p, None
 
 
 class RejectionReplace(Rejection):
@@ -275,9 +291,13 @@ class Block(Rejection):
 
     def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
         """See `Verification.accept_one`. Each prefix is tested, and the longest that passes is accepted."""
-        choices, tokens, last = round.choices[stream], round.tokens[stream].tolist(), len(sent) - 1
-        p = torch.softmax(sampled.double(), -1)
-        q = [round.draft_probs[stream, row] for row in sent[:last]]
+        choices, tokens, last = round.choices[stream], round.tokens[stream, sent].tolist(), len(sent) - 1
+        p, numbers, drafter = (
+            torch.softmax(sampled.double(), -1),
+            round.numbers(stream),
+            round.topology.drafter[sent[-1]],
+        )
+        q = [round.draft_probs[stream, row, drafter] for row in sent[:last]]
         # w_i = min(1, w_(i-1) p / q) and R_i = sum of (w_i p - q)+. Prefix i < k passes with probability
         # R_i / (R_i + 1 - w_i), the whole block with w_k. R_0 is not used.
         weight, rest = [p.new_ones(())], [p.new_zeros(())]
@@ -287,10 +307,10 @@ class Block(Rejection):
                 rest.append((weight[i] * p[i] - q[i]).clamp_min(0.0).sum())
         w, chance = download(torch.stack(weight), block_chance(torch.stack(rest), torch.stack(weight[: len(rest)])))
         chance = [*chance[:last], checked(w[-1])]
-        passed = [i for i in range(1, last + 1) if choices.accept(chance[i], i)]  # row i of a chain has the number i
+        passed = [i for i in range(1, last + 1) if choices.accept(chance[i], numbers[sent[i]])]
         kept = max(passed, default=0)
         rest_p = p[kept] if kept == last else residual(w[kept] * p[kept], q[kept], p[kept])
-        return list(sent[: kept + 1]), choices.draw(rest_p, kept, Purpose.RESIDUAL)
+        return list(sent[: kept + 1]), choices.draw(rest_p, numbers[sent[kept]], Purpose.RESIDUAL)
 
 
 def checked(ratio: float) -> float:
@@ -372,7 +392,7 @@ def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature:
         return name
     if isinstance(policy, LearnedPolicy):
         return policy.metadata.verification
-    if temperature == 0.0 or not _drafted(topology, policy).is_chain:
+    if temperature == 0.0 or not all(tree.is_chain for tree in _drafted(topology, policy).trees):
         return Match.name
     try:
         check_mode(Block(), policy, topology)
@@ -403,7 +423,8 @@ def check_mode(mode: Verification, policy: StopPolicy, topology: Topology) -> No
         InputError: the mode verifies chains only.
         PolicyError: the policy reads features that the mode does not have, or would bias the output.
     """
-    if mode.chains_only and not _drafted(topology, policy).is_chain:
+    drafted = _drafted(topology, policy)
+    if mode.chains_only and (policy.joins or not all(tree.is_chain for tree in drafted.trees)):
         raise InputError(f"--verification {mode.name}: expected a chain, not the tree {topology.name}; use rejection")
     noisy = [name for name in base_features(policy.features) if name.startswith("noisy_")]
     if noisy and mode.name != Match.name:

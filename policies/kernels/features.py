@@ -25,21 +25,29 @@ def write_uniform(keys: Any, number: Any, out: Any) -> None:
             out[s, i] = max(bits * 2.0**-53, 2.0**-54)  # 0 has no logarithm
 
 
-@kernel("void(int64[::1], int64[::1], boolean[:,:,::1], boolean[:,::1], int64[:,::1], int64[:,::1])")
-def count_round(parent: Any, depth: Any, marks: Any, sent: Any, counts: Any, steps: Any) -> None:
+@kernel(
+    "void(int64[::1], int64[::1], int64[::1], boolean[:,:,::1], boolean[:,::1], boolean[:,::1], int64[:,::1], "
+    "int64[:,:,::1])"
+)
+def count_round(
+    parent: Any, depth: Any, drafter: Any, marks: Any, drafting: Any, sent: Any, counts: Any, steps: Any
+) -> None:
     """Write what S streams send to the target, and what they did so far.
 
     Args:
-        parent, depth: [N] by row of the tree; the parent of a root is -1. Rows are in order of depth.
+        parent, depth, drafter: [N] by row of the tree; the parent of row 0 is -1. Rows are in order of depth.
         marks: [5, S, N] rows that were drawn, dropped, fed, decided on (the fifth is not read).
-        sent: [S, N] roots, and what was drawn and not dropped on paths of such rows.
+        drafting: [S, D] drafters that were fed row 0.
+        sent: [S, N] row 0, and what was drawn and not dropped on paths of such rows.
         counts: [3, S] tokens drawn, tokens sent, depths at which the policy was called.
-        steps: [S, K] rows fed at each depth.
+        steps: [S, D, K] rows fed to each drafter at each depth.
     """
     drawn, dropped, fed, decided = marks[0], marks[1], marks[2], marks[3]
     for s in range(sent.shape[0]):
         drafted, verified, decisions, last = 0, 0, 0, -1
-        steps[s] = 0
+        for d in range(steps.shape[1]):
+            steps[s, d, 0] = drafting[s, d]
+            steps[s, d, 1:] = 0
         for row in range(sent.shape[1]):
             parent_row = parent[row]
             goes = parent_row < 0
@@ -48,8 +56,8 @@ def count_round(parent: Any, depth: Any, marks: Any, sent: Any, counts: Any, ste
                 drafted += drawn[s, row]  # what was dropped has cost its draft step all the same
                 verified += goes
             sent[s, row] = goes
-            if fed[s, row]:
-                steps[s, depth[row]] += 1
+            if row and fed[s, row]:
+                steps[s, drafter[row], depth[row]] += 1
             if decided[s, row] and depth[row] != last:  # rows of a depth follow one another
                 decisions += 1
                 last = depth[row]
