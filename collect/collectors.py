@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..decode.drafters import find_drafter
+from ..decode.drafters import find_drafters
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import Topology
@@ -85,7 +85,8 @@ def choose_collector(
             )
         _require_defaults(options, {"completions": None, "mix": 0.0, "draws": 1}, f"--drafter {pair.drafter}")
         positions = PositionsCollector(pair, settings, hidden, memory << 20)
-        return Collector(positions.rows, {"features": positions.features}, positions.begin, positions.carries, memory)
+        header = {"features": positions.features, "signals": positions.signals}
+        return Collector(positions.rows, header, positions.begin, positions.carries, memory)
     dense = DenseCollector(
         pair, settings, hidden, memory << 20, draws=options.draws, mix=options.mix, completions=options.completions
     )
@@ -125,7 +126,7 @@ def _engine_collector(
             "--no-model-defaults if the target's generation_config sets sampling options"
         )
     engine = ThroughVLLM(pair, options, policy or FixedLength(settings.topology.deepest), settings)
-    carries = (policy is not None and policy.carries) or find_drafter(pair.drafter, pair).carries
+    carries = (policy is not None and policy.carries) or any(d.carries for d in find_drafters(pair.drafter, pair))
     if carries and (options.shards or 1) > 1:
         raise InputError(
             f"--shards: expected 1 with {reason}, not {options.shards}: the state that the policy or the drafter carries "

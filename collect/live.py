@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..decode.drafters import Drafter, find_drafter
+from ..decode.drafters import Drafter, find_drafters
 from ..decode.hooks import Hook
 from ..decode.loop import Request, Speculator
 from ..decode.models.outputs import check_rows, hidden_widths, stored
@@ -26,12 +26,21 @@ from ..decode.verify.conditions import warn_if_unmeasured
 from ..decode.verify.modes import Match, find_mode, resolve_mode
 from ..policies.arguments import check_limits
 from ..policies.contract import StopPolicy
-from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
+from ..decode.topology import with_drafters
+from ..policies.features import (
+    ANCHOR_FEATURES,
+    DRAFT_HIDDEN,
+    SAMPLED,
+    SIGNALS,
+    TARGET_HIDDEN,
+    Columns,
+    check_hidden,
+)
 from ..policies.host import with_costs
 from ..policies.profile import Profile
 from .dense import anchor_columns, node_features
 from .exploring import Exploring, ExploringState, exploring
-from .schema import NO_TOKEN, READS, TIMES, PromptTask
+from .schema import NO_TOKEN, TIMES, PromptTask
 
 Row = dict[str, Any]
 """The row of a round, by column."""
@@ -90,9 +99,10 @@ class Recorder(Hook):
         drawn, count = round.drawn[stream, 1:], round.topology.nodes  # the first nodes of the trace's tree
         row["drawn"][:count] = drawn
         row["tokens"][:count] = np.where(drawn, round.tokens[stream, 1:], 0)
-        # If siblings were drawn, a filter left no token for the others.
-        parents = round.topology.parents[1:]
-        row["tokens"][:count][~drawn & np.isin(parents, parents[drawn])] = NO_TOKEN
+        # If siblings of the same drafter were drawn, a filter left no token for the others.
+        tree = round.topology
+        families = np.where(tree.parents > 0, tree.parents, -tree.drafter_of)[1:]
+        row["tokens"][:count][~drawn & np.isin(families, families[drawn])] = NO_TOKEN
         row["sent"][[at - 1 for at in sent[1:]]] = True
         if DRAFT_HIDDEN in self._widths:
             row[DRAFT_HIDDEN] = np.zeros((nodes, self._widths[DRAFT_HIDDEN]), dtype=np.float16)
@@ -104,22 +114,28 @@ class Recorder(Hook):
         before, last = text.tokens[record.context - 2 : record.context]  # the anchor is the last committed token
         row |= zip(ANCHOR_FEATURES, anchor_columns(anchor.row, [last], [before])[0].tolist(), strict=True)
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
-        row[READS] = record.backlog > 0 or not record.drafted
+        if round.signals is not None:
+            row |= zip(SIGNALS, round.signals[stream].T[: len(SIGNALS)], strict=True)
         state, explored = round.policy_state, False
         if self._policy is not None and isinstance(state, ExploringState):  # not the state of the fallback
             # The state after the round has the number of the next one.
             explored = bool(self._policy.explores(dataclasses.replace(state, number=state.number - 1))[stream])
-        return row | {"accepted_length": int(row["accepted"].sum()), "explored": explored}
+        deepest = int((row["accepted"] * self.tree.depths[1:]).max(initial=0))
+        return row | {"accepted_length": deepest, "explored": explored}
 
     def _label(self, row: Row, round: RoundState, stream: int, path: Sequence[int], text: Sequence[int]) -> None:
-        """Label the candidates below the accepted path: whether the target accepts them."""
+        """Label the candidates below the accepted path: whether the target accepts them.
+
+        Under match, `path` may have the rows of several paths that are on the text.
+        """
         start, chosen = round.records[stream].context, dict(pairwise(path))
-        for at, parent in enumerate(path):
+        for parent in path:
+            at = start + self.tree.depth[parent]
             for child in round.drawn_below(stream, parent):
                 if self.match:  # the text decides, also about tokens that were not sent
-                    if start + at < len(text):
+                    if at < len(text):
                         row["observed"][child - 1] = True
-                        row["accepted"][child - 1] = round.tokens[stream, child] == text[start + at]
+                        row["accepted"][child - 1] = round.tokens[stream, child] == text[at]
                 elif row["sent"][child - 1]:  # otherwise only candidates that were sent and tried have an outcome
                     row["accepted"][child - 1] = child == chosen.get(parent)
                     row["observed"][child - 1] = child <= chosen.get(parent, child)  # later siblings are not tried
@@ -173,7 +189,7 @@ class LiveCollector:
         hidden: hidden states to record (`features.hidden_states`).
         batch: number of texts that are decoded side by side.
         profile: see `Speculator`.
-        drafter: that of the pair, if it was loaded already.
+        drafters: those of the pair, if they were loaded already.
 
     Attributes:
         mode: the verification.
@@ -184,16 +200,17 @@ class LiveCollector:
 
     def __init__(
         self, pair: Pair, policy: StopPolicy, settings: Settings, explore: float = 0.0, hidden: Sequence[str] = (),
-        batch: int = 1, profile: Profile | None = None, drafter: Drafter | None = None,
+        batch: int = 1, profile: Profile | None = None, drafters: Sequence[Drafter] = (),
     ) -> None:  # fmt: skip
         check_limits(explore=explore)
         settings, policy = settings.for_pair(pair), with_costs(policy, profile)
         warn_if_unmeasured(profile, [policy], settings, pair.drafter)
+        drafters = drafters or find_drafters(pair.drafter, pair)
         tree, temperature = settings.topology, settings.temperature
+        tree = with_drafters(tree, len(drafters)) if policy.routes else tree
         self.mode = find_mode(resolve_mode(settings.verification, policy, tree, temperature), temperature)
         self.features = node_features(tree, self.mode.name)
-        drafter = drafter or find_drafter(pair.drafter, pair)
-        self.widths = hidden_widths(pair, check_hidden(hidden), drafter)
+        self.widths = hidden_widths(pair, check_hidden(hidden), drafters[0])
         policy = exploring(policy, explore, tree.deepest) if explore else policy
         match = self.mode.name == Match.name
         self._recorder = self.recorder(tree, self.features, temperature, match, self.widths, policy)
@@ -202,7 +219,7 @@ class LiveCollector:
             policy,
             settings,
             profile,
-            drafter=drafter,
+            drafters=drafters,
             hooks=[self._recorder],
             hidden=tuple(self.widths),
             batch=batch,

@@ -16,26 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..decode.drafters import find_drafter
-from ..decode.drafters.spec import parse_spec
+from ..decode.drafters import find_drafters
 from ..decode.models.pair import Pair
 from ..decode.round_state import RoundState
 from ..decode.settings import Settings
 from ..decode.verify.modes import Match
 from ..policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
-from ..policies.features import ANCHOR_FEATURES
+from ..policies.features import ANCHOR_FEATURES, SIGNALS
 from .live import LiveCollector, Recorder, Row
-from .schema import NO_TOKEN, READS, PromptTask
+from .schema import NO_TOKEN, PromptTask
 from .shards import BATCH
 
 
 class _DraftsOnly(StopPolicy):
-    """Drafts the whole tree and sends nothing to the target."""
+    """Drafts the whole tree with every drafter, and sends nothing to the target."""
 
-    name = "drafts-only"
+    name, routes = "drafts-only", True
 
-    def __init__(self, depth: int) -> None:
-        self.max_depth = depth
+    def __init__(self, depth: int, features: Sequence[str]) -> None:
+        self.max_depth, self.first, self.features = depth, 0, tuple(features)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Extend every branch."""
@@ -73,15 +72,13 @@ class _PositionsRecorder(Recorder):
         round = waiting[0][0]
         text = round.texts[stream]
         assert text is not None
-        path = [0]
-        for token in text.tokens[round.records[stream].context :]:
-            children = round.drawn_below(stream, path[-1])
-            child = next((row for row in children if round.tokens[stream, row] == token), None)
-            if child is None or len(path) == len(waiting):
-                break
-            path.append(child)
-        # A round commits one token. So the target's row after the k-th token of the path is that of the round k later.
-        sampled = torch.cat([scores for _, scores in waiting[: len(path)]])
+        path, level = [0], [0]  # the candidates on the text; one path for each drafter
+        for token in text.tokens[round.records[stream].context :][: len(waiting) - 1]:
+            children = [child for row in level for child in round.drawn_below(stream, row)]
+            level = [child for child in children if round.tokens[stream, child] == token]
+            path += level
+        # A round commits one token. So the target's row after the k-th token of a path is that of the round k later.
+        sampled = torch.cat([waiting[self.tree.depth[row]][1] for row in path])
         self.rows[stream].append(self.row(round, stream, path, path, sampled))
         del waiting[0]
 
@@ -90,7 +87,7 @@ class PositionsCollector(LiveCollector):
     """Collects a dense trace with the drafter of a pair.
 
     Args:
-        pair: target with its drafter.
+        pair: target with its drafters.
         settings: temperature, limit, tree; the verification is `match`.
         hidden: hidden states to record (`features.hidden_states`).
         memory_bytes: budget for the scores of rounds that wait, which limits the texts that are decoded side by side.
@@ -102,7 +99,7 @@ class PositionsCollector(LiveCollector):
     recorder = _PositionsRecorder
 
     def __init__(self, pair: Pair, settings: Settings, hidden: Sequence[str] = (), memory_bytes: int = 1 << 28) -> None:
-        tree, drafter = settings.topology, find_drafter(pair.drafter, pair)
+        tree, drafters = settings.topology, find_drafters(pair.drafter, pair)
         self._limit, self._eos, self._depth = settings.max_new_tokens, pair.eos, tree.deepest
         drawn = 1
         if settings.temperature > 0:  # also the scores with noise; with filters those before and after them
@@ -111,14 +108,16 @@ class PositionsCollector(LiveCollector):
         rows = (tree.deepest + 1) * (sum(map(bool, tree.children)) * drawn + 2)
         text_bytes = rows * pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
         # A drafter that drafts from earlier texts needs them in their order, one after the other.
-        self.batch = 1 if drafter.carries else max(1, min(BATCH, memory_bytes // text_bytes))
+        carries = any(drafter.carries for drafter in drafters)
+        self.batch = 1 if carries else max(1, min(BATCH, memory_bytes // text_bytes))
         # K + 1 tokens past the limit, so that the tree of no anchor before the limit is cut by it.
         longer = replace(settings, max_new_tokens=self._limit + self._depth + 1, verification=Match.name)
-        policy = _DraftsOnly(tree.deepest)
-        super().__init__(pair, policy, longer, hidden=hidden, batch=self.batch, drafter=drafter)
+        self.signals = SIGNALS if any(drafter.has_signals for drafter in drafters) else ()
+        policy = _DraftsOnly(tree.deepest, self.signals)
+        super().__init__(pair, policy, longer, hidden=hidden, batch=self.batch, drafters=drafters)
         self._names = (
             *self.features, *ANCHOR_FEATURES, *self.widths, "draft_prob", "target_prob", "overlap", "accepted", "observed",
-            "accepted_length", "anchor", *([READS] if len(parse_spec(pair.drafter)) > 1 else []),
+            "accepted_length", "anchor", *self.signals,
         )  # fmt: skip
 
     def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from ..decode.drafters.spec import find_drafter, parse_spec, paths_of, warn_depth_limited
+from ..decode.drafters.spec import (
+    drafter_names,
+    find_drafters,
+    one_drafter,
+    parse_spec,
+    paths_of,
+    warn_depth_limited,
+)
 from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
@@ -29,7 +36,8 @@ from ..policies.registry import PolicySpec, as_policy
 from .collectors import check_dense, choose_collector, tokens_beyond
 from .completions import Completions, check_completions, find_completion
 from .prompts import Prompt, as_prompts, fit
-from .schema import Header, PromptTask, parents
+from ..decode.topology import with_drafters
+from .schema import Header, PromptTask, first_drafters, parents
 from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
 from .store import Trace
 
@@ -155,7 +163,9 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     ).for_pair(pair)  # fmt: skip
     policy = None if options.policy is None else as_policy(options.policy)
     settings = settings if policy is None else settings.for_policy(policy)
-    tree = settings.topology
+    if options.collector == "live" and not (policy and policy.routes):
+        pair = one_drafter(pair, policy)
+    tree = with_drafters(settings.topology, len(drafter_names(pair.drafter)))
     settings = dataclasses.replace(settings, max_depth=tree.deepest)
     new = options.max_new_tokens + tokens_beyond(pair, tree, "live" if options.through else options.collector)
     readable, ids = fit(all_prompts, pair.tokenizer, pair.readable - new)
@@ -165,7 +175,7 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
         check_dense(pair, max(map(len, ids), default=0) + new)
     hidden = check_hidden(options.hidden, "--hidden")
     # A drafter is only loaded if its width is needed.
-    drafter = find_drafter(pair.drafter, pair) if pair.drafter != "model" and DRAFT_HIDDEN in hidden else None
+    drafter = find_drafters(pair.drafter, pair)[0] if pair.drafter != "model" and DRAFT_HIDDEN in hidden else None
     widths = hidden_widths(pair, hidden, drafter)
     collector = choose_collector(pair, settings, options, policy, tuple(widths))
     warn_depth_limited(pair, options.depth, settings.tree)
@@ -194,8 +204,9 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     fields = {"anchor_features": ANCHOR_FEATURES, **collector.header}  # an engine records fewer
     header = Header(
         target=options.target, draft=options.draft, pair=pair.fingerprint, vocabulary=pair.vocabulary, eos=pair.eos,
-        temperature=options.temperature, topology=parents(tree), max_new_tokens=options.max_new_tokens, seed=options.seed,
-        shards=shards, prompts=len(readable), hidden=widths, sampling=settings.sampling.to_dict(), facts=facts,
+        temperature=options.temperature, topology=parents(tree), drafters=first_drafters(tree),
+        max_new_tokens=options.max_new_tokens, seed=options.seed, shards=shards, prompts=len(readable), hidden=widths,
+        sampling=settings.sampling.to_dict(), facts=facts,
         # A run can be resumed with exactly the same prompts only (`Header.differences`).
         prompts_hash=short_hash([[p.id, p.sample, p.group, tokens] for p, tokens in zip(readable, ids, strict=True)]),
         **fields,
@@ -241,8 +252,6 @@ def environment_facts(pair: Pair) -> dict[str, Any]:
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     if pair.drafter != "model":
-        parts = parse_spec(pair.drafter)
-        reading = parts[-1].attribute("reading")  # only the last drafter of a spec may have a backlog
-        facts |= {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading}
-        facts |= {"in turn": True} if len(parts) > 1 else {}
+        readings = [part.attribute("reading") for part in parse_spec(pair.drafter)]
+        facts |= {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": readings}
     return facts

@@ -41,9 +41,6 @@ tokens."""
 UNKNOWN_TEMPERATURE = "unknown"
 """Entry `temperature` of `facts` if an engine did not record it."""
 
-READS = "reads"
-"""Column: the drafter of the round reads the text. Only in traces of several drafters that take turns."""
-
 TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
 """Columns of a live round: seconds by phase, as in `decode.records.Round`."""
 
@@ -136,6 +133,8 @@ class Header:
         0.0  # share of the target's tokens in the text that the draft read; 0 = all
     )
     draws: Annotated[int, _limited("draws")] = 1  # drafts and acceptances drawn per text, as consecutive sequences
+    drafters: tuple[Annotated[int, Field(ge=0)], ...] = ()  # drafter of each node of depth 1; () = one drafter
+    signals: Annotated[tuple[str, ...], _features_of(Kind.ROUTE)] = ()  # recorded of each drafter once per anchor
     hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=1 << 20)]] = Field(default_factory=dict)  # width of each
     # Other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
     sampling: Annotated[Mapping[str, Any], AfterValidator(_check_sampling)] = Field(default_factory=dict)
@@ -144,11 +143,13 @@ class Header:
 
     @model_validator(mode="after")
     def _check_consistent(self) -> Header:
+        _ = self.tree  # raises an error if `drafters` does not fit the topology
         live, mode = self.collector == "live", self.verification
         for contradictory, text in (
             (not live and mode == "typical", "dense rounds of typical, expected a lossless verification"),
             (mode == "block" and not self.tree.is_chain, "a tree under block, expected a chain"),
             (self.draws > 1 and not self.given_text, f"{self.draws} draws under {mode}, expected 1"),
+            (len(self.drafters) > 1 and self.given_text, f"several drafters under {mode}, expected match"),
             (self.mix > 0 and (live or len(self.topology) != 1), "mixed texts, expected dense rounds of one node"),
             (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
         ):
@@ -159,7 +160,7 @@ class Header:
     @property
     def tree(self) -> Topology:
         """The topology as the decoding loop uses it: row 0 is the anchor, row i + 1 node i."""
-        return Topology([-1, *(parent + 1 for parent in self.topology)])
+        return Topology([-1, *(parent + 1 for parent in self.topology)], self.drafters or None)
 
     @property
     def depth(self) -> int:
@@ -172,9 +173,10 @@ class Header:
         return self.collector == "dense" and self.texts in ("target", "sampled")
 
     @property
-    def drafts_in_turn(self) -> bool:
-        """Whether several drafters take turns."""
-        return bool(self.facts.get("in turn", False))
+    def readings(self) -> tuple[str, ...]:
+        """What each drafter reads before a round (`Drafter.reading`)."""
+        readings = self.facts.get("reading", ["path"] * self.tree.drafters)
+        return tuple(readings)
 
     @property
     def given_text(self) -> bool:
@@ -301,6 +303,11 @@ def parents(tree: Topology) -> tuple[int, ...]:
     return tuple(parent - 1 for parent in tree.parent[1:])
 
 
+def first_drafters(tree: Topology) -> tuple[int, ...]:
+    """Return the drafters of a tree as the field `drafters` of a header."""
+    return tuple(tree.drafter[row] for row in tree.children[0]) if tree.drafters > 1 else ()
+
+
 def stream_name(prompt_id: str, sample: str) -> str:
     """Return the name that random numbers of a text are keyed by: samples of one prompt draw different numbers."""
     return f"{prompt_id}\0{sample}" if sample else prompt_id
@@ -382,8 +389,7 @@ def arrow_schema(header: Header) -> pa.Schema:
             ("backlog", pa.int32()),  # committed tokens that the draft had not read
             *((name, pa.float64()) for name in TIMES),
         ]
-    if header.drafts_in_turn:
-        columns.append((READS, pa.bool_()))
+    columns += [(name, pa.list_(pa.float32(), header.tree.drafters)) for name in header.signals]
     if header.mix:
         columns.append(("mixed", pa.bool_()))  # the draft read its sample, not the target's token, at this position
     return pa.schema(columns, metadata={HEADER_KEY: header.to_json().encode()})

@@ -346,7 +346,13 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
     path = np.concatenate([np.ones((len(accepted), 1), dtype=bool), accepted], 1)  # the anchor before the nodes
     tree = header.tree
     is_path = (path[:, list(tree.parent[1:])] >= path[:, 1:]).all()  # accepted nodes only below accepted ones
-    is_path &= all((path[:, level].sum(1) <= 1).all() for level in tree.levels) and (accepted.sum(1) == length).all()
+    # One path in the tree of each drafter, the longest of accepted_length nodes.
+    lengths = np.zeros(len(accepted), dtype=np.int64)
+    for drafter in range(tree.drafters):
+        own = accepted & (tree.drafter_of[1:] == drafter)
+        is_path &= all((own[:, tree.depths[1:] == depth].sum(1) <= 1).all() for depth in range(1, tree.deepest + 1))
+        lengths = np.maximum(lengths, own.sum(1))
+    is_path &= (lengths == length).all()
     is_gapless = (step == 1).all() and (anchor[first] == 1).all() and (anchor[last] + 1 == text[last]).all()
     for valid, expected in (
         ((anchor < text).all(), "each anchor before the end of its text (anchor < text_tokens)"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         LookupDrafter as LookupDrafter,
         ModelDrafter as ModelDrafter,
         SuffixDrafter as SuffixDrafter,
-        find_drafter as find_drafter,
+        find_drafters as find_drafters,
         load_drafter as load_drafter,
         save_drafter as save_drafter,
         with_drafter as with_drafter,
@@ -38,7 +38,7 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "benchmark": "bench",
-        "drafters": "LookupDrafter ModelDrafter SuffixDrafter find_drafter load_drafter save_drafter with_drafter",
+        "drafters": "LookupDrafter ModelDrafter SuffixDrafter find_drafters load_drafter save_drafter with_drafter",
         "hf.generate": "specstop_generate",
         "hf.stopping": "PolicyStoppingCriteria",
         "loop": "Speculator",

@@ -22,7 +22,8 @@ from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost, validate_policy
 from ..policies.profile import Profile
 from ..policies.routing import OneDrafter
-from .drafters import Drafter, find_drafter, find_drafters
+from .drafters import Drafter, find_drafters
+from .drafters.spec import drafter_index, drafter_names
 from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
@@ -54,8 +55,8 @@ class Speculator:
         settings: see `Settings`.
         profile: models the seconds that policies observe; verifications of one chain are padded to a cheaper size.
         source: returns the random source of a stream for (key, window); default: keyed noise.
-        drafter: proposes the candidates; default: that of the pair. A policy that routes has several: a sequence, or by
-            default those of the pair's spec.
+        drafters: propose the candidates; default: those of the pair. A policy that does not route uses one of them
+            (`StopPolicy.drafter`).
         hooks: observe the rounds.
         hidden: names of hidden states that hooks need in addition to those of the policy (`features.HIDDEN_STATES`).
         batch: S. When a text ends, the next prompt uses its stream.
@@ -71,7 +72,7 @@ class Speculator:
         settings: Settings | None = None,
         profile: Profile | None = None,
         source: Callable[[int, int], KeyedSource] | None = None,
-        drafter: Drafter | Sequence[Drafter] | None = None,
+        drafters: Sequence[Drafter] = (),
         hooks: Sequence[Hook] = (),
         hidden: Sequence[str] = (),
         batch: int = 1,
@@ -83,10 +84,10 @@ class Speculator:
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
-        if policy.routes:
-            self._drafters = list(drafter) if isinstance(drafter, Sequence) else find_drafters(pair.drafter, pair)
-        else:
-            self._drafters = [drafter if isinstance(drafter, Drafter) else find_drafter(pair.drafter, pair)]
+        self._drafters = list(drafters or find_drafters(pair.drafter, pair))
+        if not policy.routes:
+            self._drafters = [self._drafters[drafter_index(policy, drafter_names(pair.drafter))]]
+            tree = tree.trees[drafter_index(policy, drafter_names(pair.drafter))] if tree.drafters > 1 else tree
         self.topology = with_drafters(tree.limited(policy.max_depth), len(self._drafters))
         pair.check_topology(self.topology)
         chain = self.topology.is_chain

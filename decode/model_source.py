@@ -15,7 +15,7 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, ROUTE_FEATURES, SIGNALS, TARGET_HIDDEN, History
-from .drafters import Drafter, FallbackDrafter
+from .drafters import Drafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
 from .models.attention import Part, TreeRows
@@ -221,6 +221,7 @@ class ModelSource:
                     values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
         if history.idle is not None:
             values[..., -2] = np.maximum(history.idle, 0.0)
+        round.signals = values
         return values
 
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
@@ -333,10 +334,7 @@ class ModelSource:
 
     def verify(self, round: RoundState) -> None:
         """See `rounds.RoundSource`."""
-        tree, drafter, is_deferred = self.topology, self.drafters[0], round.device_tokens is not None
-        if isinstance(drafter, FallbackDrafter):
-            is_read = [not count or drafter.has_backlog(stream) for stream, count in enumerate(round.drafted.tolist())]
-            round.backlog = np.where(is_read, round.backlog, 0)
+        tree, is_deferred = self.topology, round.device_tokens is not None
         rows: list[tuple[int, list[int]]] = []
         for stream in np.flatnonzero(round.active).tolist():
             of_chain = tree.is_chain and tree.paths[int(round.verified[stream])]

@@ -107,6 +107,7 @@ class RoundState:
         next_tokens: by stream, the token of the target after the accepted path.
         records: by stream, the public record of the round.
         policy_state: the policy's state after the round.
+        signals: [S, D, .] float32, `policies.features.ROUTE_FEATURES`; None if nothing reads them.
     """
 
     sent: Array
@@ -127,6 +128,7 @@ class RoundState:
     next_tokens: dict[int, int]
     records: dict[int, Round]
     policy_state: State = None
+    signals: Array | None = None
     device_tokens: Tensor | None = None
     _tokens: Array | None = None
 

@@ -10,11 +10,12 @@ from typing import Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
+from ..policies.arguments import as_list
 from ..policies.errors import InputError
 from ..policies.host import with_costs
 from ..policies.profile import Profile, as_profile
 from ..policies.registry import PolicySpec, as_policy
-from .drafters import find_drafter, with_drafter
+from .drafters import with_drafter
 from .loop import Request, Speculator
 from .models.pair import Pair
 from .prompts import Prompts, encode_prompts
@@ -37,7 +38,7 @@ def decode(  # type: ignore[misc]  # the overloads leave the options out: only t
     ids: Sequence[str] | None = None,
     seed: int = 0,
     profile: Profile | str | Path | None = None,
-    drafter: str | None = None,
+    drafter: str | Sequence[str] | None = None,
     batch: int = 1,
     on_text: Callable[[int, str], None] | None = None,
     on_end: Callable[[int], None] | None = None,
@@ -52,7 +53,7 @@ def decode(  # type: ignore[misc]  # the overloads leave the options out: only t
         ids: name of each prompt, part of the key of its noise; default: see `encode_prompts`.
         seed: of the noise; without effect at temperature 0.
         profile: see `Speculator`.
-        drafter: proposes the candidates (`find_drafter`); default: that of the pair.
+        drafter: proposes the candidates (`find_drafters`); default: that of the pair. Several for a policy that routes.
         batch: number of texts decoded side by side; when one ends, the next begins. Under `match` and `point`, and at
             temperature 0, a text is the same in any batch, except for ties within rounding errors.
         on_text: called with (prompt number, new text) after each round, for streaming.
@@ -70,11 +71,12 @@ def decode(  # type: ignore[misc]  # the overloads leave the options out: only t
         raise InputError("the pair has no tokenizer to read prompts with")
     encoded = encode_prompts(pair, prompts, ids)
     costs = as_profile(profile)
-    policy, drafter = with_costs(as_policy(policy), costs), drafter or pair.drafter
+    policy, drafter = with_costs(as_policy(policy), costs), "+".join(as_list(drafter or pair.drafter))
+    pair = pair if drafter == pair.drafter else with_drafter(pair, drafter)
     settings = (settings or Settings()).for_pair(pair).for_policy(policy)
-    warn_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
+    warn_if_untrained(policy, settings, pair)
     warn_if_unmeasured(costs, [policy], settings, drafter)
-    speculator = Speculator(pair, policy, settings, costs, drafter=find_drafter(drafter, pair), batch=batch)
+    speculator = Speculator(pair, policy, settings, costs, batch=batch)
     requests = [Request(tokens, stream_key(seed, name)) for name, tokens in encoded]
     writer = _TextWriter(tokenizer, on_text, on_end)
     generations = speculator.run(requests, writer.write if on_text else None, writer.end)

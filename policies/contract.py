@@ -123,6 +123,7 @@ class StopPolicy:
         joint: weighs the streams of a batch against each other: decisions about a stream may depend on others of its batch
             (`DraftStep.batch`).
         routes: decides at depth 0 which drafters draft; policies that do not route use the first drafter.
+        drafter: name of the drafter that it uses if it does not route; "" = the first one.
         joins: may let several drafters draft in one round, the candidates of which are verified together.
         first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
         max_depth: length of the longest draft; `keep` is not called at that depth.
@@ -141,6 +142,7 @@ class StopPolicy:
     reads_seconds: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     routes: ClassVar[bool] = False
+    drafter: str = ""
     joins: bool = False
     first: int = 1
     max_depth: int = 20

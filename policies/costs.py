@@ -129,9 +129,13 @@ class CostTable:
 
     def tree_calls_s(self, verified: Array, backlog: Array, fed: Array) -> Array:
         """Return [S] seconds of the model calls of rounds of trees; arguments as of `Costs.round_seconds`."""
+        out: Array = self.draft_calls_s(backlog, fed) + self.tree_verify(int(verified.max(initial=0)))[verified]
+        return out
+
+    def draft_calls_s(self, backlog: Array, fed: Array) -> Array:
+        """Return [S] seconds of the draft's calls, `fed` [S, K] tokens at each step after a backlog [S]."""
         first = first_step_s(*self.draft_s, self.draft_token_s, backlog) * (fed[:, 0] > 0)
-        later = self.tree_draft(int(fed.max(initial=0)))[fed[:, 1:]].sum(-1)
-        out: Array = first + later + self.tree_verify(int(verified.max(initial=0)))[verified]
+        out: Array = first + self.tree_draft(int(fed.max(initial=0)))[fed[:, 1:]].sum(-1)
         return out
 
 

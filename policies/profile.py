@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any, overload
 import numpy as np
 
 from .arguments import LIMITS
-from .costs import Costs
+from .contract import Array, StopPolicy
+from .costs import Costs, extend, interpolate
 from .errors import InputError
 from .files import check_values, digest, read_json, write_atomic
 from .measurements import (
@@ -52,6 +53,8 @@ class Profile(Costs):
         source: the file it was read from, if any.
         sampling: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
         verification: the mode in which rounds of chains were timed; "" = unknown.
+        others: profiles of further drafters of the same target, in the order of the drafters. Verifications and what a
+            round costs outside the models are those of the first drafter.
     """
 
     temperature: float = 0.0
@@ -60,6 +63,51 @@ class Profile(Costs):
     source: Path | None = field(default=None, repr=False, compare=False)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     verification: str = ""
+    others: tuple[Profile, ...] = ()
+
+    def of_policy(self, policy: StopPolicy, drafters: Sequence[str]) -> Profile:
+        """Return the costs of a policy's rounds: all of them if it routes, otherwise those of its drafter.
+
+        Args:
+            policy: see `StopPolicy.drafter`.
+            drafters: names of the drafters.
+
+        Raises:
+            InputError: the profile was measured with fewer drafters.
+        """
+        if len(drafters) == 1 or not self.others:
+            if policy.routes and len(drafters) > 1:
+                raise InputError(
+                    f"--profile: {policy.name} chooses among {', '.join(drafters)}, but the profile has the costs of one "
+                    "drafter; measure it with each of these drafters"
+                )
+            return self
+        if policy.routes:
+            return self
+        profiles = (dataclasses.replace(self, others=()), *self.others)
+        return profiles[drafters.index(policy.drafter) if policy.drafter else 0]
+
+    def round_seconds(
+        self, context: Array, drafted: Array, verified: Array, backlog: Array, decisions: Array, decision: float,
+        fed: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Return the seconds of rounds, see `Costs.round_seconds`; `backlog` [S, D] and `fed` [S, D, K] of D drafters."""
+        if fed is None or fed.ndim == 2:
+            return super().round_seconds(context, drafted, verified, backlog, decisions, decision, fed)
+        profiles = (self, *self.others)[: fed.shape[1]]
+        contexts = [(one.low.context, one.high.context) for one in profiles]
+        seconds = self.round_s + decision * decisions
+        for index, (one, xs) in enumerate(zip(profiles, contexts, strict=True)):
+            steps = fed[:, index]
+            calls = np.stack([table.draft_calls_s(backlog[:, index], steps) for table in (one.low, one.high)])
+            seconds = seconds + interpolate(context, xs, calls) * (steps[:, 0] > 0) + one.step_s * (steps > 0).sum(1)
+        # The tokens of one drafter's chain are verified as a chain.
+        is_path = ((fed > 0).any(2).sum(1) <= 1) & (fed <= 1).all((1, 2))
+        most = int(verified.max(initial=0))
+        calls = np.stack([np.where(is_path, extend(table.verify_s, max(most, self.max_depth) + 1)[verified],
+                                   table.tree_verify(most)[verified]) for table in (self.low, self.high)])  # fmt: skip
+        out: Array = seconds + interpolate(context, contexts[0], calls)
+        return out
 
     @staticmethod
     def measured(
@@ -127,7 +175,8 @@ class Profile(Costs):
     @cached_property
     def fingerprint(self) -> str:
         """A digest of all costs but decisions and of the timings behind them: equal for copies of one measurement."""
-        return digest({"costs": self._model_costs, "measurements": self._of_models.to_list()})
+        own = {"costs": self._model_costs, "measurements": self._of_models.to_list()}
+        return digest([own, *(one.fingerprint for one in self.others)] if self.others else own)
 
     def _with(self, timings: Timings) -> Profile:
         """Return this profile with the costs, decisions aside, that are estimated from timings at the same contexts."""
@@ -140,6 +189,9 @@ class Profile(Costs):
         Whole repetitions are drawn, for all costs at once: a slow phase affects all that was timed in it. Costs that were not
         measured, or edited or scaled since, stay as they are; a draw has no measurements.
         """
+        if self.others:
+            others = tuple(one.resampled(rng) for one in self.others)
+            return dataclasses.replace(dataclasses.replace(self, others=()).resampled(rng), others=others)
         if not self.measurements:
             return self
         drawn = self.measurements.resampled(rng, self.noise.block if self.noise else 1)
@@ -184,7 +236,11 @@ class Profile(Costs):
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, one line for each series of measurements."""
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        plain = self.to_dict()
+        if self.others:
+            timed = [{**one.to_dict(), "measurements": one.measurements.to_list()} for one in self.others]
+            plain["others"] = timed
+        text = json.dumps(plain, indent=2, allow_nan=False)
         if self.measurements:
             lines = ",\n".join(f"    {json.dumps(series)}" for series in self.measurements.to_list())
             text = f'{text[:-2]},\n  "measurements": [\n{lines}\n  ]\n}}'  # instead of the closing brace
@@ -192,8 +248,11 @@ class Profile(Costs):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as plain JSON values, without its measurements, which only its file has."""
-        bare = dataclasses.asdict(dataclasses.replace(self, measurements=Measurements()))  # it would copy every timing
-        del bare["measurements"], bare["source"]
+        # Without measurements, as `asdict` would copy every timing.
+        bare = dataclasses.asdict(dataclasses.replace(self, measurements=Measurements(), others=()))
+        del bare["measurements"], bare["source"], bare["others"]
+        if self.others:
+            bare["others"] = [one.to_dict() for one in self.others]
         # As a file has it: lists for tuples, and strings for keys that are numbers.
         plain: dict[str, Any] = json.loads(json.dumps({"schema": PROFILE_SCHEMA, "kind": "profile", **bare}))
         return plain
@@ -216,7 +275,7 @@ class Profile(Costs):
         """Return the profile of its JSON form; raises `InputError` if an entry is missing or out of range."""
         from pydantic import ValidationError  # takes 0.1 s to import
 
-        names = {field.name for field in dataclasses.fields(Profile)} - {"measurements", "source"}
+        names = {field.name for field in dataclasses.fields(Profile)} - {"measurements", "source", "others"}
         try:
             check_values(raw)
             # From text, because strict validation of Python objects would not convert lists to tuples.
@@ -225,6 +284,7 @@ class Profile(Costs):
             if not 0.0 <= profile.temperature <= LIMITS["temperature"].high or len(profile.verification) > MAX_NAME:
                 raise ValueError("temperature or verification: out of range")
             measurements = check_measurements(Measurements.from_list(raw.get("measurements", [])))
+            others = tuple(Profile.from_dict(one, where) for one in raw.get("others", []))
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
@@ -232,7 +292,7 @@ class Profile(Costs):
         except (ValueError, RecursionError) as error:
             reason = str(error)
         else:
-            return dataclasses.replace(profile, measurements=measurements)
+            return dataclasses.replace(profile, measurements=measurements, others=others)
         raise InputError(f"--profile: {where} lacks or mangles {reason}; measure it again")
 
 

@@ -23,7 +23,7 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
 from ..exploring import Exploring, exploring
-from ..schema import READS, TIMES, PromptTask
+from ..schema import TIMES, PromptTask
 
 REQUESTS = 8
 """Default number of requests that are decoded side by side."""
@@ -188,7 +188,6 @@ class RoundRecorder:
             "committed": end - context,
             "decisions": column(lambda one: one.sent.decisions),
             "backlog": column(lambda one: one.sent.backlog),
-            READS: np.ones(count, dtype=bool),  # an engine does not say which drafter drafted
             **dict(zip(ANCHORS, column(lambda one: one.before, np.float32).T, strict=True)),
             **{name: features[:, :, at] for at, name in enumerate(self._columns.names)},
             **dict(zip(TIMES, spent, strict=True)),

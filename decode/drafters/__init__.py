@@ -3,14 +3,12 @@
 from ..round_state import RoundState as RoundState, Rows as Rows
 from .base import Drafter as Drafter, Proposal as Proposal
 from .ctc import CTCDrafter as CTCDrafter
-from .fallback import FallbackDrafter as FallbackDrafter
 from .folder import TrainedDrafter as TrainedDrafter, load_drafter as load_drafter, save_drafter as save_drafter
 from .heads import HeadsDrafter as HeadsDrafter
 from .layer import LayerDrafter as LayerDrafter
 from .lookup import LookupDrafter as LookupDrafter
 from .model import ModelDrafter as ModelDrafter
 from .spec import (
-    find_drafter as find_drafter,
     find_drafters as find_drafters,
     with_drafter as with_drafter,
 )

@@ -66,6 +66,7 @@ class Drafter:
         needs_draft: whether it uses the draft model of the pair.
         carries: whether it keeps earlier texts. Its proposals then depend on them; the decoded text does not.
         max_depth: maximum depth of its candidates; None = no limit.
+        has_signals: whether `signals` are known.
     """
 
     layers: tuple[int, ...] = ()
@@ -74,6 +75,7 @@ class Drafter:
     needs_draft: bool = False
     carries: bool = False
     max_depth: int | None = None
+    has_signals: bool = False
     _streams: int = 1
 
     def reserve(self, streams: int, tokens: int) -> None:

@@ -49,7 +49,8 @@ class TextDrafter(Drafter):
     """Base of drafters that search the committed tokens on the host, with an index of `new_index()` for each text."""
 
     reading = "nothing"
-    _has_signals = False
+    has_signals = True
+    _keeps_signals = False
 
     def __init__(self, pair: Pair, new_index: Callable[[], TextIndex]) -> None:
         self._device, self._dtype, self._new_index = pair.device, pair.logits_dtype, new_index
@@ -71,7 +72,7 @@ class TextDrafter(Drafter):
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         index = self._indexes[stream]
-        append = index.extend if self._has_signals else index.append
+        append = index.extend if self._keeps_signals else index.append
         for token in tokens[index.has_anchor :]:
             append(token)
         index.has_anchor = False
@@ -80,13 +81,13 @@ class TextDrafter(Drafter):
         """Append the anchor of a round to the index of a stream, unless it was."""
         index = self._indexes[stream]
         if not index.has_anchor:
-            (index.extend if self._has_signals else index.append)(anchor)
+            (index.extend if self._keeps_signals else index.append)(anchor)
             index.has_anchor = True
         return index
 
     def keep_signals(self) -> None:
         """See `Drafter`: agreement takes a search for each committed token."""
-        self._has_signals = True
+        self._keeps_signals = True
 
     def signals(self, stream: int, anchor: int) -> tuple[float, ...]:
         """See `Drafter`."""

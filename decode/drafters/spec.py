@@ -1,4 +1,4 @@
-"""Specs of drafters, such as `suffix:FILE?confidence=0.6+hydra:PATH`: their syntax, and the drafters that they name."""
+"""Specs of drafters, such as `suffix:FILE+hydra:PATH`: their syntax, and the drafters that they name."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import dataclasses
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from ...policies.errors import InputError, SpecstopWarning, close_match
+from ...policies.contract import StopPolicy
+from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
 from ...policies.registry import NAME, Registry, construct, read_number, set_option, split_spec
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, Drafter
-from .fallback import MIN_CONFIDENCE, FallbackDrafter
 from .folder import load_drafter
 from .model import ModelDrafter
 from .suffix import file_hash
@@ -67,13 +67,11 @@ class DrafterSpec:
         text: the spec from this drafter on.
         name: of the drafter.
         options: by parameter, including the text after the colon; "" = it has no such parameter.
-        min_confidence: option `confidence`, from which confidence on it is used instead of the next drafter.
     """
 
     text: str
     name: str
     options: Mapping[str, Any]
-    min_confidence: float = MIN_CONFIDENCE
 
     @property
     def path(self) -> str:
@@ -86,8 +84,6 @@ class DrafterSpec:
         if self.path:
             options["path"] = change_path(self.path)
         value = options.pop(_VALUES.get(self.name, ""), None)
-        if self.min_confidence != MIN_CONFIDENCE:
-            options["confidence"] = f"{self.min_confidence:g}"
         query = "&".join(f"{key}={options[key]}" for key in sorted(options))
         return self.name + ("" if value is None else f":{value}") + (f"?{query}" if query else "")
 
@@ -106,7 +102,7 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     """Return the drafters of a spec, without a check that they exist.
 
     Raises:
-        InputError: an option is not `key=value` or is given twice, or `confidence` is not between 0 and 1.
+        InputError: an option is not `key=value` or is given twice.
     """
     where, known = f"--drafter: {text!r}", DRAFTERS.names() if "+" in text else ()
     # Paths and values may contain plus signs: one counts after a bare name, or before a known one.
@@ -122,10 +118,7 @@ def parse_spec(text: str) -> list[DrafterSpec]:
         set_option(options, parameter, value if parameter == "path" else read_number(value), where)
     if end == len(text):
         return [DrafterSpec(text, name, options)]
-    confidence = options.pop("confidence", MIN_CONFIDENCE)
-    if not isinstance(confidence, int | float) or not 0.0 <= confidence <= 1.0:
-        raise InputError(f"{where}: expected for confidence a probability between 0 and 1, not {confidence!r}")
-    return [DrafterSpec(text, name, options, float(confidence)), *parse_spec(text[end + 1 :])]
+    return [DrafterSpec(text, name, options), *parse_spec(text[end + 1 :])]
 
 
 def check_drafter(name: str) -> None:
@@ -162,52 +155,66 @@ def change_paths(name: str, change: Callable[[str], str]) -> str:
     return "+".join(part.format(change) for part in parse_spec(name))
 
 
-def find_drafter(name: str, pair: Pair) -> Drafter:
-    """Return the drafter of a spec.
+def find_drafters(name: str, pair: Pair) -> list[Drafter]:
+    """Return the drafters of a spec.
 
     Args:
         name: `model`, `lookup`, `lookup:4` (at most four tokens of context), `suffix`, `suffix:FILE`, a trained drafter such
-            as `medusa:PATH`, a plugin `name?key=value`, or two: `suffix+model`, `suffix:FILE?confidence=0.6+medusa:PATH`
-            (`FallbackDrafter`).
-        pair: that it drafts for.
+            as `medusa:PATH`, a plugin `name?key=value`, or several: `suffix+model`, `suffix:FILE+medusa:PATH`.
+        pair: that they draft for.
 
     Raises:
         InputError: there is no such drafter, or it cannot be constructed.
     """
     if name == "model":  # the usual spec needs no search for plugins
-        return ModelDrafter(pair)
-    check_drafter(name)
-    *before, last = parse_spec(name)
-    drafter = _build(last, pair)
-    for part in reversed(before):
-        first = _build(part, pair)
-        if first.layers or part.attribute("needs_draft"):
-            raise InputError(
-                f"--drafter: {part.text!r}: expected first one that reads neither hidden states nor a draft model, such as "
-                f"suffix, not {part.name}"
-            )
-        drafter = FallbackDrafter(pair, first, drafter, part.min_confidence)
-    return drafter
-
-
-def find_drafters(name: str, pair: Pair) -> list[Drafter]:
-    """Return each drafter of a spec such as `suffix+model`, for a policy that routes. See `find_drafter`."""
+        return [ModelDrafter(pair)]
     check_drafter(name)
     return [_build(part, pair) for part in parse_spec(name)]
+
+
+def drafter_names(name: str) -> tuple[str, ...]:
+    """Return the names of the drafters of a spec. Of several with one name, later ones have a number: `layer`, `layer2`."""
+    names: list[str] = []
+    for part in parse_spec(name):
+        count = 1 + sum(each.rstrip("0123456789") == part.name for each in names)
+        names.append(part.name if count == 1 else f"{part.name}{count}")
+    return tuple(names)
+
+
+def drafter_index(policy: StopPolicy, names: Sequence[str]) -> int:
+    """Return the index of the drafter of a policy that does not route: the first one, or the one that it names.
+
+    Raises:
+        PolicyError: it names another drafter.
+    """
+    if not policy.drafter:
+        return 0
+    if policy.drafter not in names:
+        raise PolicyError(f"{policy.name}: expected one of the drafters {', '.join(names)}, got {policy.drafter!r}")
+    return names.index(policy.drafter)
+
+
+def one_drafter(pair: Pair, policy: StopPolicy | None) -> Pair:
+    """Return the pair with only the drafter that a policy which does not route uses."""
+    parts = parse_spec(pair.drafter)
+    if len(parts) == 1:
+        return pair
+    index = 0 if policy is None else drafter_index(policy, drafter_names(pair.drafter))
+    return with_drafter(pair, parts[index].format(str))
 
 
 def with_drafter(pair: Pair, name: str) -> Pair:
     """Return the pair with another default drafter.
 
     Raises:
-        InputError: see `find_drafter`.
+        InputError: see `find_drafters`.
     """
     if name == "model":
         return pair
     new = pair
     if not needs_draft(name):
         new = dataclasses.replace(pair, draft=None, engines=(pair.engines[0], "plain"))
-    find_drafter(name, new)  # raises errors now instead of in the middle of a run
+    find_drafters(name, new)  # raises errors now instead of in the middle of a run
     identity = "+".join(_identity(part, pair) for part in parse_spec(name))
     return dataclasses.replace(new, hashes=(pair.fingerprint["target"], identity), drafter=name)
 
@@ -256,13 +263,13 @@ def warn_depth_limited(pair: Pair, depth: int, tree: str | None = None) -> None:
     """Warn if a tree is deeper than `--depth`, or if a trained drafter does not reach the depth.
 
     Raises:
-        InputError: the tree cannot be read (`parse_tree`), or see `find_drafter`.
+        InputError: the tree cannot be read (`parse_tree`), or see `find_drafters`.
     """
     deepest = depth if tree is None else parse_tree(tree).deepest
     if deepest > depth:
         text = f"--tree {tree}: nodes deeper than {depth} are left out; give --depth {deepest} for all"
         warnings.warn(text, SpecstopWarning, stacklevel=3)
-    limit = find_drafter(pair.drafter, pair).max_depth if reads_states(pair.drafter) else None
+    limit = find_drafters(pair.drafter, pair)[-1].max_depth if reads_states(pair.drafter) else None
     if limit is not None and limit < min(depth, deepest):
         text = (
             f"--drafter {pair.drafter}: proposes {limit} tokens at most, so that most rounds stay shorter than {depth}"

@@ -8,7 +8,7 @@ import torch
 
 from ...policies.errors import PairError
 from ..drafters.base import Drafter
-from ..drafters.spec import find_drafter, needs_draft
+from ..drafters.spec import find_drafters, needs_draft
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model, load_tokenizer, open_checkpoint
 from ..models.pair import Pair
@@ -52,6 +52,6 @@ def load_engine_drafter(
         skeleton = skeleton.to(dtype)  # without weights, because the engine has the target
     readings = (READS_ALL, reading)
     pair = Pair(skeleton, model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
-    proposer = find_drafter(drafter, pair)
+    proposer = find_drafters(drafter, pair)[0]
     check_engine_drafter(drafter, reads=bool(proposer.layers))  # a plugin may read states too
     return proposer

@@ -32,7 +32,7 @@ from ...policies.arguments import LIMITS
 from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
-from ..drafters.spec import check_drafter, find_drafter, needs_draft
+from ..drafters.spec import check_drafter, find_drafters, needs_draft
 from ..loop import Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
@@ -80,7 +80,7 @@ def specstop_generate(
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
         tree: see `Settings`.
-        drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, `suffix+model`, ... (`drafters.find_drafter`).
+        drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, `suffix+model`, ... (`drafters.find_drafters`).
         profile: see `Speculator`.
         seed: of the noise; None = drawn from torch's generator, which `torch.manual_seed` seeds.
         text_streamer: receives the tokens of each round.
@@ -104,7 +104,7 @@ def specstop_generate(
     pair = dataclasses.replace(join(model, draft_model), eos=eos)
     warn_if_untrained(rule, settings, config=generation_config)
     warn_if_unmeasured(profile, [rule], settings, drafter)
-    speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
+    speculator = Speculator(pair, rule, settings, profile, drafters=find_drafters(drafter, pair), batch=len(input_ids))
     prefill = Prefill(speculator.target.model, input_ids, model_kwargs, getattr(generation_config, "_mask_length", -1))
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does; a streamer may skip the prompt

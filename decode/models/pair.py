@@ -38,7 +38,7 @@ class Pair:
         eos: Ids that end a text.
         engines: How target and draft compute (`engine.ENGINES`).
         hashes: Of target and draft, if the engine has changed their parameters.
-        drafter: Default drafter (`drafters.find_drafter`).
+        drafter: Default drafter (`drafters.find_drafters`).
         home: Device from which a target without a draft is called, if not its own.
         readings: Supported calls of target and draft (`self_check`).
     """

@@ -13,19 +13,20 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ...collect.schema import READS, UNKNOWN, Header, stream_name
+from ...collect.schema import UNKNOWN, Header, drafter_of, parents, stream_name
 from ...collect.store import Trace
+from ...decode.drafters.spec import drafter_index, drafter_names
 from ...decode.topology import Topology
 from ...decode.verify.noise import stream_key
 from ...policies.arguments import as_list
-from ...policies.contract import Array
+from ...policies.contract import Array, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.features import HISTORY_FEATURES, SIBLING_FEATURES, Layout, base_features, complete_features
 from .columns import HiddenStates, read_columns, read_texts
 
 NAMES = ("prompt_ids", "samples", "text_hashes", "groups")
 BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
-BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "reads", "anchors")
+BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
 """Fields of `TraceArrays`: lists by sequence, tensors by sequence, and tensors by row."""
 
 _FAR = 1 << 32
@@ -46,14 +47,13 @@ class TraceArrays:
         first_anchor: [S] the anchor of the first row.
         prompt_tokens: [S].
         text_tokens: [S] tokens of each text, including EOS, up to the length limit.
-        accepted: [N] accepted length A.
+        accepted: [N] accepted length A; of several drafters the largest.
         tokens: [N, K] drawn by the draft.
         ends: [N, K] bool, nodes that drew EOS.
         cut: [N] bool, the end of the text limits what the round shows.
-        columns: [N] of each ANCHOR feature and [N, K] of each node feature.
+        columns: [N] of each ANCHOR feature, [N, K] of each node feature and [N, D] of each ROUTE feature.
         path: [N, K] bool, accepted nodes; None for chains, where the accepted length implies it.
         drawn: [N, K] bool, nodes that a live run drafted; None = all.
-        reads: [N] bool, with two drafters of which one does not read the text: rounds of the one that does; None = all.
         anchors: [N] if anchors of a text are missing; None = they are consecutive.
         extra: other columns that were requested.
         hidden: hidden states, read on first use.
@@ -77,7 +77,6 @@ class TraceArrays:
     columns: dict[str, Tensor] = field(default_factory=dict)
     path: Tensor | None = None
     drawn: Tensor | None = None
-    reads: Tensor | None = None
     anchors: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[str, HiddenStates] = field(default_factory=dict)
@@ -141,7 +140,7 @@ class TraceArrays:
         return torch.arange(self.depth) < self.accepted[row][:, None]
 
     def column(self, name: str) -> Tensor:
-        """Return a recorded feature, [N] for ANCHOR, [N, K] for PRE and POST.
+        """Return a recorded feature, [N] for ANCHOR, [N, K] for PRE and POST, [N, D] for ROUTE.
 
         Raises:
             TraceError: the trace does not have it.
@@ -156,6 +155,8 @@ class TraceArrays:
             return token[:, list(self.tree.parent[1:])]  # [N, 1 + K] by row, the anchor first
         if name == "temperature" and name not in self.columns:
             return torch.full((len(self.ends),), float(self.header.temperature))
+        if name == "prompt_tokens":
+            return self.prompt_tokens[self.owner].float()[:, None].expand(-1, self.tree.drafters)
         if name not in self.columns:
             raise TraceError(
                 f"the trace has no feature {name!r}; it has {', '.join(self.columns)}; collect it again with that feature"
@@ -195,6 +196,41 @@ class TraceArrays:
         """[N] int64, ascending because rows are sorted by sequence and anchor."""
         out: Array = (self.owner * _FAR + self.every_anchor).numpy()
         return out
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The names of the drafters."""
+        return drafter_names(drafter_of(self.header))
+
+    def of_policy(self, policy: StopPolicy) -> TraceArrays:
+        """Return what a policy is replayed on: the trace, or that of the one drafter that it uses."""
+        if policy.routes or self.tree.drafters == 1:
+            return self
+        return self.each_drafter[drafter_index(policy, self.drafters)]
+
+    @cached_property
+    def each_drafter(self) -> list[TraceArrays]:
+        """The trace of each drafter, as if it were the only one."""
+        count = self.tree.drafters
+        return [self] if count == 1 else [self._of_drafter(index) for index in range(count)]
+
+    def _of_drafter(self, index: int) -> TraceArrays:
+        nodes = np.flatnonzero(self.tree.drafter_of[1:] == index)
+        tree = self.tree.trees[index]
+        facts = {**self.header.facts, "drafter": self.drafters[index], "reading": [self.header.readings[index]]}
+        header = dataclasses.replace(self.header, topology=parents(tree), drafters=(), facts=facts)
+        path = self.accepted_nodes()[:, nodes]
+        columns = {
+            name: values[:, nodes] if values.shape[1:] == self.ends.shape[1:] else values
+            for name, values in self.columns.items()
+        }
+        columns |= {name: self.columns[name][:, index : index + 1] for name in header.signals}
+        depths = torch.from_numpy(tree.depths[1:])
+        return dataclasses.replace(
+            self, header=header, columns=columns, tokens=self.tokens[:, nodes], ends=self.ends[:, nodes],
+            accepted=(path * depths).amax(1) if len(nodes) else torch.zeros_like(self.accepted),
+            path=None if tree.is_chain else path, drawn=None if self.drawn is None else self.drawn[:, nodes],
+        )  # fmt: skip
 
     def subset(self, keep: Sequence[int]) -> TraceArrays:
         """Return only the sequences `keep`, in that order."""
@@ -252,14 +288,16 @@ def trace_arrays(
     header, selected = trace.header, _recorded_features(trace.header, features)
     order, start, counts, anchor, consecutive, sequence = _row_order(trace)
     position = np.argsort(order)  # the inverse permutation
-    anchor_names, node_names = ([n for n in selected if n in of] for of in (header.anchor_features, header.features))
+    anchor_names, node_names, signals = (
+        [n for n in selected if n in of] for of in (header.anchor_features, header.features, header.signals)
+    )
     # Node features are adjacent in memory: replay looks up all features of a node at once.
     block = np.empty((len(order), len(header.topology), len(node_names)), dtype=np.float32)
     columns = {
         name: torch.from_numpy(values)
         for name, values in read_columns(
             trace,
-            _column_types(header, anchor_names, node_names),
+            _column_types(header, [*anchor_names, *signals], node_names),
             position,
             {name: block[..., at] for at, name in enumerate(node_names)},
         ).items()
@@ -296,10 +334,9 @@ def trace_arrays(
         tokens=columns["tokens"],
         ends=torch.isin(columns["tokens"], torch.tensor(header.eos, dtype=torch.int32)),
         cut=columns["cut"],
-        columns={name: columns[name] for name in (*anchor_names, *node_names)},
+        columns={name: columns[name] for name in (*anchor_names, *node_names, *signals)},
         path=columns.get("accepted"),
         drawn=columns.get("drawn"),
-        reads=columns.get(READS),
         anchors=None if consecutive else torch.from_numpy(anchor),
         extra={name: torch.from_numpy(values) for name, values in extra_columns.items()},
         hidden={n: HiddenStates.of([trace], n, index) for n in header.hidden if hidden is None or n in hidden},
@@ -313,7 +350,7 @@ def trace_arrays(
 def _recorded_features(header: Header, features: Sequence[str] | None) -> list[str]:
     """Return the recorded features to read, in the order in which a policy reads them."""
     base = None if features is None else base_features(features)
-    names = [*(base or ()), *header.anchor_features, *header.features]
+    names = [*(base or ()), *header.anchor_features, *header.features, *header.signals]
     requested = {*(names if base is None else base)}
     if "above_token" in requested:
         requested.add("anchor_token")  # the parent of the first token
@@ -329,8 +366,6 @@ def _column_types(header: Header, anchor_names: Sequence[str], node_names: Seque
         types |= {"accepted": bool, "drawn": bool}
     elif not header.tree.is_chain:
         types["accepted"] = bool
-    if header.drafts_in_turn:
-        types[READS] = bool
     return types
 
 

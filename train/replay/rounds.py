@@ -47,10 +47,10 @@ class Rounds:
         sequence, anchor: [R] the text and the anchor of each round.
         context: [R] tokens committed before the round, including the prompt's.
         drafted, verified, accepted, committed: [R] tokens.
-        backlog: [R] committed tokens that the draft had not read.
+        backlog: [R] committed tokens that the draft had not read; [R, D] with several drafters.
         decisions: [R] calls of the policy.
         steps: [R] draft steps: the depth that was drafted.
-        fed: [R, K] of trees, tokens read at each draft step; None for chains.
+        fed: [R, K] of trees, tokens read at each draft step; None for chains. [R, D, K] with several drafters.
         history: [R, 4], the HISTORY features when each round began; 0 if unknown.
         caveats: what a reader of figures of these rounds must know.
     """
@@ -111,6 +111,13 @@ class Rounds:
     def log(self) -> Tensor:
         """[R, 5] int64: sequence, anchor, drafted, verified and accepted of each round."""
         return torch.stack([self.sequence, self.anchor, self.drafted, self.verified, self.accepted], 1)
+
+    @property
+    def drafting(self) -> Tensor:
+        """[R, D] bool, the drafters that drafted."""
+        if self.fed is None or self.fed.dim() == 2:
+            return (self.drafted > 0)[:, None]
+        return self.fed[..., 0] > 0
 
     @property
     def table(self) -> Table:
@@ -200,8 +207,8 @@ class RoundTypes:
     """Rounds counted by type, so that pricing them by many profiles is a sum over few types; all [C].
 
     Attributes:
-        drafted, verified, backlog: tokens.
-        fed: [C, K] of trees, tokens read at each draft step; None for chains.
+        drafted, verified, backlog: tokens; backlog is [C, D] with several drafters.
+        fed: [C, K] of trees, tokens read at each draft step; None for chains. [C, D, K] with several drafters.
     """
 
     drafted: Array
@@ -232,8 +239,8 @@ class RoundTypes:
     def joined(types: Sequence[RoundTypes]) -> tuple[RoundTypes, list[int]]:
         """Return the types of several replays, all of chains or all of trees, and the index at which those of each begin."""
         feeds = [one.fed for one in types if one.fed is not None]
-        deepest = max((fed.shape[1] for fed in feeds), default=0)
-        padded = [np.pad(fed, ((0, 0), (0, deepest - fed.shape[1]))) for fed in feeds]
+        deepest = max((fed.shape[-1] for fed in feeds), default=0)
+        padded = [np.pad(fed, (*[(0, 0)] * (fed.ndim - 1), (0, deepest - fed.shape[-1]))) for fed in feeds]
         begins = np.cumsum([0, *(len(one.drafted) for one in types[:-1])]).tolist()
         drafted, verified, backlog = (
             np.concatenate([getattr(one, name) for one in types]) for name in ("drafted", "verified", "backlog")
@@ -250,23 +257,34 @@ def count_rounds(rounds: Rounds) -> tuple[RoundTypes, Values]:
     Returns:
         C types, and [S, 2, C] rounds of each type and sums of their contexts.
     """
-    texts, columns = len(rounds.prompt_tokens), (rounds.sequence, rounds.context, rounds.drafted, rounds.backlog)
-    sequence, context, drafted, backlog = (column.numpy() for column in columns)
+    texts, columns = len(rounds.prompt_tokens), (rounds.sequence, rounds.context, rounds.drafted)
+    sequence, context, drafted = (column.numpy() for column in columns)
     fed = None if rounds.fed is None else rounds.fed.numpy()
-    beyond = np.maximum(backlog - _LONG, 0) * (drafted > 0)  # without drafting, the backlog is not read
-    short = np.where(drafted > 0, np.minimum(backlog, _LONG), 1)
-    rows = np.column_stack([drafted, rounds.verified.numpy(), short, *([] if fed is None else [fed])])
+    backlog = rounds.backlog.numpy().reshape(len(drafted), -1)  # [R, D]
+    drafters = backlog.shape[1]
+    drafting = rounds.drafting.numpy()
+    beyond = np.maximum(backlog - _LONG, 0) * drafting  # without drafting, the backlog is not read
+    short = np.where(drafting, np.minimum(backlog, _LONG), 1)
+    flat = np.zeros((len(drafted), 0), dtype=np.int64) if fed is None else fed.reshape(len(fed), -1)
+    rows = np.column_stack([drafted, rounds.verified.numpy(), short, flat])
     types, at = np.unique(rows, axis=0, return_inverse=True)
     # With backlog b > 2: cost(b) = cost(2) + (b - 2) (cost(3) - cost(2)). What the two types draft and send cancels; they
     # feed a token, or no first step would be priced.
-    one_more = np.zeros((2, types.shape[1]), dtype=np.int64)
-    one_more[:, 0], one_more[:, 2], one_more[:, 3:4] = 1, [_LONG + 1, _LONG], 1
+    one_more = np.zeros((2 * drafters, types.shape[1]), dtype=np.int64)
+    steps = 0 if fed is None else fed.shape[-1]
+    for index in range(drafters):
+        pair = one_more[2 * index : 2 * index + 2]
+        pair[:, 0], pair[:, 2 : 2 + drafters], pair[:, 2 + index] = 1, 1, [_LONG + 1, _LONG]
+        if fed is not None:
+            pair[:, 2 + drafters + index * steps] = 1
     types = np.concatenate([types, one_more])
     counts = np.zeros((2, texts, len(types)))
     for number, value in enumerate((np.ones_like(context), context)):
         np.add.at(counts[number], (sequence, at.ravel()), value)  # numpy 2.0 keeps the axis in `at`
-        extra = np.bincount(sequence, value * beyond, texts)
-        counts[number, :, -2], counts[number, :, -1] = extra, -extra  # in the order of `one_more`
-    return RoundTypes(types[:, 0], types[:, 1], types[:, 2], None if fed is None else types[:, 3:]), counts.transpose(
-        1, 0, 2
-    )
+        for index in range(drafters):
+            extra = np.bincount(sequence, value * beyond[:, index], texts)
+            first = len(types) - 2 * (drafters - index)
+            counts[number, :, first], counts[number, :, first + 1] = extra, -extra
+    all_fed = None if fed is None else types[:, 2 + drafters :].reshape(len(types), *fed.shape[1:])
+    all_backlogs = types[:, 2] if drafters == 1 else types[:, 2 : 2 + drafters]
+    return RoundTypes(types[:, 0], types[:, 1], all_backlogs, all_fed), counts.transpose(1, 0, 2)

@@ -54,6 +54,7 @@ def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile
     """
     arrays = traces if isinstance(traces, TraceArrays) else trace_arrays(load_traces(traces))
     policy, profile = as_policy(policy), as_profile(profile)
+    arrays, profile = arrays.of_policy(policy), profile.of_policy(policy, arrays.drafters)
     check_replayable(arrays, policy, profile)
     return _play(arrays, policy, profile, _queues(arrays, policy), [policy])[0]
 
@@ -70,8 +71,9 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
         # Policies of one kind are neighbours in a sweep: a few halvings leave only such.
         while (policy := _stacked(group, len(queues))) is None:
             group = group[: len(group) // 2]
-        check_replayable(arrays, policy, profile)
-        results += _play(arrays, policy, profile, np.tile(queues, (len(group), 1)), group)
+        own, costs = arrays.of_policy(policy), profile.of_policy(policy, arrays.drafters)
+        check_replayable(own, policy, costs)
+        results += _play(own, policy, costs, np.tile(queues, (len(group), 1)), group)
     return results
 
 
@@ -123,7 +125,7 @@ def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
 def _columns(round: Any) -> tuple[Array, ...]:
     """Return `COUNTS` from context to decisions."""
     return (
-        round.context, round.drafted, round.verified, round.accepted, round.committed, round.backlog, round.decisions
+        round.context, round.drafted, round.verified, round.accepted, round.committed, round.read_backlog, round.decisions
     )  # fmt: skip
 
 
@@ -134,7 +136,8 @@ def _play(
     source = TraceSource(arrays, policy, queues)
     # Rounds are priced after the replay, unless the policy observes their seconds.
     observes_seconds = policy.reads_seconds and type(policy).observe is not StopPolicy.observe
-    host = PolicyHost(policy, profile=profile if observes_seconds else None)
+    drafters = source.topology.drafters
+    host = PolicyHost(policy, profile=profile if observes_seconds else None, drafters=drafters)
     host.start(arrays.keys.numpy()[source.sequence])
     part = np.arange(len(queues)) // (len(queues) // len(policies)) * arrays.sequences
     is_stacked, is_tree = policy is not policies[0], not source.topology.is_chain
@@ -148,12 +151,13 @@ def _play(
         on, owner, history = source.active, part + source.sequence, host.history.record
         sequence, anchor = source.sequence, source.anchor
         round = play_round(source, host)
-        fed = round.steps.T if is_tree else ()
+        fed = round.steps.reshape(len(on), -1).T if is_tree else ()
+        fed = fed if drafters == 1 else (*round.backlog.T, *fed)
         turns.append((history, on, owner, sequence, anchor, *_columns(round), *fed))
         begun = source.next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
-    return _results(arrays, profile, policies, turns, is_tree)
+    return _results(arrays, profile, policies, turns, is_tree, drafters)
 
 
 def _results(
@@ -162,6 +166,7 @@ def _results(
     policies: Sequence[StopPolicy],
     turns: list[tuple[Array, ...]],
     is_tree: bool,
+    drafters: int = 1,
 ) -> list[Rounds]:
     """Return the rounds of each policy.
 
@@ -170,8 +175,10 @@ def _results(
         profile: of the costs.
         policies: that were replayed.
         turns: columns [R'] of the rounds that were played at the same time: the record [R', 5] of `History`, whether the
-            stream was active, owner = policy * S + text, `COUNTS`, and of trees the tokens fed at each draft step.
+            stream was active, owner = policy * S + text, `COUNTS`, of several drafters the backlog of each, and of trees the
+            tokens fed at each draft step.
         is_tree: whether there are tokens fed.
+        drafters: D.
     """
     if not turns:
         counts: dict[str, Any] = dict.fromkeys((*COUNTS, "steps"), torch.zeros(0, dtype=torch.int64))
@@ -183,13 +190,16 @@ def _results(
     order = order[np.argsort(owner[order], kind="stable")]  # within a text in the order in which they were played
     first = np.searchsorted(owner[order], np.arange(len(policies) + 1) * arrays.sequences)
     table = torch.from_numpy(np.stack([column[order] for column in columns]))  # [9 + K, R]
-    history = torch.from_numpy(History(record[order]).values())
+    # The features of a drafter's own rounds are by drafter.
+    history = torch.from_numpy(History(record[order]).values()) if drafters == 1 else torch.zeros(len(order), 4)
     results = []
     for policy, begin, end in zip(policies, first[:-1], first[1:], strict=True):
         rows = table[:, begin:end]
         counts = dict(zip(COUNTS, rows, strict=False))
         fed = rows[len(COUNTS) :].T.contiguous() if is_tree else None
-        counts["steps"] = counts["drafted"] if fed is None else (fed > 0).sum(1)
+        if fed is not None and drafters > 1:
+            counts["backlog"], fed = fed[:, :drafters], fed[:, drafters:].reshape(len(fed), drafters, -1)
+        counts["steps"] = counts["drafted"] if fed is None else (fed > 0).sum(-1).reshape(len(fed), -1).amax(1)
         counts |= {"fed": fed, "history": history[begin:end]}
         results.append(Rounds(policy, profile, arrays.prompt_tokens, arrays.first_anchor, **counts))
     return results
@@ -206,7 +216,8 @@ def _stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         return first
     # The decisions of plugins may depend on more than the threshold.
     if not is_trusted(first) or any(
-        (type(p), p.max_depth, p.first) != (type(first), first.max_depth, first.first) for p in policies
+        (type(p), p.max_depth, p.first, p.drafter) != (type(first), first.max_depth, first.first, first.drafter)
+        for p in policies
     ):
         return None
     if isinstance(first, FeatureThreshold):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -34,7 +35,8 @@ class TraceSource:
 
     Attributes:
         active: [R] bool, streams that have a round.
-        sequence, anchor, backlog: [R] int64, position of each stream, and committed tokens that the draft has not read.
+        sequence, anchor: [R] int64, position of each stream.
+        backlog: [R] int64, committed tokens that the draft has not read; [R, D] with several drafters.
         row: [R] int64, row of the round in the trace; any row of the text for a stream without a round.
     """
 
@@ -54,14 +56,16 @@ class TraceSource:
         anchors, nodes = arrays.tensors(policy.features)
         # The kernel accepts strided nodes: a contiguous copy would double their memory.
         self._anchors, self._nodes = anchors.float().contiguous().numpy(), nodes.float().numpy()
+        self._route = layout.route
+        self._route_at = layout.route_at
+        recorded = [arrays.column(name).numpy() for name in layout.route if name != "idle_tokens"]  # [N, D] each
+        self._signals = recorded
         self._hidden = {name: arrays.hidden_state(name) for name in policy.hidden}
         self._accepted, self._tokens = arrays.accepted.numpy(), arrays.tokens.numpy()
         self._first_anchor, self._offset = arrays.first_anchor.numpy(), arrays.offset.numpy()
         self._prompt, self._text = arrays.prompt_tokens.numpy(), arrays.text_tokens.numpy()
         self._turn = np.zeros(len(queues), dtype=np.int64)
-        # The kind of drafter (`drafters.base.READS_PATH`); the default is that of a draft model.
-        self._reading = arrays.header.facts.get("reading", "path")
-        self._reads = None if arrays.reads is None else arrays.reads.numpy()
+        self._readings = arrays.header.readings  # of each drafter, see `drafters.Drafter.reading`
         self.sequence = queues[:, 0]
         self.anchor = self._first_anchor[self.sequence]
         self.backlog = self._unread_text(self.context())
@@ -76,10 +80,9 @@ class TraceSource:
 
     def _unread_text(self, context: Array) -> Array:
         """Return the backlog at the beginning of a text with so many committed tokens."""
-        if self._reading == "nothing":
-            return np.zeros_like(context)
         # A draft that reads all on the target's states has none for the first token.
-        return context - 1 if self._reading == "all" else context
+        unread = {"nothing": np.zeros_like(context), "all": context - 1, "path": context}
+        return _by_drafter([unread[reading] for reading in self._readings])
 
     def next_texts(self) -> Array:
         """Move streams with ended texts to their next text; return the streams that begin one."""
@@ -96,7 +99,8 @@ class TraceSource:
             begins = ended & self.active
             begun |= begins
             self.anchor = np.where(begins, self._first_anchor[self.sequence], self.anchor)
-            self.backlog = np.where(begins, self._unread_text(self.context()), self.backlog)
+            unread = self._unread_text(self.context())
+            self.backlog = np.where(_like(begins, unread), unread, self.backlog)
 
     def over(self) -> Array:
         """Return [R] bool, the active streams with ended texts."""
@@ -106,7 +110,7 @@ class TraceSource:
     def open(self, stream: int, sequence: int) -> None:
         """Begin a text in a stream. The stream stays inactive if the text ends with its first token."""
         self.sequence[stream], self.anchor[stream] = sequence, self._first_anchor[sequence]
-        self.backlog[stream] = self._unread_text(self._prompt[sequence] + self.anchor[stream])
+        self.backlog[stream] = self._unread_text(self._prompt[sequence : sequence + 1] + self.anchor[stream])[0]
         self.active[stream] = self.anchor[stream] < self._text[sequence]
 
     def take(self, streams: Array) -> None:
@@ -148,17 +152,38 @@ class TraceSource:
         first = self.topology.spans[depth].start - 1 if depth else -1  # node = row - 1; the root is not a node
         features = np.zeros((*alive.shape, self._width), dtype=np.float32)
         if self._width:
-            past = history.values(self._names) if self._names else _NO_HISTORY
+            has_one = self.topology.drafters == 1
+            past = history.values(self._names) if self._names and has_one else _NO_HISTORY
             kernels().look_up(
-                self._anchors, self._anchor_at, past, self._history_at, self._nodes, self._node_at, self.row, first,
-                np.ascontiguousarray(alive), features,
+                self._anchors, self._anchor_at, past, self._history_at[: past.shape[1]], self._nodes, self._node_at,
+                self.row, first, np.ascontiguousarray(alive), features,
             )  # fmt: skip
         # Added to zeros: a broadcast view would not be C-contiguous, as compiled policies require.
         parent = np.zeros(alive.shape, dtype=np.int64)
         parent += self.topology.parent_in_level[depth]
         hidden = {name: self._states(name, first, alive) for name in self._hidden}
         batch = np.where(self.active, np.arange(len(alive)), -1)
-        return DraftStep(depth, alive.copy(), parent, features, hidden, batch)
+        owner = self.topology.drafter_of_branch[depth]
+        if self._route:
+            self._add_signals(history, owner, alive, features)
+        if self.topology.drafters == 1:
+            return DraftStep(depth, alive.copy(), parent, features, hidden, batch)
+        if self._names:
+            features[..., self._history_at] = np.where(alive[..., None], history.values(self._names)[:, owner], 0.0)
+        above = self.topology.drafter_of_branch[max(depth - 1, 0)]
+        return DraftStep(depth, alive.copy(), parent, features, hidden, batch, owner, above)
+
+    def _add_signals(self, history: History, owner: Array, alive: Array, features: Array) -> None:
+        """Write the ROUTE columns of the branches that are alive; `owner` [B] has the drafter of each."""
+        signals = iter(self._signals)
+        for name, at in zip(self._route, self._route_at, strict=True):
+            if name != "idle_tokens":
+                values = next(signals)[self.row]
+            elif history.idle is None:
+                continue
+            else:
+                values = np.maximum(history.idle, 0.0)
+            features[..., at] = np.where(alive, values[:, owner], 0.0)
 
     def _states(self, name: str, first: int, alive: Array) -> Array:
         """Return [R, B, H] float32, a hidden state of the alive branches, which begin at node `first`."""
@@ -200,8 +225,6 @@ class TraceSource:
             TraceError: the round drafts candidates that the recorded live run did not.
         """
         arrays, nodes = self.arrays, self.topology.nodes
-        if self._reads is not None:  # rounds of the drafter that does not read the text
-            round.backlog = np.where(~self._reads[self.row] & (round.drafted > 0), 0, round.backlog)
         if arrays.drawn is not None and (round.drawn[:, 1:] & ~arrays.drawn.numpy()[self.row, :nodes]).any():
             raise TraceError(
                 f"{self.policy.name} drafts what {arrays.header.policy} did not when the trace was recorded; "
@@ -214,7 +237,10 @@ class TraceSource:
         else:
             path = round.on_path[:, 1:]
             np.logical_and(arrays.path.numpy()[self.row, :nodes], round.sent[:, 1:], out=path)
-            self._taken, self._read = path.sum(1), (path & round.fed[:, 1:]).sum(1)
+            if self.topology.drafters > 1:
+                self._keep_longest(path)
+            self._taken = path.sum(1)
+            self._read = self._by_owner(path & round.fed[:, 1:])
             if self.selects_levels:
                 self._check_siblings(round)
         round.accepted = self._taken * self.active
@@ -242,18 +268,52 @@ class TraceSource:
         # The end of the text cuts the target's token, and accepted tokens beyond it.
         round.committed = np.minimum(self._taken + 1, left) * self.active
         round.ended = round.committed >= left
-        drafting = round.drafted > 0
-        if self._reads is not None:
-            drafting = drafting & self._reads[self.row]
-        self.backlog = np.where(self.active, self._next_backlog(round.committed, drafting), self.backlog)
+        drafting = round.drafting if self.topology.drafters > 1 else round.drafted > 0
+        backlog = self._next_backlog(round.committed, drafting)
+        self.backlog = np.where(_like(self.active, backlog), backlog, self.backlog)
         self.anchor = self.anchor + round.committed
 
     def _next_backlog(self, committed: Array, drafting: Array) -> Array:
-        """Return the backlog of the next round. It grows by what was committed if another drafter drafted this round."""
-        if self._reading == "nothing":
-            return np.zeros_like(committed)
-        # A draft model has read the accepted candidates that it was fed. A draft that reads all on the target's states has
-        # read nothing of this round, nor its root.
-        kept = -np.ones_like(committed) if self._reading == "all" else self._read
-        out: Array = committed + np.where(drafting, -kept, self.backlog)
-        return out
+        """Return the backlog of the next round. It grows by what was committed if the drafter did not draft this round."""
+        if self.topology.drafters == 1:
+            return _backlog_after(self._readings[0], committed, drafting, self._read, self.backlog)
+        columns = (drafting, self._read, self.backlog)
+        parts = [
+            _backlog_after(reading, committed, *(column[:, index] for column in columns))
+            for index, reading in enumerate(self._readings)
+        ]
+        return np.stack(parts, 1)
+
+    def _by_owner(self, marks: Array) -> Array:
+        """Return how many nodes [R, K] are marked: [R], or [R, D] by drafter."""
+        if self.topology.drafters == 1:
+            counts: Array = marks.sum(1)
+            return counts
+        owner = self.topology.drafter_of[1:]
+        return np.stack([marks[:, owner == index].sum(1) for index in range(self.topology.drafters)], 1)
+
+    def _keep_longest(self, path: Array) -> None:
+        """Clear all accepted paths but the longest, of equal ones that of the first drafter, as `match` does."""
+        lengths = self._by_owner(path)
+        path &= self.topology.drafter_of[1:] == lengths.argmax(1)[:, None]
+
+
+def _backlog_after(reading: str, committed: Array, drafting: Array, read: Array, backlog: Array) -> Array:
+    """Return the backlog [R] of a drafter after a round in which it read `read` of the accepted candidates."""
+    if reading == "nothing":
+        return np.zeros_like(committed)
+    # A draft model has read the accepted candidates that it was fed. A draft that reads all on the target's states has read
+    # nothing of this round, nor its root.
+    kept = -np.ones_like(committed) if reading == "all" else read
+    out: Array = committed + np.where(drafting, -kept, backlog)
+    return out
+
+
+def _by_drafter(columns: Sequence[Array]) -> Array:
+    """Return [R] of one drafter, [R, D] of several."""
+    return columns[0] if len(columns) == 1 else np.stack(columns, 1)
+
+
+def _like(mask: Array, values: Array) -> Array:
+    """Return a mask [R] that broadcasts with values [R] or [R, D]."""
+    return mask if values.ndim == 1 else mask[:, None]
