@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 from contract_policies import TEST_POLICIES
+from head_tensors import RANDOM_HEADS, random_policy
 from joint_policies import batch_policy
-from random_heads import RANDOM_HEADS, random_policy
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence
 from specstop.policies.host import validate_policy

@@ -18,11 +18,10 @@ import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.numpy
-from head_tensors import NAMES
+from head_tensors import NAMES, RANDOM_HEADS, random_policy
 from hypothesis import given, settings, strategies as st
 from joint_policies import batch_policy
 from learned_policies import FACTS, learned
-from random_heads import RANDOM_HEADS, random_policy
 from specstop.policies import from_pretrained, save_pretrained
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
