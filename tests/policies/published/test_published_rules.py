@@ -13,7 +13,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_curve
 from specstop.policies.contract import StopPolicy
-from specstop.policies.counter_rng import keyed_normal, keyed_uniform, mix
+from specstop.policies.counter_rng import keyed_uniform, mix
 from specstop.policies.fixed import Confidence
 from specstop.policies.published.adaedl import AdaEDL
 from specstop.policies.published.hugging_face import Heuristic, HeuristicTransient, Roc
@@ -37,7 +37,7 @@ class Round:
     cut: bool
 
 
-def play(policy: StopPolicy, low: float = 0.0, high: float = 1.0) -> list[list[Round]]:
+def play(policy: StopPolicy, low: float = 0.0, high: float = 1.0, digits: int = 9) -> list[list[Round]]:
     """Run chains with random scores and outcomes; return the rounds by stream."""
     rng = random.Random(0)
     state = policy.start(STREAMS, np.arange(STREAMS))
@@ -48,7 +48,7 @@ def play(policy: StopPolicy, low: float = 0.0, high: float = 1.0) -> list[list[R
         answers: list[list[bool]] = [[] for _ in range(STREAMS)]
         alive = list(active)
         for depth in range(1, min(DEPTH, policy.max_depth)):
-            values = [float(np.float32(rng.uniform(low, high))) if on else 0.0 for on in alive]
+            values = [float(np.float32(round(rng.uniform(low, high), digits))) if on else 0.0 for on in alive]
             mask = np.array(alive)[:, None]
             kept, state = policy.keep(draft_step(depth, np.array(values)[:, None, None], mask), state)
             assert not (kept & ~mask).any()
@@ -112,9 +112,10 @@ def test_adaedl_moves_its_level_with_the_acceptance_rate() -> None:
     assert min(levels) < 0.45 < 0.55 < max(levels)
 
 
-def test_the_roc_threshold_is_that_of_hugging_face() -> None:
-    """With the curve of scikit-learn."""
-    played = play(Roc(max_depth=DEPTH + 1))
+@pytest.mark.parametrize("digits", [1, 9])
+def test_the_roc_threshold_is_that_of_hugging_face(digits: int) -> None:
+    """Compared with scikit-learn's curve, with and without equal probabilities."""
+    played = play(Roc(max_depth=DEPTH + 1), digits=digits)
     thresholds = set()
     for rounds in played:
         threshold, probs, matches = 0.4, [], []
@@ -130,19 +131,7 @@ def test_the_roc_threshold_is_that_of_hugging_face() -> None:
                 fpr, tpr, levels = roc_curve(matches, probs)
                 threshold = levels[np.argmin(fpr + 3 * (1 - tpr))]
                 thresholds.add(threshold)
-    assert len(thresholds) > 10
-
-
-def test_equal_probabilities_are_one_point_of_the_curve() -> None:
-    policy = Roc(samples=3, weight=1.0, max_depth=6)
-    probs, labels = np.array([0.5, 0.5, 0.25, 0.75, 0.25], dtype=np.float32), [True, False, True, True, True]
-    state = policy.start(1, np.zeros(1, dtype=np.int64))
-    for scores in ((0.75, 0.5, 0.5), (0.25, 0.25)):
-        for depth, prob in enumerate(scores, start=1):
-            _, state = policy.keep(draft_step(depth, [[[prob]]]), state)
-        state = policy.observe(round_outcome([2], [len(scores)]), state)
-    fpr, tpr, levels = roc_curve(labels, probs)
-    assert float(state[0][0]) == levels[np.argmin(fpr + (1 - tpr))]
+    assert len(thresholds) > (10 if digits == 9 else 3)
 
 
 def test_the_online_model_takes_one_newton_step_per_round() -> None:
@@ -174,21 +163,6 @@ def test_the_online_model_takes_one_newton_step_per_round() -> None:
     assert len(slopes) > 50
 
 
-def test_the_online_model_converges_to_the_true_weights() -> None:
-    """Accepted with probability sigmoid(0.5 z - 1)."""
-    policy = Online(0.0, max_depth=3)
-    rng = np.random.default_rng(0)
-    state = policy.start(4, np.arange(4))
-    for _ in range(1000):
-        prob = (rng.random((4, 1, 1)) * 0.96 + 0.02).astype(np.float32)
-        _, state = policy.keep(draft_step(1, prob), state)
-        odds = np.log(prob[:, 0, 0] / (1.0 - prob[:, 0, 0]))
-        accepted = rng.random(4) < 1.0 / (1.0 + np.exp(1.0 - 0.5 * odds))
-        state = policy.observe(round_outcome(accepted.tolist(), [1] * 4), state)
-    # Four standard errors of about 0.07.
-    assert (np.abs(state[0][:, :2] - [0.5, -1.0]) < 0.3).all(), state[0]
-
-
 def splitmix(value: int) -> int:
     mask = (1 << 64) - 1
     value &= mask
@@ -213,14 +187,6 @@ def test_counters_are_mixed_alike_in_arrays_and_tensors(kind: Callable[[list[int
     counters = kind(values)
     assert [v & ((1 << 64) - 1) for v in mix(counters).tolist()] == [splitmix(v) for v in values]
     assert counters.tolist() == values, "unchanged"
-
-
-def test_normal_draws_are_normal() -> None:
-    drawn = keyed_normal(np.arange(100), np.full(100, 7), 100).ravel()
-    assert np.isfinite(drawn).all() and len(set(drawn.tolist())) == 10_000
-    # Five standard errors of 0.01 and 0.007.
-    assert abs(drawn.mean()) < 0.05
-    assert abs(drawn.std(ddof=1) - 1.0) < 0.036
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.4, 0.75])

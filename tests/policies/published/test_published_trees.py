@@ -243,13 +243,6 @@ def test_a_bandit_finds_the_fastest_arm(kind: str) -> None:
         assert late.count(1) > 0.6 * len(late)
 
 
-def test_thompson_draws_by_the_key_of_the_stream() -> None:
-    policy = Bandit(kind="thompson", arms=ARMS)
-    one, other = simulate(policy, 40)[0], simulate(policy, 40)[0]
-    assert one == other
-    assert one[0] != one[1] or one[1] != one[2]
-
-
 def test_only_the_arm_of_the_round_decides_and_observes() -> None:
     policy = Bandit(0.0, "ucb", [FixedLength(1), Confidence(0.5, 6), Heuristic(1, max_depth=4)])
     assert (policy.features, policy.first, policy.max_depth) == (("drawn_prob",), 1, 6)
