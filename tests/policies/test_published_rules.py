@@ -1,24 +1,213 @@
-"""Published rules for trees, and the bandit, against brute force in plain Python."""
+"""Published rules on chains and trees, and the bandit, against the same rules in plain Python."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from sklearn.metrics import roc_curve
 from specstop.policies.contract import DraftTree, StopPolicy
+from specstop.policies.counter_rng import keyed_uniform, mix
 from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.published.adaedl import AdaEDL
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.published.c2t import C2T
 from specstop.policies.published.ddd import DDD
 from specstop.policies.published.eagle import Eagle, OptTree, keep_best
-from specstop.policies.published.hugging_face import Heuristic
+from specstop.policies.published.hugging_face import Heuristic, HeuristicTransient, Roc
+from specstop.policies.published.kangaroo import MaxProb
+from specstop.policies.published.online import Online
+from specstop.policies.published.specdecpp import Product
+from specstop.policies.published.svip import EntropyBound
 from specstop.policies.registry import load_policy
 from specstop.policies.tree_rules import UNSEEN, Gain
 from steps import draft_step, round_outcome
+
+STREAMS, ROUNDS, DEPTH = 6, 40, 5
+
+
+@dataclass(frozen=True)
+class ChainRound:
+    """One round of one stream: scores and answers by depth of decision, and the outcome."""
+
+    scores: list[float]
+    answers: list[bool]
+    verified: int
+    accepted: int
+    cut: bool
+
+
+def play_chains(policy: StopPolicy, low: float = 0.0, high: float = 1.0, digits: int = 9) -> list[list[ChainRound]]:
+    """Run chains with random scores and outcomes; return the rounds by stream."""
+    rng = random.Random(0)
+    state = policy.start(STREAMS, np.arange(STREAMS))
+    played: list[list[ChainRound]] = [[] for _ in range(STREAMS)]
+    for _ in range(ROUNDS):
+        active = [rng.random() > 0.1 for _ in range(STREAMS)]
+        scores: list[list[float]] = [[] for _ in range(STREAMS)]
+        answers: list[list[bool]] = [[] for _ in range(STREAMS)]
+        alive = list(active)
+        for depth in range(1, min(DEPTH, policy.max_depth)):
+            values = [float(np.float32(round(rng.uniform(low, high), digits))) if on else 0.0 for on in alive]
+            mask = np.array(alive)[:, None]
+            kept, state = policy.keep(draft_step(depth, np.array(values)[:, None, None], mask), state)
+            assert not (kept & ~mask).any()
+            for s in np.flatnonzero(alive).tolist():
+                scores[s].append(values[s])
+                answers[s].append(bool(kept[s, 0]))
+                alive[s] = answers[s][-1]
+        drafted = [sum(a) + 1 if on else 0 for a, on in zip(answers, active, strict=True)]
+        accepted = [min(d, rng.randrange(DEPTH + 1)) for d in drafted]
+        cut = [rng.random() < 0.1 for _ in range(STREAMS)]
+        state = policy.observe(round_outcome(accepted, drafted, cut=cut, active=active), state)
+        for s in np.flatnonzero(active).tolist():
+            played[s].append(ChainRound(scores[s], answers[s], drafted[s], accepted[s], cut[s]))
+    share = np.mean([answer for rounds in played for r in rounds for answer in r.answers])
+    assert 0.05 < share < 0.99, "the rule stops and continues"
+    return played
+
+
+@pytest.mark.parametrize(
+    ("policy", "keeps", "low", "high"),
+    [
+        (EntropyBound(0.6), lambda h: math.sqrt(0.15 * h) <= 0.3, 0.0, 2.0),
+        (MaxProb(0.75), lambda p: p >= 0.75, 0.0, 1.0),
+        (Product(0.3), lambda logp: math.exp(logp) >= 0.3, -3.0, 0.0),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_a_score_is_compared_with_its_threshold(
+    policy: StopPolicy, keeps: Callable[[float], bool], low: float, high: float
+) -> None:
+    for rounds in play_chains(policy, low, high):
+        for r in rounds:
+            assert r.answers == [keeps(score) for score in r.scores]
+
+
+@pytest.mark.parametrize("kind", [Heuristic, HeuristicTransient])
+def test_the_heuristic_adds_two_or_subtracts_one(kind: type[HeuristicTransient]) -> None:
+    played = play_chains(kind(2, max_depth=DEPTH))
+    for rounds in played:
+        length = 2
+        for r in rounds:
+            assert r.verified == min(length, DEPTH - 1) or length == DEPTH
+            if not r.cut:
+                length = min(length + 2, DEPTH) if r.accepted == r.verified else max(1, length - 1)
+    assert (kind().first_length, kind().up, kind().down, kind().max_depth) == (20, 2, 1, 20)
+    assert (Heuristic.carries, HeuristicTransient.carries) == (True, False)
+
+
+def test_adaedl_moves_its_level_with_the_acceptance_rate() -> None:
+    played = play_chains(AdaEDL(0.5, eps=0.3, alpha=0.65, max_depth=DEPTH), 0.0, 2.5)
+    levels = set()
+    for rounds in played:
+        level, rate = 0.5, 0.0
+        for r in rounds:
+            assert r.answers == [1 - math.sqrt(0.2 * h) >= level for h in r.scores]
+            if not r.cut:
+                rate = 0.5 * rate + 0.5 * r.accepted / r.verified
+                level = 0.9 * level + 0.1 * (level + 0.3 if rate <= 0.65 else level - 0.3)
+                level = min(max(level, 0.0), 1.0)
+                levels.add(level)
+    assert min(levels) < 0.45 < 0.55 < max(levels)
+
+
+@pytest.mark.parametrize("digits", [1, 9])
+def test_the_roc_threshold_is_that_of_hugging_face(digits: int) -> None:
+    """Compared with scikit-learn's curve, with and without equal probabilities."""
+    played = play_chains(Roc(max_depth=DEPTH + 1), digits=digits)
+    thresholds = set()
+    for rounds in played:
+        threshold, probs, matches = 0.4, [], []
+        for r in rounds:
+            assert r.answers == [p >= threshold for p in r.scores]
+            if r.cut:
+                continue
+            labels = [1] * r.accepted + [0] * (r.accepted < r.verified)
+            count = min(len(labels), len(r.scores))
+            probs += r.scores[:count]
+            matches += labels[:count]
+            if len(matches) > 5 and {0, 1} <= set(matches):
+                fpr, tpr, levels = roc_curve(matches, probs)
+                threshold = levels[np.argmin(fpr + 3 * (1 - tpr))]
+                thresholds.add(threshold)
+    assert len(thresholds) > (10 if digits == 9 else 3)
+
+
+def test_the_online_model_takes_one_newton_step_per_round() -> None:
+    played = play_chains(Online(0.3, prior=3.0, decay=0.9, max_depth=DEPTH), 0.02, 1.0)
+    slopes = set()
+    for rounds in played:
+        weights, precision = np.array([1.0, 0.0]), 3.0 * np.eye(2)
+        for r in rounds:
+            odds = [math.log(p / (1 - p)) for p in np.clip(np.array(r.scores), 1e-3, 1 - 1e-3)]
+            survival, answers = 1.0, []
+            for z in odds:
+                survival /= 1 + math.exp(-(weights[0] * z + weights[1]))
+                answers.append(survival >= 0.3)
+            assert r.answers == answers
+            if r.cut:
+                continue
+            observed = [(z, j < r.accepted) for j, z in enumerate(odds) if j < min(r.accepted + 1, r.verified)]
+            if not observed:
+                continue
+            precision *= 0.9
+            gradient = np.zeros(2)
+            for z, label in observed:
+                basis = np.array([z, 1.0])
+                p = 1 / (1 + math.exp(-weights @ basis))
+                precision += p * (1 - p) * np.outer(basis, basis)
+                gradient += (label - p) * basis
+            weights = weights + np.linalg.solve(precision, gradient)
+            slopes.add(round(float(weights[0]), 6))
+    assert len(slopes) > 50
+
+
+def splitmix(value: int) -> int:
+    mask = (1 << 64) - 1
+    value &= mask
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+    return value ^ (value >> 31)
+
+
+def test_draws_depend_on_their_key_and_number_only() -> None:
+    key, number = np.array([5, -7, 1 << 62]), np.array([0, 3, 99])
+    drawn = keyed_uniform(key, number, 4)
+    golden = 0x9E3779B97F4A7C15
+    for s in range(3):
+        row = splitmix(splitmix(int(number[s]) * golden + 1) ^ int(key[s]) & ((1 << 64) - 1))
+        assert drawn[s].tolist() == [(splitmix(row + at * golden) >> 11) * 2.0**-53 for at in range(1, 5)]
+    assert np.array_equal(keyed_uniform(key[1:2], number[1:2], 4), drawn[1:2])
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_counters_are_mixed_alike_in_arrays_and_tensors(kind: Callable[[list[int]], Any]) -> None:
+    values = [0, 1, -1, 12345, (1 << 63) - 1, -(1 << 63), 0x9E3779B97F4A7C15 - (1 << 64)]
+    counters = kind(values)
+    assert [v & ((1 << 64) - 1) for v in mix(counters).tolist()] == [splitmix(v) for v in values]
+    assert counters.tolist() == values, "unchanged"
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.4, 0.75])
+def test_a_value_at_the_threshold_is_compared_in_single_precision(threshold: float) -> None:
+    at = np.float32(threshold)
+    values = np.array([np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(1))])[:, None, None]
+    for policy in (Confidence(threshold), MaxProb(threshold), Roc(threshold)):
+        kept, _ = policy.keep(draft_step(1, values), policy.start(3, np.zeros(3, dtype=np.int64)))
+        assert kept[:, 0].tolist() == [False, True, True], policy.name
+    kept, _ = EntropyBound(threshold).keep(draft_step(1, values), None)
+    assert kept[:, 0].tolist() == [True, True, False]
+
+
+# Trees
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""
@@ -30,7 +219,7 @@ LEVELS = [[n for n, d in enumerate(DEPTHS) if d == depth] for depth in (1, 2, 3,
 
 
 @dataclass
-class Played:
+class TreeRound:
     """One round of one stream.
 
     Attributes:
@@ -51,10 +240,10 @@ class Played:
         return [n for n in LEVELS[depth - 1] if n in self.drawn]
 
 
-def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[Played]:
+def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[TreeRound]:
     """Let a policy grow trees with random probabilities; return one round of each stream."""
     rng = random.Random(seed)
-    played = [Played() for _ in range(streams)]
+    played = [TreeRound() for _ in range(streams)]
     for one in played:
         for node, parent in enumerate(PARENTS):
             inherited = one.values[parent] if parent >= 0 else 0.0
@@ -87,7 +276,7 @@ def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[Played]:
     return played
 
 
-def valued(one: Played, power: float = 1.0) -> dict[int, float]:
+def valued(one: TreeRound, power: float = 1.0) -> dict[int, float]:
     """Return the values of the drawn nodes, estimated at depths without a decision."""
     estimate: dict[int, float] = {}
     for node in sorted(one.drawn):

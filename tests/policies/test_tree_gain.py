@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -260,28 +259,6 @@ def test_a_stream_has_the_same_bits_in_any_batch(first: int, floor: float, ahead
         assert np.array_equal(policy.node_survival(part, alone_state), policy.node_survival(tree, state)[at])
         assert np.array_equal(policy.select(part, alone_state), chosen[at])
     assert 0.05 < chosen.mean() < 0.95
-
-
-def test_the_selected_nodes_are_the_best_of_all_closed_sets() -> None:
-    policy, sizes = make_tree_policy(rate=220.0), set()
-    seconds = extend(policy.rule.verify_s, len(PARENT) + 1) * policy.rule.rate
-    for seed in range(8):
-        _, state = play_steps(policy, make_steps(policy, seed))
-        tree = make_drawn(seed)
-        values = policy.node_survival(tree, state)[0]
-        drawn = np.flatnonzero(tree.drawn[0]).tolist()
-        closed = [
-            nodes
-            for size in range(len(drawn) + 1)
-            for nodes in itertools.combinations(drawn, size)
-            if all(PARENT[node] < 0 or int(PARENT[node]) in nodes for node in nodes)
-        ]
-        best = max(sum(values[list(nodes)]) - (seconds[len(nodes)] - seconds[0]) for nodes in closed)
-        chosen = np.flatnonzero(policy.select(tree, state)[0]).tolist()
-        assert tuple(chosen) in closed
-        assert sum(values[chosen]) - (seconds[len(chosen)] - seconds[0]) == pytest.approx(best)
-        sizes.add(len(chosen))
-    assert len(sizes) > 2
 
 
 def test_the_state_of_another_tree_is_not_used() -> None:
