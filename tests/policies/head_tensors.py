@@ -52,91 +52,72 @@ def knots(seed: int = 0, n: int = 7) -> Array:
     return np.stack([np.sort(draw(n, seed=seed)) * 3, np.sort(levels)])
 
 
-def basis_tensors(columns: int = WIDTH) -> dict[str, Array]:
-    return {"mean": draw(columns), "scale": np.abs(draw(columns, seed=1)) + np.float32(0.2)}
+def fill(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Return random float32 tensors of these shapes; those called scale are positive."""
+    tensors = {name: 0.5 * draw(*shape, seed=at) for at, (name, shape) in enumerate(shapes.items())}
+    return {name: np.abs(t) + np.float32(0.2) if name.startswith("scale") else t for name, t in tensors.items()}
 
 
-def linear_tensors() -> dict[str, Array]:
-    return {**basis_tensors(), "weight": draw(3, WIDTH, seed=2), "bias": draw(3, seed=3)}
+def layers(*sizes: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of linear layers of these widths."""
+    weights = {f"weight.{i}": (n, m) for i, (m, n) in enumerate(itertools.pairwise(sizes))}
+    return weights | {f"bias.{i}": (n,) for i, n in enumerate(sizes[1:])}
 
 
-def layers(sizes: tuple[int, ...]) -> dict[str, Array]:
-    """Return linear layers of these widths."""
-    weights = {f"weight.{i}": 0.5 * draw(n, m, seed=10 + i) for i, (m, n) in enumerate(itertools.pairwise(sizes))}
-    return {**weights, **{f"bias.{i}": draw(n, seed=20 + i) for i, n in enumerate(sizes[1:])}}
-
-
-def mlp_tensors() -> dict[str, Array]:
-    return {**basis_tensors(), **layers((WIDTH + 1, 6, 4, 2))}
-
-
-def trees_tensors(trees: int = 5, depth: int = 3) -> dict[str, Array]:
+def trees(count: int = 5, depth: int = 3) -> dict[str, Array]:
     inner, rng = 2**depth - 1, np.random.default_rng(4)
     return {
-        "feature": rng.integers(0, len(NAMES), (2, trees, inner)),
-        "threshold": rng.random((2, trees, inner), dtype=np.float32),
-        "missing_left": rng.random((2, trees, inner)) < 0.5,
-        "leaf": draw(2, trees, 2**depth), "base": draw(2, seed=9),
-    }  # fmt: skip
-
-
-def resnet(names: tuple[str, ...] = NAMES, **hidden: int) -> HeadTensors:
-    """Return a residual head on these scalars (all of them or none) and hidden states of these sizes."""
-    columns, width, blocks = (WIDTH if names else 0), 6, 2
-    tensors = {
-        **basis_tensors(columns), "enter.weight": draw(width, columns + 1, seed=33), "enter.bias": draw(width, seed=34),
-        "block.weight": 0.3 * draw(blocks, width, width, seed=35), "block.bias": draw(blocks, width, seed=36),
-        "leave.weight": 0.3 * draw(2, width, seed=37), "leave.bias": draw(2, seed=38),
-    }  # fmt: skip
-    for at, (name, size) in enumerate(hidden.items()):
-        tensors |= {
-            f"enter.{name}": 0.3 * draw(width, size, seed=40 + at),
-            f"mean.{name}": draw(size, seed=50 + at),
-            f"scale.{name}": np.abs(draw(size, seed=60 + at)) + np.float32(0.5),
-        }
-    return "resnet", names, tensors
-
-
-def specdec(order: tuple[int, ...] = (0, 1, 2)) -> HeadTensors:
-    """Return SpecDec++'s head with these blocks in this order."""
-    count = len(set(order))
-    tensors = {
-        "block.weight": 0.3 * draw(count, DRAFT, DRAFT, seed=90), "block.bias": draw(count, DRAFT, seed=91),
-        "order": np.array(order, dtype=np.int64), "leave.weight": 0.3 * draw(2, DRAFT, seed=92),
-        "leave.bias": draw(2, seed=93), "first": np.array([-0.2], dtype=np.float32),
-    }  # fmt: skip
-    return "specdec", (), tensors
-
-
-def dynasd(sizes: tuple[int, ...]) -> dict[str, Array]:
-    return {**layers(sizes), "first": np.array([0.3], dtype=np.float32)}
-
-
-def token_tensors() -> dict[str, Array]:
-    rng = np.random.default_rng(0)
-    shapes = {"weight": (3, 1), "bias": (2, 4), "table": (2, 3, TOKENS), "hashed": (2, len(STRIDES), BUCKETS)}
-    scalar = {"mean": [0.5], "scale": [2.0], "edges": [[0.25, 0.5]]}
-    return {
-        **{name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()},
-        **{name: np.array(values, dtype=np.float32) for name, values in scalar.items()},
-        "strides": np.array(STRIDES),
+        "feature": rng.integers(0, len(NAMES), (2, count, inner)),
+        "threshold": rng.random((2, count, inner), dtype=np.float32),
+        "missing_left": rng.random((2, count, inner)) < 0.5,
+        **fill({"leaf": (2, count, 2**depth), "base": (2,)}),
     }
 
 
-TENSORS = {"logistic": linear_tensors, "mlp": mlp_tensors, "xgboost": trees_tensors, "resnet": lambda: resnet()[2]}
-"""Kinds that accept any scalar features."""
+def residual(columns: int = WIDTH, **hidden: int) -> dict[str, Array]:
+    """Return a residual head on this number of scalars and log-odds, and on hidden states of these sizes."""
+    blocks = {"block.weight": (2, 6, 6), "block.bias": (2, 6), "leave.weight": (2, 6), "leave.bias": (2,)}
+    shapes = {"mean": (columns,), "scale": (columns,), "enter.weight": (6, columns + 1), "enter.bias": (6,), **blocks}
+    for name, size in hidden.items():
+        shapes |= {f"enter.{name}": (6, size), f"mean.{name}": (size,), f"scale.{name}": (size,)}
+    return fill(shapes)
+
+
+def specdec(*order: int) -> dict[str, Array]:
+    """Return SpecDec++'s head with these blocks in this order."""
+    count = len(set(order))
+    shapes = {"block.weight": (count, DRAFT, DRAFT), "block.bias": (count, DRAFT)}
+    shapes |= {"leave.weight": (2, DRAFT), "leave.bias": (2,), "first": (1,)}
+    return {**fill(shapes), "order": np.array(order, dtype=np.int64)}
+
+
+def token_tensors() -> dict[str, Array]:
+    shapes = {"weight": (3, 1), "bias": (2, 4), "table": (2, 3, TOKENS), "hashed": (2, len(STRIDES), BUCKETS)}
+    scalar = {"mean": [0.5], "scale": [2.0], "edges": [[0.25, 0.5]]}
+    exact = {name: np.array(values, dtype=np.float32) for name, values in scalar.items()}
+    return {**fill(shapes), **exact, "strides": np.array(STRIDES)}
+
+
+BASIS = {"mean": (WIDTH,), "scale": (WIDTH,)}
+TENSORS = {
+    "logistic": fill({**BASIS, "weight": (3, WIDTH), "bias": (3,)}),
+    "mlp": fill({**BASIS, **layers(WIDTH + 1, 6, 4, 2)}),
+    "xgboost": trees(),
+    "resnet": residual(),
+}
+"""Tensors of the kinds that accept any scalar features."""
 
 RANDOM_HEADS: dict[str, HeadTensors] = {
-    **{kind: (kind, NAMES, make()) for kind, make in TENSORS.items()},
-    "xgboost without trees": ("xgboost", NAMES, trees_tensors(0, 3)),
-    "xgboost without splits": ("xgboost", NAMES, trees_tensors(7, 0)),
+    **{kind: (kind, NAMES, tensors) for kind, tensors in TENSORS.items()},
+    "xgboost without trees": ("xgboost", NAMES, trees(0, 3)),
+    "xgboost without splits": ("xgboost", NAMES, trees(7, 0)),
     "tokens": ("tokens", TOKEN_NAMES, token_tensors()),
-    "resnet of the draft": resnet((), draft_hidden=DRAFT),
-    "resnet of both": resnet(NAMES, draft_hidden=DRAFT, target_hidden=TARGET),
-    "dynasd-soft": ("dynasd-soft", (), dynasd((DRAFT, 6, 4, 1))),
-    "dynasd-hard": ("dynasd-hard", HARD_FEATURES, dynasd((11, 9, 1))),
-    "specdec": specdec(),
-    "specdec as published": specdec((0, 0, 0)),
+    "resnet of the draft": ("resnet", (), residual(0, draft_hidden=DRAFT)),
+    "resnet of both": ("resnet", NAMES, residual(draft_hidden=DRAFT, target_hidden=TARGET)),
+    "dynasd-soft": ("dynasd-soft", (), fill({**layers(DRAFT, 6, 4, 1), "first": (1,)})),
+    "dynasd-hard": ("dynasd-hard", HARD_FEATURES, fill({**layers(11, 9, 1), "first": (1,)})),
+    "specdec": ("specdec", (), specdec(0, 1, 2)),
+    "specdec as published": ("specdec", (), specdec(0, 0, 0)),
 }
 """Kind, scalar features and tensors by name."""
 

@@ -23,13 +23,11 @@ from specstop.train import trace_arrays, train
 from specstop.train.evaluate.evaluate import evaluate
 from steps import draft_step, round_outcome
 
-on_both = pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 
-
-def random_rows(kind: str, width: int, temperature: float, rows: int = 40) -> Rows:
-    """Return rows with noisy scores and the token that they draw."""
-    generator = torch.Generator().manual_seed(width)
-    logits = 3 * torch.randn(rows, width, generator=generator)
+def random_rows(kind: str, width: int, temperature: float, siblings: list[int]) -> Rows:
+    """Return rows [B] of the tokens drawn from each random row of logits, `siblings` by row."""
+    generator, rows = torch.Generator().manual_seed(width), len(siblings)
+    logits, sampled = 3 * torch.randn(rows, width, generator=generator), None
     if kind == "masked":
         logits[:, ::2] = -torch.inf
     elif kind == "tied":
@@ -39,56 +37,40 @@ def random_rows(kind: str, width: int, temperature: float, rows: int = 40) -> Ro
         logits[:, 1] = 1.0
     elif kind == "shifted":
         logits += 500.0
-    noise = torch.randn(rows, width, generator=generator)
-    scores = torch.log_softmax(logits / temperature, -1) + noise if temperature else logits
-    path = -5 * torch.rand(rows, generator=generator, dtype=torch.float64)
-    parents = torch.randint(0, width, (rows,), generator=generator)
-    return Rows(logits.double(), temperature, scores.double(), scores.argmax(-1), path, 3, parents=parents)
+    weights = logits / (temperature or 1.0)
+    if kind == "filtered":  # top-k
+        weights = sampled = weights.masked_fill(logits < logits.topk(6).values[:, -1:], -torch.inf)
+    scores = weights + torch.randn(rows, width, generator=generator) if temperature else weights
+    row, width_of = torch.arange(rows).repeat_interleave(torch.tensor(siblings)), torch.tensor(siblings)
+    rank = torch.cat([torch.arange(n) for n in siblings])
+    tokens = scores.argsort(-1, descending=True)[row, rank]
+    path = -5 * torch.rand(len(row), generator=generator, dtype=torch.float64)
+    parents = torch.randint(0, width, (len(row),), generator=generator)
+    shaped = None if sampled is None else sampled[row].double()
+    drawn = (tokens, path, 3, shaped, rank, width_of[row], parents)
+    return Rows(logits[row].double(), temperature, scores[row].double(), *drawn)
 
 
-@on_both
-@pytest.mark.parametrize("kind", ["plain", "masked", "tied", "certain", "shifted"])
-@pytest.mark.parametrize(("width", "temperature"), [(3, 0.7), (4, 0.0), (48, 0.7), (65, 1.0), (1000, 0.7), (3072, 0.0)])
+CHAIN, TREE = [1] * 40, [3, 1, 2, 4]
+CASES = [
+    *((kind, width, t, CHAIN) for kind in ("plain", "masked", "tied", "certain", "shifted")
+      for width, t in ((3, 0.7), (4, 0.0), (48, 0.7), (65, 1.0), (1000, 0.7), (3072, 0.0))),
+    *((kind, 12, t, TREE) for kind in ("plain", "filtered") for t in (0.0, 0.7, 1.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(("kind", "width", "temperature", "siblings"), CASES)
 def test_features_equal_the_reference_within_their_ranges(
-    kind: str, width: int, temperature: float, device: bool
+    kind: str, width: int, temperature: float, siblings: list[int], device: bool
 ) -> None:
-    rows, names = random_rows(kind, width, temperature), [n for n in FEATURES if FEATURES[n].kind is not Kind.HISTORY]
-    columns, near = compiled(names, rows, device), 2e-5 if kind == "shifted" else 1e-6  # float32 near 500: 3e-5
+    rows = random_rows(kind, width, temperature, siblings)
+    names = [n for n in FEATURES if FEATURES[n].kind is not Kind.HISTORY]
+    columns, near = compiled(names, rows, device), 2e-5 if kind == "shifted" else 2e-6  # float32 near 500: 3e-5
     torch.testing.assert_close(columns, compute(names, rows), rtol=near, atol=near)
     for name, column in zip(names, columns.unbind(-1), strict=True):
         assert torch.equal(column, compiled([name], rows, device)[:, 0]), "a feature alone differs"
         assert FEATURES[name].low <= float(column.min()) <= float(column.max()) <= FEATURES[name].high
-
-
-def levels(temperature: float, masked: bool) -> list[Rows]:
-    """Return two depths of a tree: a row with three tokens, and three rows with 3, 1 and 2 tokens below them."""
-    generator = torch.Generator().manual_seed(5)
-    out: list[Rows] = []
-    for depth, widths in ((1, (3,)), (2, (3, 1, 2))):
-        logits = 2.0 * torch.randn(len(widths), 12, generator=generator)
-        sampled = None
-        if masked:
-            sampled = (logits / (temperature or 1.0)).masked_fill(logits < logits.topk(6).values[:, -1:], -torch.inf)
-        noise = -torch.log(-torch.log(torch.rand(logits.shape, generator=generator)))
-        base = logits if sampled is None else sampled
-        scores = base + noise if temperature else base
-        owner = torch.tensor([row for row, width in enumerate(widths) for _ in range(width)])
-        rank = torch.tensor([at for width in widths for at in range(width)])
-        tokens = scores.argsort(-1, descending=True)[owner, rank]
-        parents = torch.full_like(tokens, 4) if depth == 1 else out[0].tokens[owner]
-        shaped = None if sampled is None else sampled[owner]
-        start = torch.zeros(len(owner)) if depth == 1 else out[0].path_logprob[owner]
-        width = torch.tensor(widths)[owner]
-        out.append(Rows(logits[owner], temperature, scores[owner], tokens, start, depth, shaped, rank, width, parents))
-    return out
-
-
-@on_both
-@pytest.mark.parametrize(("temperature", "masked"), [(0.0, False), (0.7, False), (0.7, True), (1.0, True)])
-def test_features_of_siblings_equal_the_reference(temperature: float, masked: bool, device: bool) -> None:
-    names = [name for name, entry in FEATURES.items() if entry.kind in (Kind.PRE, Kind.POST)]
-    for rows in levels(temperature, masked):
-        torch.testing.assert_close(compiled(names, rows, device), compute(names, rows), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("width", [50, 51, 3072])

@@ -68,7 +68,7 @@ def test_json_round_trips_and_invalid_json_is_refused(tmp_path: Path) -> None:
     assert files.read_json(tmp_path / "a.json", "it") == {"x": [1, 0.1 + 0.2]}
     for name, text, noun in (
         ("binary", "\xff{", "read"), ("twice", '{"outer": {"key": 1, "other": 2, "key": 1}}', "'key' occurs twice"),
-        ("nan", '{"x": NaN}', "finite"), ("deep", "[" * 200_000, "nested"), ("digits", "9" * 5000, "JSON"),
+        ("deep", "[" * 200_000, "read"), ("digits", "9" * 5000, "read"),
     ):  # fmt: skip
         (tmp_path / name).write_text(text, encoding="latin-1")
         with pytest.raises(InputError, match=f"it: .*{name}.*{noun}"):
@@ -90,17 +90,11 @@ def test_a_result_appears_when_it_is_complete_and_is_replaced_whole(tmp_path: Pa
     prepare_output_dir(out, overwrite=True)
     write_result(out, "x", "z", text="new")
     assert names(out) == [MANIFEST, "x", "z"] and (out / "x").read_text() == "new"
-    stage = files.staging_path(out)
-    stage.mkdir()
-    (stage / "y").write_text("new")
-    files.replace_folder(stage, out)
-    assert names(out.parent) == ["out", f"out/{MANIFEST}", "out/y"]
 
 
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, OSError])
-def test_a_failed_result_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, failure: type[BaseException]
+def test_a_result_that_cannot_be_renamed_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
 ) -> None:
     out, rename = tmp_path / "out", os.rename
     if old:
@@ -111,12 +105,9 @@ def test_a_failed_result_leaves_the_old_one(
             raise OSError("busy")
         rename(source, to)
 
-    if failure is OSError:  # the complete folder cannot be put in place
-        monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(failure), staged_folder(out) as stage:
-        (stage / "x").write_text("new")
-        if failure is not OSError:
-            raise failure
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="busy"):
+        write_result(out, text="new")
     assert names(tmp_path) == (RESULT if old else [])
     assert not old or (out / "x").read_text() == "old"
 
@@ -150,21 +141,16 @@ def test_a_foreign_file_stops_the_replacement_and_is_named(tmp_path: Path, case:
     assert not (out / "x").exists() or (out / "x").read_text() == "old"
 
 
-def test_a_foreign_file_that_appears_during_the_run_is_kept(tmp_path: Path) -> None:
-    out = write_result(tmp_path / "out")
-    prepare_output_dir(out, overwrite=True)
+def test_files_that_appear_during_the_run_or_are_elsewhere_are_kept(tmp_path: Path) -> None:
+    out, notes = write_result(tmp_path / "out"), tmp_path / "notes.txt"
     with pytest.raises(InputError, match=r"out/notes.txt"), staged_folder(out) as stage:
         (stage / "x").write_text("new")
         (out / "notes.txt").write_text("mine")
     assert ((out / "x").read_text(), (out / "notes.txt").read_text()) == ("old", "mine")
-
-
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
-    out = write_result(tmp_path / "out")
-    (tmp_path / "notes.txt").write_text("mine")
-    (out / MANIFEST).write_text(json.dumps({"files": ["x", "../notes.txt", str(tmp_path / "notes.txt")]}))
+    (out / "notes.txt").rename(notes)
+    (out / MANIFEST).write_text(json.dumps({"files": ["x", "../notes.txt", str(notes)]}))
     write_result(out, text="new")
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert notes.read_text() == "mine"
 
 
 def test_a_folder_is_accepted_if_it_is_new_empty_or_holds_leftovers_of_killed_writers(tmp_path: Path) -> None:
@@ -326,32 +312,28 @@ def interrupted(work: Callable[[], object], at: int) -> tuple[bool, bool]:
     return lines > at, raised
 
 
-def check_outputs(folder: Path) -> None:
-    prepare_output_dir(folder / "out")
-    prepare_output_file(folder / "file", b"")
-
-
-WORK: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
-    "a file": (lambda f: None, lambda f: write_atomic(f / "a", "new")),
-    "a file that exists": (lambda f: write_atomic(f / "a", "old"), lambda f: write_atomic(f / "a", "new")),
-    "a result": (lambda f: None, lambda f: write_result(f / "out", "sub/x", "y", text="new")),
-    "a result that exists": (
-        lambda f: write_result(f / "out", "sub/x", "y"), lambda f: write_result(f / "out", "sub/x", "y", text="new")),
-    "a check of outputs": (lambda f: None, check_outputs),
+WORK: dict[str, Callable[[Path, str], object]] = {
+    "a file": lambda folder, text: write_atomic(folder / "a", text),
+    "a result": lambda folder, text: write_result(folder / "out", "sub/x", "y", text=text),
+    "a check of outputs": lambda folder, text: (
+        prepare_output_dir(folder / "b"), prepare_output_file(folder / "c", b"")),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WORK)
-def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(case: str, tmp_path: Path) -> None:
-    prepare, work = WORK[case]
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
+    work: Callable[[Path, str], object], replaces: bool, tmp_path: Path
+) -> None:
     states = []
     for at in range(10_000):
         folder = tmp_path / str(at)
         folder.mkdir()
-        prepare(folder)
+        if replaces:
+            work(folder, "old")
         if not states:
             states.append(read_files(folder))
-        sent, raised = interrupted(lambda folder=folder: work(folder), at)  # type: ignore[misc]
+        sent, raised = interrupted(lambda folder=folder: work(folder, "new"), at)  # type: ignore[misc]
         if not sent:
             break
         assert raised, f"line {at}: the signal was lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import head_tensors as ht
@@ -17,7 +18,7 @@ from specstop.policies.heads import build_head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.heads.tables import HashedFeatures, TokenHead
 from specstop.policies.rules import Derived
-from torch import Tensor, nn
+from torch import Tensor
 
 NEAR = 1e-4
 """Float32 weights that are folded, and log-odds of float32 probabilities."""
@@ -25,27 +26,19 @@ NEAR = 1e-4
 HIDDEN = [name for name in RANDOM_HEADS if random_head(name)[1].sizes]
 
 
-class Block(nn.Module):
-    """SpecDec++'s block, written as in the paper."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.linear = linear(weight, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))
+def perceptron(x: Tensor, t: dict[str, Tensor], activation: Callable[[Tensor], Tensor]) -> Tensor:
+    count = sum(name.startswith("weight.") for name in t)
+    for i in range(count):
+        x = x @ t[f"weight.{i}"].T + t[f"bias.{i}"]
+        x = activation(x) if i + 1 < count else x
+    return x
 
 
-def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0])
-    layer.load_state_dict({"weight": weight, "bias": bias})
-    return layer
-
-
-def perceptron(tensors: dict[str, Tensor], activation: nn.Module) -> nn.Sequential:
-    count = sum(name.startswith("weight.") for name in tensors)
-    parts = [(linear(tensors[f"weight.{i}"], tensors[f"bias.{i}"]), activation) for i in range(count)]
-    return nn.Sequential(*[module for pair in parts for module in pair][:-1])
+def residual_outputs(x: Tensor, t: dict[str, Tensor], order: Iterable[int]) -> Tensor:
+    """Return the two outputs of SpecDec++'s blocks, as in the paper, and of a last layer."""
+    for at in order:
+        x = x + torch.nn.functional.silu(x @ t["block.weight"][at].T + t["block.bias"][at])
+    return x @ t["leave.weight"].T + t["leave.bias"]
 
 
 def slow_basis(x: ht.Array, depth: int, tensors: dict[str, ht.Array]) -> ht.Array:
@@ -98,30 +91,28 @@ def reference(name: str, x: ht.Array, hidden: dict[str, ht.Array], depth: int) -
         return [slow_tokens(row, depth, arrays) for row in x]
     t = {key: torch.from_numpy(value) for key, value in arrays.items()}
     states = {key: torch.from_numpy(value) for key, value in hidden.items()}
+    rows = torch.from_numpy(x)
     if kind in ("dynasd-soft", "dynasd-hard", "specdec") and depth == 0:
-        return t["first"].expand(len(x), 2).numpy()
-    with torch.no_grad():
-        if kind.startswith("dynasd"):
-            return (
-                perceptron(t, nn.ReLU())(torch.from_numpy(x) if names else states["draft_hidden"]).expand(-1, 2).numpy()
-            )
-        if kind == "specdec":
-            blocks = [Block(t["block.weight"][at], t["block.bias"][at]) for at in t["order"].tolist()]
-            logits = nn.Sequential(*blocks, linear(t["leave.weight"], t["leave.bias"]))(states["draft_hidden"])
-            return (logits[:, 1] - logits[:, 0])[:, None].expand(-1, 2).numpy()
-        flag = torch.full((len(x), 1), float(depth == 0))
-        columns = [torch.from_numpy(slow_basis(row, depth, arrays)).float() for row in x] if names else None
-        inputs = torch.cat([torch.stack(columns), flag], 1) if columns else flag
-        if kind == "logistic":
-            return (inputs[:, :-1] @ t["weight"].T + t["bias"])[:, [0, 2 if depth == 0 else 1]].numpy()
-        if kind == "mlp":
-            return perceptron(t, nn.SiLU())(inputs).numpy()
-        entered = inputs @ t["enter.weight"].T + t["enter.bias"]
-        for state, values in states.items():
-            part = ((values - t[f"mean.{state}"]) / t[f"scale.{state}"]) @ t[f"enter.{state}"].T
-            entered = entered + (part if depth or state == "target_hidden" else 0.0)
-        blocks = [Block(w, b) for w, b in zip(t["block.weight"], t["block.bias"], strict=True)]
-        return nn.Sequential(*blocks, linear(t["leave.weight"], t["leave.bias"]))(entered).numpy()
+        return t["first"].expand(len(x), 2)
+    if kind.startswith("dynasd"):
+        return perceptron(rows if names else states["draft_hidden"], t, torch.relu).expand(-1, 2)
+    if kind == "specdec":
+        logits = residual_outputs(states["draft_hidden"], t, t["order"].tolist())
+        return (logits[:, 1] - logits[:, 0])[:, None].expand(-1, 2)
+    inputs = torch.full((len(x), 1), float(depth == 0))
+    if names:
+        inputs = torch.cat(
+            [torch.stack([torch.from_numpy(slow_basis(r, depth, arrays)).float() for r in x]), inputs], 1
+        )
+    if kind == "logistic":
+        return (inputs[:, :-1] @ t["weight"].T + t["bias"])[:, [0, 2 if depth == 0 else 1]]
+    if kind == "mlp":
+        return perceptron(inputs, t, torch.nn.functional.silu)
+    entered = inputs @ t["enter.weight"].T + t["enter.bias"]
+    for state, values in states.items():
+        if depth or state == "target_hidden":
+            entered = entered + ((values - t[f"mean.{state}"]) / t[f"scale.{state}"]) @ t[f"enter.{state}"].T
+    return residual_outputs(entered, t, range(len(t["block.weight"])))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
@@ -162,7 +153,7 @@ def test_a_row_scores_the_same_in_any_batch(name: str, depth: int) -> None:
 @pytest.mark.filterwarnings("error")
 def test_extreme_sums_of_a_layer_are_finite() -> None:
     bias = np.array([-1e3, 1e3, -1e30, 1e30, 0.0, 0.0], dtype=np.float32)  # no exponential of these is finite
-    scores = build_head("mlp", NAMES, {**ht.mlp_tensors(), "bias.0": bias}).scores(features(3), 1)
+    scores = build_head("mlp", NAMES, {**TENSORS["mlp"], "bias.0": bias}).scores(features(3), 1)
     assert np.isfinite(scores).all()
 
 
@@ -235,26 +226,30 @@ def changed(head: Any, **tensors: Any) -> Any:
     return head[0], head[1], {**head[2], **{name.replace("__", "."): value for name, value in tensors.items()}}
 
 
+def dynasd(*sizes: int) -> dict[str, ht.Array]:
+    return ht.fill({**ht.layers(*sizes), "first": (1,)})
+
+
 BOTH, TOKEN_HEAD, TREES = RANDOM_HEADS["resnet of both"], RANDOM_HEADS["tokens"], RANDOM_HEADS["xgboost"]
 WRONG: list[tuple[Any, str]] = [
     (("forest", NAMES, {}), "unknown head 'forest'"),
-    *((("logistic", NAMES, {**ht.linear_tensors(), **ranges}), "low|high") for ranges in (
+    *((("logistic", NAMES, {**TENSORS["logistic"], **ranges}), "low|high") for ranges in (
         {"low": LOW}, {"low": LOW[:4], "high": HIGH}, {"low": HIGH, "high": LOW}, {"low": LOW, "high": HIGH * np.inf})),
     (changed(TREES, feature=np.full((2, 5, 7), 5)), "feature"),
     (changed(TREES, feature=np.full((2, 5, 7), -1)), "feature"),
     (changed(BOTH, enter__other_hidden=draw(6, 5)), "other_hidden"),
     (changed(BOTH, enter__draft_hidden=draw(4, ht.DRAFT)), "draft_hidden"),
-    (ht.resnet(()), "scalar features"),
-    (("dynasd-soft", (), ht.dynasd((ht.DRAFT, 4, 2))), "weight.1"),
-    (("dynasd-soft", (), ht.dynasd((ht.DRAFT,))), "layer"),
-    (("dynasd-soft", ("top1",), ht.dynasd((ht.DRAFT, 4, 1))), "features"),
-    (("dynasd-hard", HARD_FEATURES[::-1], ht.dynasd((11, 4, 1))), "entropy"),
-    (("dynasd-hard", HARD_FEATURES, ht.dynasd((10, 4, 1))), "weight.0"),
-    (("specdec", ("top1",), ht.specdec()[2]), "scalar features"),
-    (changed(ht.specdec(), order=np.array([0, 1, 3])), "order"),
-    (changed(ht.specdec(), order=np.array([0, 1, 1])), "order"),
-    (changed(ht.specdec(), order=np.array([-1, 0, 1, 2])), "order"),
-    (changed(ht.specdec((0,)), order=np.zeros(65, dtype=np.int64)), "order"),
+    (("resnet", (), ht.residual(0)), "scalar features"),
+    (("dynasd-soft", (), dynasd(ht.DRAFT, 4, 2)), "weight.1"),
+    (("dynasd-soft", (), dynasd(ht.DRAFT)), "layer"),
+    (("dynasd-soft", ("top1",), dynasd(ht.DRAFT, 4, 1)), "features"),
+    (("dynasd-hard", HARD_FEATURES[::-1], dynasd(11, 4, 1)), "entropy"),
+    (("dynasd-hard", HARD_FEATURES, dynasd(10, 4, 1)), "weight.0"),
+    (("specdec", ("top1",), ht.specdec(0, 1, 2)), "scalar features"),
+    (changed(RANDOM_HEADS["specdec"], order=np.array([0, 1, 3])), "order"),
+    (changed(RANDOM_HEADS["specdec"], order=np.array([0, 1, 1])), "order"),
+    (changed(RANDOM_HEADS["specdec"], order=np.array([-1, 0, 1, 2])), "order"),
+    (changed(RANDOM_HEADS["specdec as published"], order=np.zeros(65, dtype=np.int64)), "order"),
     (("tokens", ("entropy",), {**ht.token_tensors(), "strides": np.zeros((0, 2), dtype=np.int64)}), "before_token"),
     (changed(TOKEN_HEAD, strides=np.zeros((3, 4), dtype=np.int64)), "strides"),
     (changed(TOKEN_HEAD, strides=-np.array(ht.STRIDES)), "strides"),
@@ -271,7 +266,7 @@ def test_an_invalid_head_is_refused(head: Any, noun: str) -> None:
 def test_rows_of_another_width_or_type_are_refused() -> None:
     """A kernel would read beyond a row that is too short."""
     for kind in ("logistic", "mlp", "xgboost"):
-        head = build_head(kind, NAMES, TENSORS[kind]())
+        head = build_head(kind, NAMES, TENSORS[kind])
         with pytest.raises(ValueError, match="number of features"):
             head.scores(zeros(2, len(NAMES) - 1), 1)
         for rows in (features(2).astype(np.float64), features(4)[::2], np.asfortranarray(features(2))):

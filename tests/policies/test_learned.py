@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from feature_head import feature_policy, kept_by
 from head_tensors import DRAFT, NAMES, TENSORS, draw, features, knots, random_policy, zeros
-from learned_policies import learned
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
@@ -70,7 +68,7 @@ def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
 
 def test_each_output_has_its_calibration_map() -> None:
     accept, next_ = Calibrator("temperature", 1.7), Calibrator("isotonic", knots=knots())
-    head, x = build_head("mlp", NAMES, TENSORS["mlp"]()), features(9, 2)
+    head, x = build_head("mlp", NAMES, TENSORS["mlp"]), features(9, 2)
     policy = LearnedPolicy("mine", NAMES, head, accept, next_, Derived([0.1]), 4)
     for depth in (0, 1):
         scores = head.scores(x.reshape(18, -1), depth).reshape(9, 2, 2)
@@ -80,44 +78,21 @@ def test_each_output_has_its_calibration_map() -> None:
 # Survival
 
 
-def survivals(first: int, accepts: Sequence[Sequence[float]], parents: list[list[int]]) -> list[Array]:
-    """Return S_1, S_2, ... by branch of one stream whose branches at each depth have these parents."""
-    rule = Rule()
+@pytest.mark.parametrize("first", [0, 1])
+def test_survival_is_the_product_along_the_parents_of_live_branches(first: int) -> None:
+    rng, widths, rule, expected = np.random.default_rng(first), (1, 3, 4, 3), Rule(), np.ones((7, 1))
     rule.first = first
     policy = feature_policy(rule, 4)
-    state, result = policy.start(1, np.zeros(1, dtype=np.int64)), []
-    for depth in range(first, len(accepts) + 1):
-        accept = np.array([1.0] if depth == 0 else accepts[depth - 1])
-        parent = [[0]] if depth == 0 else [parents[depth - 1]]
-        keep, state = policy.keep(
-            draft_step(depth, np.stack([accept, np.full_like(accept, 0.5)], -1)[None], parent=parent), state
-        )
-        assert keep.all()
-        result.append(state[0])
-    return result[1 - first :]
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_survival_is_the_product_along_the_parents(first: int) -> None:
-    accepts = [[0.9, 0.5, 0.25], [0.5, 1.0, 0.5], [0.5, 0.25, 1.0]]
-    parents = [[0, 0, 0], [2, 0, 0], [1, 1, 0]]
-    expected = [[0.9, 0.5, 0.25], [0.125, 0.9, 0.45], [0.45, 0.225, 0.125]]
-    np.testing.assert_allclose(survivals(first, accepts, parents), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["logistic", "resnet"])
-def test_dead_branches_do_not_change_the_others(kind: str) -> None:
-    """Only live branches are scored."""
-    policy = learned(kind)
-    x, parent = features(40, 3), np.random.default_rng(1).integers(0, 3, (40, 3))
-    alive = np.random.default_rng(2).random((40, 3)) < 0.6
-    state = policy.keep(draft_step(1, x), policy.keep(draft_step(0, x[:, :1]), None)[1])[1]
-    values, _ = policy.survive(draft_step(2, x, parent=parent), state)
-    policy = policy.with_rule(Derived([float(np.median(values[0] * values[2]))] * 4))
-    whole, survival = policy.keep(draft_step(2, x, parent=parent), state)
-    kept, partial = policy.keep(draft_step(2, x * alive[..., None], alive, parent), state)
-    assert np.array_equal(kept, whole & alive) and 0 < kept.sum() < alive.sum()
-    np.testing.assert_allclose(partial, survival * alive, rtol=1e-6 if kind == "resnet" else 0)
+    state = policy.start(7, np.arange(7))
+    for depth in range(first, 4):
+        shape = (7, widths[depth])
+        parent = rng.integers(0, widths[depth - 1] if depth > 1 else 1, shape)
+        alive, accept = rng.random(shape) < (0.7 if depth else 1.0), rng.random(shape) if depth else np.ones(shape)
+        features = np.stack([accept, np.full(shape, 0.5)], -1) * alive[..., None]
+        kept, state = policy.keep(draft_step(depth, features, alive, parent), state)
+        expected = (np.take_along_axis(expected, parent, 1) if depth > 1 else 1.0) * accept * alive
+        assert np.array_equal(kept, alive)
+        np.testing.assert_allclose(state, expected, rtol=1e-6)
 
 
 def test_a_lagging_head_scores_the_token_before() -> None:
@@ -151,7 +126,7 @@ def survival_tables(starts: int = 3, depth: int = DEPTH, power: float = 0.0) -> 
 @pytest.mark.parametrize("power", [0.0, 0.2])
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_each_depth_is_recalibrated_before_the_next_factor(first: int, power: float) -> None:
-    maps, head = SurvivalMaps(survival_tables(power=power)), build_head("logistic", NAMES, TENSORS["logistic"]())
+    maps, head = SurvivalMaps(survival_tables(power=power)), build_head("logistic", NAMES, TENSORS["logistic"])
     rule = Derived([0.1] * DEPTH, first)
     policy = LearnedPolicy("mine", NAMES, head, Calibrator(), Calibrator(), rule, DEPTH, survival=maps)
     assert maps.changed == ([1, 3, 4] if power else [])

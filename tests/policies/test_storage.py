@@ -168,6 +168,8 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an edit without a checksum": (
         lambda f: (f / POLICY_FILE).write_text((f / POLICY_FILE).read_text().replace("52.5", "99.5")), "checksum"),
     "terminal control codes": (edit(name="\x1b[2J"), "control characters"),
+    "NaN": (edit(rho=float("nan")), "finite"),
+    "deep nesting": (edit(provenance=json.loads('{"x": ' + "[" * 100 + "]" * 100 + "}")), "nested"),
     "another schema": (edit(schema=3), "schema 3"),
     "unknown calibration": (edit(calibration=[{"kind": "x", "temperature": 1.0}] * 2), "not x"),
     "a depth of 10^9": (edit(max_depth=10**9), "max_depth"),
@@ -289,24 +291,21 @@ def test_a_damaged_folder_is_refused_or_decides(
 
 
 def test_a_policy_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, calls = save_pretrained(learned(), tmp_path / "p"), []
+    source, revisions = save_pretrained(learned(), tmp_path / "p"), []
 
     def fetch(name: str, **options: Any) -> str:
+        if name != "owner/policy":
+            raise ConnectionError("no\nroute")
         assert not {"*.py", "*.bin"} & set(options["allow_patterns"])
-        calls.append((name, options["revision"]))
+        revisions.append(options["revision"])
         shutil.copytree(source, options["local_dir"], dirs_exist_ok=True)
         return str(options["local_dir"])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert from_pretrained("owner/policy", revision="abc").name == load_policy("hub:owner/policy").name == "mine"
-    assert calls == [("owner/policy", "abc"), ("owner/policy", None)]
-
-    def fail(*args: Any, **options: Any) -> str:
-        raise ConnectionError("no\nroute")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert revisions == ["abc", None]
     with pytest.raises(PolicyError, match=r"fetched \(ConnectionError\)") as error:
-        load_policy("hub:owner/policy")
+        load_policy("hub:owner/other")
     assert "\n" not in str(error.value)
     for name in ("nowhere", "../up/x", "a/b/c"):
         with pytest.raises(PolicyError, match="hub repository"):
