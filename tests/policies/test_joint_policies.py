@@ -146,7 +146,7 @@ def test_adaptive_verification_takes_newton_steps() -> None:
     behind = type(state)(**{**{f: getattr(state, f) for f in state.__slots__}, "updates": np.array([0, 1])})
     behind.weights[0] = 9.0
     _, shared = policy.keep(step(0, [0.0, 0.0]), behind)
-    assert np.allclose(shared.weights, theta, rtol=1e-6)  # shared with a stream that was idle
+    assert np.allclose(shared.weights, theta, rtol=1e-6), "a stream that was idle has the weights of the batch"
 
 
 def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float) -> float:

@@ -30,7 +30,7 @@ from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived
 from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.policies.testing import play, same
-from steps import json_places
+from steps import damage_json
 from trees import make_tree_policy
 
 
@@ -158,22 +158,17 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a code path for a kind": (edit(kind="os:system"), "kind"),
     "an absolute path": (edit(files={WEIGHTS_FILE: "", "/etc/passwd": ""}), "/etc/passwd"),
     "a parent path": (edit(files={WEIGHTS_FILE: "", "../x.ubj": ""}), r"\.\./x\.ubj"),
-    "a lost booster": (edit(files={WEIGHTS_FILE: "", "accept.ubj": ""}), "accept.ubj"),
     "weights behind a link": (lambda f: linked(f / WEIGHTS_FILE), "link"),
     "a pipe for weights": (lambda f: ((f / WEIGHTS_FILE).unlink(), os.mkfifo(f / WEIGHTS_FILE)), "regular file"),
     "a folder within": (lambda f: (f / "sub").mkdir(), "sub"),
     "weights of 10 GB": (lambda f: os.truncate(f / WEIGHTS_FILE, 10 * 2**30), "10737418240 bytes"),
-    "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), WEIGHTS_FILE),
-    "no json": (lambda f: (f / POLICY_FILE).unlink(), POLICY_FILE),
     "an edit without a checksum": (
         lambda f: (f / POLICY_FILE).write_text((f / POLICY_FILE).read_text().replace("52.5", "99.5")), "checksum"),
     "terminal control codes": (edit(name="\x1b[2J"), "control characters"),
     "NaN": (edit(rho=float("nan")), "finite"),
     "deep nesting": (edit(provenance=json.loads('{"x": ' + "[" * 100 + "]" * 100 + "}")), "nested"),
     "another schema": (edit(schema=3), "schema 3"),
-    "unknown calibration": (edit(calibration=[{"kind": "x", "temperature": 1.0}] * 2), "not x"),
     "a depth of 10^9": (edit(max_depth=10**9), "max_depth"),
-    "a bool as rate": (edit(rho=True), "rho"),
 }  # fmt: skip
 
 
@@ -189,12 +184,6 @@ def test_a_malicious_folder_is_refused_and_nothing_is_unpickled(
         load_policy(folder)
     assert str(error.value).startswith("policy: ") and "\n" not in str(error.value) and len(str(error.value)) < 600
     assert not Path("/tmp/specstop-was-unpickled").exists()
-
-
-ODD_VALUES = (
-    None, True, -1, 0, 10**400, 1e308, "", "os:system", "/etc/passwd", "\x1b[2J", [], {}, [[[]]], [1] * 5000,
-    {"__reduce__": "os.system"}, float("nan"), float("inf"), "learned", ["top1"], "top1", -0.0, 3.5,
-)  # fmt: skip
 
 
 def damage_bytes(folder: Path, rng: random.Random) -> None:
@@ -219,16 +208,8 @@ def damage_bytes(folder: Path, rng: random.Random) -> None:
 
 
 def forge_json(folder: Path, rng: random.Random) -> None:
-    """Replace, remove or add an entry anywhere in the JSON file."""
     raw = read_index(folder)
-    holder, key = rng.choice(json_places(raw))
-    kind = rng.randrange(4)
-    if kind == 0:
-        del holder[key]
-    elif kind == 1 and isinstance(holder, dict):
-        holder[rng.choice(["code", "__class__", key + "x"])] = rng.choice(ODD_VALUES)
-    else:
-        holder[key] = rng.choice(ODD_VALUES)
+    damage_json(raw, rng)
     seal(folder, raw)
 
 
