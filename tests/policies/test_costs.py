@@ -149,40 +149,23 @@ def test_the_first_draft_step_of_a_batch_has_a_separate_price() -> None:
 
 # Measurements
 
-DEPTH = 3
 EXACT = 1e-6
-
-
-def measured(pace: Callable[[int], float] = lambda r: 1.0, repetitions: int = 12, jitter: float = 0.0) -> Profile:
-    """Return the profile of a machine that is `pace` times as slow in each repetition; a verification is 4, 5, ... ms."""
-    rng = np.random.default_rng(0)
-    costs: dict[Key, float] = {Key(m.DECISIONS, "confidence", (1,)): 6e-5, Key(m.DECISIONS, "confidence", (3,)): 1.4e-4}
-    for side in m.CONTEXTS:
-        costs |= {Key(m.PREFILL, side, (12 if side == "short" else 48,)): 6e-3, Key(m.PLAIN, side): 4e-3}
-        costs |= {Key(m.FIRST, side, (1,)): 1e-3, Key(m.FIRST, side, (2,)): 1.1e-3}
-        costs |= {Key(m.VERIFY, side, (n,)): (4 + n) * 1e-3 for n in range(DEPTH + 1)}
-        costs |= {Key(m.OUTSIDE, side, (n,)): 2e-4 + 1e-5 * n for n in range(DEPTH + 1)}
-        costs |= {Key(m.LATER, side, (n,)): (n - 1) * 1e-3 for n in range(2, DEPTH + 1)}
-    texts = []
-    for repetition in range(repetitions):
-        scale = {key: pace(repetition) * (1.0 + jitter * rng.standard_normal(5)) for key in costs}
-        texts.append({key: (s * scale[key]).tolist() for key, s in costs.items()})
-    return Profile.measured(collected(texts), (20.0, 60.0), DEPTH, 0.7, {"device": "none"})
 
 
 def draws(profile: Profile, count: int) -> list[Profile]:
     return [profile.resampled(np.random.default_rng(seed)) for seed in range(count)]
 
 
-def test_the_costs_are_the_timed_ones_and_draws_without_noise_equal_them() -> None:
-    profile = measured()
-    (draw,) = draws(profile, 1)
-    for one in (profile, draw):
-        assert one.low.verify_s == one.high.verify_s == pytest.approx([4e-3, 5e-3, 6e-3, 7e-3], rel=EXACT)
-        assert (one.low.draft_s, one.low.later_draft_s) == (pytest.approx((1e-3, 1.1e-3)), pytest.approx(1e-3))
-        assert (one.step_s, one.round_s) == pytest.approx((1e-5, 2e-4), rel=1e-4)
-        assert one.prefill_seconds(np.array([30])) == pytest.approx(6e-3)
-        assert one.decision("confidence") == pytest.approx((6e-5 + 1.4e-4) / 4, rel=EXACT)
+def test_costs_and_draws_of_timings_without_noise_are_exact(profile: Profile) -> None:
+    measured = timed_profile(profile, ["confidence"])
+    (draw,) = draws(measured, 1)
+    for one in (measured, draw):
+        for side, true in ((one.low, profile.low), (one.high, profile.high)):
+            assert side.verify_s == pytest.approx(true.verify_s, rel=EXACT)
+            assert (*side.draft_s, side.later_s) == pytest.approx((*true.draft_s, true.later_s), rel=EXACT)
+        assert (one.step_s, one.round_s) == pytest.approx((profile.step_s, profile.round_s), rel=1e-4)
+        assert one.prefill_seconds(np.array([30])) == pytest.approx(profile.prefill_seconds(np.array([30])), rel=1e-4)
+        assert one.decision("confidence") == pytest.approx(profile.decision("confidence"), rel=EXACT)
     assert not draw.measurements and draw.resampled(np.random.default_rng(1)) is draw
 
 
@@ -196,31 +179,31 @@ def test_a_first_draft_step_that_reads_several_tokens_has_no_price_of_a_later_st
     assert (*low.draft_s, low.later_s) == pytest.approx((6e-3, 6e-3, 2e-4), rel=EXACT)
 
 
-def test_a_slow_repetition_is_slow_for_all_costs_of_a_draw() -> None:
+def test_a_slow_repetition_is_slow_for_all_costs_of_a_draw(profile: Profile) -> None:
     """Every third repetition takes twice as long: the costs of a draw vary, their ratios do not."""
-    profile = measured(lambda repetition: 1.0 + (repetition % 3 == 0))
-    plain = np.array([draw.low.verify_s[0] for draw in draws(profile, 30)])
+    measured = timed_profile(profile, ["confidence"], paces=[2.0, 1.0, 1.0] * 4)
+    plain = np.array([draw.low.verify_s[0] for draw in draws(measured, 30)])
     assert plain.std() / plain.mean() > 0.05
-    for draw in draws(profile, 30):
-        share = draw.low.verify_s[0] / profile.low.verify_s[0]
-        assert draw.high.verify_s == pytest.approx([share * s for s in profile.high.verify_s], rel=1e-4)
-        assert draw.round_s == pytest.approx(share * profile.round_s, rel=1e-3)
-        assert draw.decision("confidence") == pytest.approx(share * profile.decision("confidence"), rel=1e-3)
+    for draw in draws(measured, 30):
+        share = draw.low.verify_s[0] / measured.low.verify_s[0]
+        assert draw.high.verify_s == pytest.approx([share * s for s in measured.high.verify_s], rel=1e-4)
+        assert draw.round_s == pytest.approx(share * measured.round_s, rel=1e-3)
+        assert draw.decision("confidence") == pytest.approx(share * measured.decision("confidence"), rel=1e-3)
 
 
 @pytest.mark.parametrize("repetitions", [6, 12])
-def test_costs_of_draws_scatter_as_students_t(repetitions: int) -> None:
+def test_costs_of_draws_scatter_as_students_t(profile: Profile, repetitions: int) -> None:
     """Variance of a mean of n repetitions, from themselves: (n - 1) / (n - 3) times s^2 / n."""
     noise = np.random.default_rng(3).standard_normal(repetitions)
-    profile = measured(lambda repetition: 1.0 + 0.05 * float(noise[repetition]), repetitions)
-    values = [draw.low.verify_s[2] for draw in draws(profile, 300)]
+    measured = timed_profile(profile, paces=(1.0 + 0.05 * noise).tolist())
+    values = [draw.low.verify_s[2] for draw in draws(measured, 300)]
     expected = 0.05 * noise.std(ddof=1) / repetitions**0.5 * ((repetitions - 1) / (repetitions - 3)) ** 0.5
-    assert np.std(values) / profile.low.verify_s[2] == pytest.approx(expected, rel=0.15)
+    assert np.std(values) / measured.low.verify_s[2] == pytest.approx(expected, rel=0.15)
 
 
-def test_a_phase_of_several_repetitions_is_drawn_in_one_piece() -> None:
+def test_a_phase_of_several_repetitions_is_drawn_in_one_piece(profile: Profile) -> None:
     """Slow for 5 repetitions of 10: draws of single repetitions would treat the phases as luck that evens out."""
-    slow, mixed = (measured(lambda r, n=n: 1.0 + (r % (2 * n) < n), 40) for n in (5, 1))  # type: ignore[misc]
+    slow, mixed = (timed_profile(profile, paces=([2.0] * n + [1.0] * n) * (20 // n)) for n in (5, 1))
     assert slow.noise is not None and slow.noise.block >= 3
     assert mixed.noise is not None and mixed.noise.block == 1
     scatter = [np.std([draw.low.verify_s[0] for draw in draws(p, 80)]) for p in (slow, mixed)]
@@ -231,10 +214,10 @@ def test_only_measured_costs_are_drawn(profile: Profile) -> None:
     """Costs that were edited stay; the decisions of the same profile are drawn."""
     rng = np.random.default_rng
     assert profile.resampled(rng(0)) is profile and profile.noise is None
-    whole = measured(jitter=0.1)
+    whole = timed_profile(profile, ["confidence"], jitter=0.1)
     first, again, other = (whole.resampled(rng(seed)).to_dict() for seed in (1, 1, 2))
     assert first == again != other
-    edited = dataclasses.replace(whole, low=dataclasses.replace(whole.low, verify_s=(1.0, 2.0, 3.0, 4.0)))
+    edited = dataclasses.replace(whole, low=dataclasses.replace(whole.low, verify_s=tuple(range(1, 8))))
     draw = edited.resampled(rng(0))
     assert draw.same_costs(edited.to_dict()) and edited.noise is None
     assert draw.decision("confidence") != edited.decision("confidence")

@@ -134,6 +134,15 @@ def extra(name: str, raw: bytes) -> Callable[[Path], None]:
     return forge
 
 
+def add_tensor(name: str, values: np.ndarray[Any, Any]) -> Callable[[Path], None]:
+    def forge(folder: Path) -> None:
+        write_weights(
+            folder, safetensors.numpy.save({**safetensors.numpy.load_file(folder / WEIGHTS_FILE), name: values})
+        )
+
+    return forge
+
+
 def linked(path: Path) -> None:
     outside = path.parent.parent / f"outside-{path.name}"
     shutil.move(path, outside)
@@ -168,6 +177,9 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "NaN": (edit(rho=float("nan")), "finite"),
     "deep nesting": (edit(provenance=json.loads('{"x": ' + "[" * 100 + "]" * 100 + "}")), "nested"),
     "another schema": (edit(schema=3), "schema 3"),
+    "survival tables of another depth": (
+        add_tensor("calibration.survival", np.tile(np.float32([0, 1]), (1, 5, 2, 1))), "4 depths, got 5"),
+    "an extra tensor": (add_tensor("head.more", np.zeros(1, dtype=np.float32)), "more"),
     "a depth of 10^9": (edit(max_depth=10**9), "max_depth"),
 }  # fmt: skip
 
