@@ -1,4 +1,4 @@
-"""A learned policy with every part of one."""
+"""Learned policies with random heads."""
 
 from __future__ import annotations
 

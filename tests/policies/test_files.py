@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from specstop.policies.files import (
 
 
 def names(folder: Path) -> list[str]:
-    """Return everything below a folder."""
+    """Return the relative paths of everything below a folder."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
 
 
@@ -270,19 +270,15 @@ def test_a_file_is_replaced_only_with_overwrite_and_with_the_mark(tmp_path: Path
 TRACED = {module.__file__ for module in (contextlib, files)}
 
 
-@contextlib.contextmanager
-def handled() -> Iterator[None]:
-    """Handle SIGINT as a command does."""
+@pytest.fixture
+def handler(handlers: None) -> None:
+    """Handle SIGINT as a command does; `handlers` restores the handler."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not uninterrupted.defer(lambda: signal.default_int_handler(number, None)):
             signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def interrupted(work: Callable[[], object], at: int) -> tuple[bool, bool]:
@@ -301,14 +297,13 @@ def interrupted(work: Callable[[], object], at: int) -> tuple[bool, bool]:
         return step if frame.f_code.co_filename in TRACED else None
 
     before = sys.gettrace()
-    with handled():
-        sys.settrace(enter)
-        try:
-            work()
-        except KeyboardInterrupt:
-            raised = True
-        finally:
-            sys.settrace(before)
+    sys.settrace(enter)
+    try:
+        work()
+    except KeyboardInterrupt:
+        raised = True
+    finally:
+        sys.settrace(before)
     return lines > at, raised
 
 
@@ -320,6 +315,7 @@ WORK: dict[str, Callable[[Path, str], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
@@ -346,12 +342,11 @@ def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
     assert read_files(folder) in states
 
 
+@pytest.mark.usefixtures("handler")
 def test_a_signal_waits_for_the_outermost_block() -> None:
     inner = False
-    with handled(), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), uninterrupted:
         with uninterrupted:
-            with uninterrupted:
-                signal.raise_signal(signal.SIGINT)
-            inner = True
-        pytest.fail("the signal was lost")
+            signal.raise_signal(signal.SIGINT)
+        inner = True
     assert inner

@@ -29,7 +29,7 @@ def step(depth: int, values: Sequence[float], batch: Sequence[int] | None = None
 
 
 def chains(drawn: Sequence[int], depth: int, hidden: bool = False) -> DraftTree:
-    """Return chains with so many drawn tokens."""
+    """Return chains of a depth, given the number of drawn tokens of each."""
     at = np.tile(np.arange(1, depth + 1), (len(drawn), 1))
     marks = at <= np.array(drawn)[:, None]
     return DraftTree(np.where(marks & (not hidden), 7, -1), at - 2, at, marks)

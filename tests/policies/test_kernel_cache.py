@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: code from other sources is never read, and every process has the same bits."""
+"""Compiled kernels on disk: code that was compiled from other sources is never used."""
 
 from __future__ import annotations
 

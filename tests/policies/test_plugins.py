@@ -148,9 +148,7 @@ def test_a_name_that_two_policies_have_is_refused_and_no_other(monkeypatch: pyte
         with pytest.raises(PolicyError, match=f"^policy: two policies are called {nouns}"):
             load_policy(spec)
     assert set(POLICIES.names()) - set(BUILTINS) == {"even"}
-    for name in ("even", *BUILTINS):
-        if name not in ("fixed", "entropy", "bandit"):  # the bandit has two of them as arms
-            assert load_policy(name).name.startswith(name)
+    assert load_policy("even").name == "even" and load_policy("roc").name == "roc:0.4"
 
 
 @pytest.mark.parametrize("name", ["a b", "a:b", "ä", "xxx/y", ""])
@@ -233,8 +231,6 @@ def test_the_package_is_listed_without_an_import_and_its_tests_pass(monkeypatch:
 def test_every_command_accepts_the_package(
     pair_options: list[object], traces: dict[float, Trace], profile: Profile, tmp_path: Path
 ) -> None:
-    (line,) = (p for p in result(cli("policies", "--json")) if p["name"] == "patience")
-    assert line["loads"] and line["module"] == "specstop_patience"
     texts = [
         result(cli("decode", "w7 w8", "w9", *pair_options, "--policy", name, "--json", "--max-new-tokens", 20))
         for name in ("patience?chances=1", "fixed:0")

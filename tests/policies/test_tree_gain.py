@@ -1,4 +1,4 @@
-"""The learned tree policy: its decisions against the formulas in plain numpy and against all sets of nodes."""
+"""The learned tree policy: its decisions against the formulas in plain numpy."""
 
 from __future__ import annotations
 
