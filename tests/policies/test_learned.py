@@ -13,7 +13,7 @@ from head_tensors import DRAFT, NAMES, TENSORS, draw, features, knots, random_po
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
-from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, build_rule
+from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, TrainingMetadata, build_rule
 from specstop.policies.rules import BatchRule, Derived, Rule, Threshold
 from specstop.train.fit.rules import derived_thresholds
 from steps import draft_step
@@ -154,6 +154,12 @@ def test_each_depth_is_recalibrated_before_the_next_factor(first: int, power: fl
 def test_survival_tables_that_are_no_monotone_maps_are_refused(damage: Any) -> None:
     with pytest.raises(PolicyError):
         SurvivalMaps(damage(survival_tables(power=0.2)))
+
+
+def test_a_policy_covers_all_temperatures_between_those_of_its_traces() -> None:
+    several, one = TrainingMetadata(temperature=(0.0, 0.7, 1.0)), TrainingMetadata(temperature=0.7)
+    assert [several.covers(t) for t in (0.0, 0.3, 1.0, 1.2)] == [True, True, True, False]
+    assert one.covers(0.7) and not one.covers(0.0)
 
 
 # Stop rules

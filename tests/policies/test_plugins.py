@@ -1,4 +1,4 @@
-"""Policies by name: built-ins, folders, and plugins, from the pages of the tutorial to every command."""
+"""Policies by name: built-ins, folders, and plugins, including the package of the tutorial."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Answer, cli
 from learned_policies import learned
-from specstop.collect.store import Trace, load_trace
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError, SpecstopWarning
-from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
 from specstop.policies.storage import save_policy
 
@@ -202,7 +201,7 @@ def pair_options(pair_folder: Path) -> list[object]:
     return ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
 
 
-def result(answer: Answer) -> object:
+def result(answer: Answer) -> Any:
     assert answer.code == 0, answer.err
     return json.loads(answer.out)
 
@@ -215,38 +214,21 @@ def test_the_page_contains_the_package_in_examples() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_package_is_listed_without_an_import_and_its_tests_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_listed_without_an_import_decodes_and_passes_its_tests(
+    pair_options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (row,) = (p for p in POLICIES.listed() if p.name == "patience")
     assert (row.where, row.module, row.problem) == ("specstop-patience 0.1", "specstop_patience", "")
     with pytest.raises(PolicyError, match="chance"):
         load_policy("patience?chances=0")
+    command = ["decode", "w7 w8", "w9", *pair_options, "--json", "--max-new-tokens", 20, "--policy"]
+    ours, plain = (result(cli(*command, name)) for name in ("patience?chances=1", "fixed:0"))
+    assert ours["texts"] == plain["texts"] and ours["drafted"] > 0 == plain["drafted"]
     monkeypatch.syspath_prepend(EXAMPLE / "tests")
     case = importlib.import_module("test_patience").TestPatience()
     for name in (name for name in dir(case) if name.startswith("test_")):
         getattr(case, name)()
     sys.modules.pop("test_patience")
-
-
-@pytest.mark.usefixtures("installed")
-def test_every_command_accepts_the_package(
-    pair_options: list[object], traces: dict[float, Trace], profile: Profile, tmp_path: Path
-) -> None:
-    texts = [
-        result(cli("decode", "w7 w8", "w9", *pair_options, "--policy", name, "--json", "--max-new-tokens", 20))
-        for name in ("patience?chances=1", "fixed:0")
-    ]
-    assert texts[0]["texts"] == texts[1]["texts"] and texts[0]["drafted"] > 0 == texts[1]["drafted"]
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w7 w8"}\n{"prompt": "w9 w20 w8"}\n')
-    options = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "live", "--depth", 4, "--quiet"]
-    options += ["--max-new-tokens", 20, "--collector", "live", "--policy", "patience?chances=1&max_depth=4"]
-    assert cli("collect", *pair_options, *options).code == 0
-    header = load_trace(tmp_path / "live").header
-    assert (header.collector, header.policy) == ("live", "patience:1")
-    profile.with_decisions({"patience": 1e-5}).save(tmp_path / "profile.json")
-    options = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out"]
-    name = "patience?chances=3&max_depth=4"
-    report = result(cli("evaluate", *options, tmp_path / "report", "--policy", name, "--json"))
-    assert name in [line["name"] for line in report["lines"]], "as it was typed"
 
 
 @pytest.mark.usefixtures("installed")
