@@ -17,14 +17,7 @@ import pytest
 import specstop.policies.files as files
 from commands import files as read_files
 from specstop.policies.errors import InputError
-from specstop.policies.files import (
-    MANIFEST,
-    prepare_output_dir,
-    prepare_output_file,
-    staged_folder,
-    uninterrupted,
-    write_atomic,
-)
+from specstop.policies.files import MANIFEST, prepare_output_dir, prepare_output_file, staged_folder, uninterrupted
 
 
 def names(folder: Path) -> list[str]:
@@ -308,7 +301,7 @@ def interrupted(work: Callable[[], object], at: int) -> tuple[bool, bool]:
 
 
 WORK: dict[str, Callable[[Path, str], object]] = {
-    "a file": lambda folder, text: write_atomic(folder / "a", text),
+    "a file": lambda folder, text: files.write_atomic(folder / "a", text),
     "a result": lambda folder, text: write_result(folder / "out", "sub/x", "y", text=text),
     "a check of outputs": lambda folder, text: (
         prepare_output_dir(folder / "b"), prepare_output_file(folder / "c", b"")),

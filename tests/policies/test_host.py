@@ -18,14 +18,7 @@ from specstop.decode.profile import add_decisions
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.host import (
-    PolicyHost,
-    is_trusted,
-    put,
-    take,
-    validate_policy,
-    with_costs,
-)
+from specstop.policies.host import PolicyHost, is_trusted, put, take, validate_policy, with_costs
 from specstop.policies.profile import Profile
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.testing import keys, make_step, make_tree

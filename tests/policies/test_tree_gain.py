@@ -59,14 +59,13 @@ def make_drawn(seed: int, streams: int = 1, parent: Array = PARENT) -> DraftTree
     return DraftTree(*(np.tile(values, (streams, 1)) for values in (parent, parent, depths_of(parent))), drawn)
 
 
-def play_steps(policy: TreeGain, steps: Sequence[DraftStep]) -> tuple[list[Array], State]:
-    """Return the kept branches of each depth, and the state after the last one."""
+def play_steps(policy: TreeGain, steps: Sequence[DraftStep]) -> State:
+    """Return the state after the last step."""
     streams = len(steps[0].alive)
-    state, kept = policy.start(streams, np.arange(streams)), []
+    state = policy.start(streams, np.arange(streams))
     for step in steps:
-        mask, state = policy.keep(step, state)
-        kept.append(mask)
-    return kept, state
+        _, state = policy.keep(step, state)
+    return state
 
 
 class Reference:
@@ -241,7 +240,7 @@ def test_decisions_follow_the_formulas_for_random_prices_trees_and_ties(seed: in
     # A part of the batch has the same bits.
     at, names = slice(7, 9), ("alive", "parent", "features", "batch")
     parts = [dataclasses.replace(step, **{name: getattr(step, name)[at].copy() for name in names}) for step in steps]
-    _, part_state = play_steps(policy, parts)
+    part_state = play_steps(policy, parts)
     assert all(np.array_equal(one, many[at]) for one, many in zip(part_state, state, strict=True))
     part = DraftTree(*(values[at].copy() for values in (tree.tokens, tree.parent, tree.depth, tree.drawn)))
     assert np.array_equal(policy.node_survival(part, part_state), values[at])
@@ -250,5 +249,5 @@ def test_decisions_follow_the_formulas_for_random_prices_trees_and_ties(seed: in
 
 def test_the_state_of_another_tree_is_not_used() -> None:
     policy, tree = make_tree_policy(), make_drawn(2)
-    _, state = play_steps(policy, make_steps(policy, 1, parent=np.array([-1, -1, -1, -1, 0])))
+    state = play_steps(policy, make_steps(policy, 1, parent=np.array([-1, -1, -1, -1, 0])))
     assert np.array_equal(policy.node_survival(tree, state), policy.node_survival(tree, None))
