@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"
 
 MODULE = """
+print("noise at import")
 import dataclasses
 import torch
 from specstop.policies.contract import StopPolicy
@@ -241,15 +242,18 @@ def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
         load_policy("patience")
 
 
+@pytest.mark.usefixtures("plugin")
 def test_plugins_that_do_not_load_are_listed_with_the_reason(
     pair_options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Output of a plugin is not in the result."""
     values = {"gone": "no_such_module:X", "five": "math:pi", "entropy": "math:tau"}
-    points = [EntryPoint(name, value, POLICIES.group) for name, value in values.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
-    rows = result(cli("policies", "--json"))
+    declare(monkeypatch, **values, even="even_plugin:Even")
+    answer = cli("policies", "--json")
+    rows = result(answer)
+    assert "noise at import" in answer.err
     problems = {row["name"]: row["problem"] for row in rows if not row["loads"]}
-    assert problems.keys() == values.keys() and len(rows) == len(BUILTINS) + 2
+    assert problems.keys() == values.keys() and len(rows) == len(BUILTINS) + 3
     for name, noun in {"gone": "no_such_module", "five": "math:pi", "entropy": "built-in"}.items():
         assert noun in problems[name]
     assert cli("policies").code == 0
