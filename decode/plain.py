@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..policies.arguments import check_token_ids
 from .models.attention import Part
 from .models.cuda import open_cache
 from .models.device import download
 from .models.outputs import broken, stored
 from .models.pair import Pair
 from .models.view import hidden_width
+from .prompts import as_token_ids
 from .settings import sampling_of
 from .verify.noise import gumbel, target_tokens
 from .verify.sampler import BatchSampler, require_token
@@ -71,7 +71,7 @@ def plain_texts(
         PairError: the target returns logits that are not finite.
         InputError: a processor cannot be called for any prefix, or a grammar and other options leave no token.
     """
-    check_token_ids(prompts)
+    prompts = list(map(as_token_ids, prompts))
     device, batch = pair.device, len(prompts)
     pair.check_prompts(prompts)
     capacity, reading = max(map(len, prompts)) + max_new_tokens, pair.readings[0]

@@ -41,7 +41,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from ...policies.errors import PairError
 from ...policies.files import strict_loads
-from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash
+from .placement import ADAPTED, DeviceMap, call_from, is_plain, is_quantised, kept_as_is, model_hash
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
@@ -248,7 +248,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     attention: str | None = None,
-    places: Places | None = None,
+    device_map: DeviceMap | None = None,
 ) -> PreTrainedModel:
     """Build a model and load all of its weights.
 
@@ -256,7 +256,7 @@ def load_model(
         checkpoint: From `open_checkpoint`.
         device, dtype: Of the model; a quantised one keeps the types it was saved with.
         attention: Attention backend; None = the choice of the library.
-        places: Devices of its layers (`placement.check_device_map`) if not `device`, from which it is called nevertheless.
+        device_map: Devices of its layers (`placement.check_device_map`) if not `device`, from which it is called nevertheless.
 
     Raises:
         PairError: A tensor is missing, unexpected, of another shape or not finite, or the library cannot load it.
@@ -272,11 +272,13 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report
-            device_map={"": device} if quantised and places is None else places,  # quantised models may not be movable
+            device_map={"": device}
+            if quantised and device_map is None
+            else device_map,  # quantised models may not be movable
             adapter_kwargs={"subfolder": "none"},  # no adapter in the folder of the model: it is applied below
         )
         _check_report(model, report, quantised)
-        if places is None and not quantised:
+        if device_map is None and not quantised:
             model = model.to(device)  # type: ignore[arg-type]
         if checkpoint.adapter:
             model = _apply_adapter(model.eval(), checkpoint.adapter)

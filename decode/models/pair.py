@@ -19,7 +19,7 @@ from ..topology import Topology
 from .attention import LAYER_TYPES
 from .engine import choose_engine, speed_up
 from .loading import check_memory, load_model, load_tokenizer, open_checkpoint, unwrap
-from .placement import call_from, check_device_map, is_placed, kept_as_is, model_hash, place_of, warn_once
+from .placement import call_from, calling_device, check_device_map, is_placed, kept_as_is, model_hash, warn_once
 from .self_check import check_model
 from .view import READS_ALL, LongRope, Reading, long_rope, readable, scored_tokens
 
@@ -140,10 +140,10 @@ def join(
         PairError: The models are on different devices, do not fit together, or cannot be rolled back.
     """
     target, draft = unwrap(target, "target"), None if draft is None else unwrap(draft, "draft")
-    home = place_of(target) if draft is None else None
+    home = calling_device(target) if draft is None else None
     pair = Pair(target, draft, tokenizer, scored_tokens(target), _eos(target, tokenizer), home=home)
     if is_placed(target):
-        call_from(target, place_of(target))
+        call_from(target, calling_device(target))
     elif draft is not None and target.device != draft.device:
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in pair.models.items():
@@ -207,7 +207,7 @@ def load_pair(
     Raises:
         PairError: A model cannot be loaded, the models do not fit together, or they do not fit into memory.
     """
-    kind, where, places = check_dtype(dtype), check_device(device), check_device_map(device_map)
+    kind, where, parsed_map = check_dtype(dtype), check_device(device), check_device_map(device_map)
     checkpoints = [open_checkpoint(target, "--target")]
     if draft is not None:
         checkpoints.append(open_checkpoint(draft, "--draft"))
@@ -218,10 +218,10 @@ def load_pair(
                 f"target and draft must share one tokenizer, but {target} has {len(tokenizer)} tokens and {draft} has "
                 f"{len(other)}, not the same ones; choose a draft of the target's family"
             )
-    check_memory(checkpoints if places is None else checkpoints[1:], where, kind)
+    check_memory(checkpoints if parsed_map is None else checkpoints[1:], where, kind)
     # The draft first: the target is distributed over the memory that it leaves.
     draft_model = None if draft is None else load_model(checkpoints[1], where, kind, attention)
-    pair = join(load_model(checkpoints[0], where, kind, attention, places), draft_model, tokenizer)
+    pair = join(load_model(checkpoints[0], where, kind, attention, parsed_map), draft_model, tokenizer)
     return with_engine(dataclasses.replace(pair, home=where) if draft is None else pair, engine)
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import strict_loads
 
-Places = str | dict[str, Any]
+DeviceMap = str | dict[str, Any]
 """A strategy of accelerate, or devices (including `cpu` and `disk`) by module name."""
 
 ADAPTED = "specstop_adapted_hash"
@@ -30,7 +30,7 @@ _SAMPLES = 64
 _WARNED: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
-def check_device_map(text: str | None) -> Places | None:
+def check_device_map(text: str | None) -> DeviceMap | None:
     """Return the value of `--device-map`: a strategy of accelerate, a device, or from JSON devices by module.
 
     Raises:
@@ -52,7 +52,7 @@ def is_placed(model: PreTrainedModel) -> bool:
     return hasattr(model, "_hf_hook")
 
 
-def place_of(model: PreTrainedModel) -> torch.device:
+def calling_device(model: PreTrainedModel) -> torch.device:
     """Return the device from which to call a model."""
     hook: Any = getattr(model, "_hf_hook", None)
     return torch.device(model.device if hook is None else hook.execution_device)

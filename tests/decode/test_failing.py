@@ -140,7 +140,7 @@ def test_where_token_ids_are_expected_a_text_is_refused(pair):
     speculator = Speculator(pair, FixedLength(2), Settings(0.0, 4))
     plain = functools.partial(plain_texts, pair, keys=[0], max_new_tokens=4)
     for function in (speculator.run, lambda one: speculator.run([Request(one)]), speculator.generate, plain):
-        with pytest.raises(InputError, match="prompts: expected"):
+        with pytest.raises(InputError, match="expected"):
             function(text)
 
 
