@@ -127,22 +127,6 @@ class BenchResult(list[BenchLine]):
         """Return the table as a `pandas.DataFrame`."""
         return self.table.to_pandas()
 
-    def plot(self) -> Any:
-        """Return a matplotlib figure of the ratios to plain decoding, with intervals."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 1 + 0.35 * len(self)), layout="constrained")
-        axes, shown_lines = figure.subplots(), [line for line in self if line.failure is None]
-        values = [line.ratio.value for line in shown_lines]
-        ends = [(line.ratio.low or line.ratio.value, line.ratio.high or line.ratio.value) for line in shown_lines]
-        errors = [[value - low, high - value] for value, (low, high) in zip(values, ends, strict=True)]
-        axes.errorbar(values, range(len(values)), xerr=np.abs(np.array(errors)).T, fmt="o", capsize=3)
-        axes.set(yticks=range(len(values)), yticklabels=[line.name for line in shown_lines])
-        axes.set(xlabel="tokens/s, plain decoding = 1")
-        axes.axvline(1.0, color="gray", linewidth=1)
-        axes.invert_yaxis()
-        return figure
-
     def __repr__(self) -> str:
         return repr(self.table)
 

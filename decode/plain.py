@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..policies.arguments import check_limits
+from ..policies.errors import InputError
 from .models.attention import Part
 from .models.cuda import open_cache
 from .models.device import download
@@ -69,9 +71,15 @@ def plain_texts(
 
     Raises:
         PairError: the target returns logits that are not finite.
-        InputError: a processor cannot be called for any prefix, or a grammar and other options leave no token.
+        InputError: there is no prompt, a prompt is empty, an option is out of range, the numbers of prompts and keys
+            differ, a processor cannot be called for any prefix, or a grammar and other options leave no token.
     """
+    check_limits(temperature=temperature, max_new_tokens=max_new_tokens)
     prompts = list(map(as_token_ids, prompts))
+    if not prompts or not all(prompts):
+        raise InputError("prompts: expected at least one prompt, and at least one token in each")
+    if len(keys) != len(prompts):
+        raise InputError(f"keys: expected one for each of {len(prompts)} prompts, not {len(keys)}")
     device, batch = pair.device, len(prompts)
     pair.check_prompts(prompts)
     capacity, reading = max(map(len, prompts)) + max_new_tokens, pair.readings[0]

@@ -256,14 +256,16 @@ def load_model(
         checkpoint: From `open_checkpoint`.
         device, dtype: Of the model; a quantised one keeps the types it was saved with.
         attention: Attention backend; None = the choice of the library.
-        device_map: Devices of its layers (`placement.check_device_map`) if not `device`, from which it is called nevertheless.
+        device_map: Devices of its layers (`placement.check_device_map`); None = `device`, from which it is always called.
 
     Raises:
         PairError: A tensor is missing, unexpected, of another shape or not finite, or the library cannot load it.
     """
     library: Any = AutoModelForCausalLM  # with its loading info, it returns a tuple
     model: PreTrainedModel
-    quantised = is_quantised(checkpoint.config)
+    quantised, is_mapped = is_quantised(checkpoint.config), device_map is not None
+    if quantised and not is_mapped:
+        device_map = {"": device}  # quantised models may not be movable
     with _library_errors(checkpoint.option, checkpoint.name):
         model, report = library.from_pretrained(
             checkpoint.where,
@@ -272,13 +274,11 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report
-            device_map={"": device}
-            if quantised and device_map is None
-            else device_map,  # quantised models may not be movable
+            device_map=device_map,
             adapter_kwargs={"subfolder": "none"},  # no adapter in the folder of the model: it is applied below
         )
         _check_report(model, report, quantised)
-        if device_map is None and not quantised:
+        if not is_mapped and not quantised:
             model = model.to(device)  # type: ignore[arg-type]
         if checkpoint.adapter:
             model = _apply_adapter(model.eval(), checkpoint.adapter)

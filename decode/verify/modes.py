@@ -1,7 +1,7 @@
 """The verification modes: how candidates are drawn, and which of them are accepted.
 
-p and q are the distributions of target and draft, after temperature and filters. At temperature 0 all modes but `typical` are
-greedy matching.
+p and q are the distributions of target and draft, after temperature and filters. At temperature 0 every mode is greedy
+matching (`find_mode`).
 """
 
 from __future__ import annotations
