@@ -304,9 +304,9 @@ def run_alternating(
             method = methods[at]
             # A method that carries state from text to text must not decode a text twice.
             for _ in range(1 if isinstance(method, Speculator) and method.carries else MAX_TRIES):
-                before = Recorded.fresh
+                before = Recorded.not_replayed
                 generations = method.run(turn)
-                recorded = Recorded.fresh - before
+                recorded = Recorded.not_replayed - before
                 if not recorded:
                     break
             texts[at] += generations
@@ -323,16 +323,16 @@ def _warm_up(method: Method, turns: Sequence[Sequence[Request]], batch: int) -> 
     method.run(turns[0][:batch] if turns else [])
     if not isinstance(method, Speculator):
         return
-    if Recorded.fresh:
+    if Recorded.not_replayed:
         lengths = [len(request.prompt) for turn in turns for request in turn]
         if method.batch == 1 and method.topology.is_chain:
             method.prepare(range(min(lengths) + 1, max(lengths) + method.settings.max_new_tokens + 1))
         for _ in range(MAX_REHEARSALS):
-            before = Recorded.fresh
+            before = Recorded.not_replayed
             method.reset()
             for turn in turns:
                 method.run(turn)
-            if Recorded.fresh == before:
+            if Recorded.not_replayed == before:
                 break
     method.reset()  # forget the state that a policy carries from text to text
 

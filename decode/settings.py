@@ -75,21 +75,21 @@ class Settings:
         Raises:
             InputError: a default or a processor cannot be applied.
         """
-        return replace(self, sampling=sampling_of(pair, self.sampling, self.max_new_tokens))
+        return replace(self, sampling=resolve_sampling(pair, self.sampling, self.max_new_tokens))
 
     def for_policy(self, policy: StopPolicy) -> Settings:
         """Return the settings with the tree that a policy was trained for, unless they have one."""
-        tree = tree_of(policy)
+        tree = policy_tree(policy)
         return self if tree is None or self.tree is not None else replace(self, tree=tree.name)
 
 
-def sampling_of(pair: Pair, sampling: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
+def resolve_sampling(pair: Pair, sampling: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
     """Return parameters with the defaults of the target (`SamplingParams.with_defaults`) and checked processors."""
     config = getattr(pair.target, "generation_config", None)
     return sampling.with_defaults(config, max_new_tokens).checked(pair.vocabulary, pair.device)
 
 
-def inherited_text(pair: Pair, settings: Settings) -> str:
+def describe_model_defaults(pair: Pair, settings: Settings) -> str:
     """Return a sentence with the sampling defaults of the pair's target that a run has; "" if there are none."""
     applied = settings.for_pair(pair).sampling.options
     if settings.temperature == 0:
@@ -101,7 +101,7 @@ def inherited_text(pair: Pair, settings: Settings) -> str:
     return f"the target's generation_config sets {', '.join(words)}" if words else ""
 
 
-def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
+def policy_tree(policy: StopPolicy, key: str = "tree") -> Topology | None:
     """Return the tree that a policy was trained for, or with `priced_tree` the tree of its costs; None for chains."""
     name = policy.metadata.metrics.get(key) if isinstance(policy, TreeGain) else None
     return parse_tree(name) if isinstance(name, str) else None

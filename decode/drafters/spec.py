@@ -152,7 +152,7 @@ def reads_states(name: str) -> bool:
     return any(part.name in NETWORKS for part in parse_spec(name))
 
 
-def paths_of(name: str) -> list[str]:
+def spec_paths(name: str) -> list[str]:
     """Return the folders and files that a spec names."""
     return [part.path for part in parse_spec(name) if part.path]
 

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from ...policies.errors import InputError
 from .attention import LayerMasks, backend_mask, causal, grouped_attention
 from .device import can_widen, fused, wide_linear
-from .placement import is_modified, kept_as_is, modified_module
+from .placement import is_modified, modified_module, replacement_refusal
 
 ENGINES = ("auto", "plain", "packed", "compact")
 
@@ -49,7 +49,7 @@ def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     """
     if engine not in ENGINES:
         raise InputError(f"--engine: expected one of {', '.join(ENGINES)}, not {engine!r}")
-    kept = kept_as_is(model)
+    kept = replacement_refusal(model)
     refusals = {"packed": kept or packed_refusal(model.device, model.dtype), "compact": kept or compact_refusal(model)}
     if engine == "auto":
         if not refusals["compact"] and (model.device.type == "cuda" or not refusals["packed"]):

@@ -41,7 +41,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from ...policies.errors import PairError
 from ...policies.files import strict_loads
-from .placement import ADAPTED, DeviceMap, call_from, is_plain, is_quantised, kept_as_is, model_hash
+from .placement import ADAPTED, DeviceMap, call_from, is_plain, is_quantised, model_hash, replacement_refusal
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
@@ -370,7 +370,7 @@ def _apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
         for problem, keys in (("lack", load_result.missing_keys), ("have an unknown", load_result.unexpected_keys)):
             if keys:
                 raise ValueError(f"the adapter's weights {problem} {keys[0]}")
-        if model.dtype in (torch.float32, torch.float64) and not kept_as_is(model):
+        if model.dtype in (torch.float32, torch.float64) and not replacement_refusal(model):
             # If merging fails, the remaining adapter layers are kept. They compute the same function.
             with contextlib.suppress(ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError):
                 wrapped.base_model.merge_and_unload(safe_merge=True)

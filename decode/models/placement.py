@@ -77,7 +77,7 @@ def is_quantised(config: Any) -> bool:
     return bool(getattr(config, "quantization_config", None))
 
 
-def kept_as_is(model: PreTrainedModel) -> str:
+def replacement_refusal(model: PreTrainedModel) -> str:
     """Return why the layers of a model cannot be replaced, or an empty string."""
     if is_placed(model):
         devices = dict.fromkeys(map(str, getattr(model, "hf_device_map", {}).values()))
@@ -128,7 +128,7 @@ def is_plain(tensor: Tensor) -> bool:
     return not hasattr(tensor, "__tensor_flatten__")
 
 
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors of a model by name. Offloaded tensors are loaded, tensor subclasses are split into parts."""
 
     def parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +157,7 @@ def model_hash(model: PreTrainedModel) -> str:
     if stored := getattr(model, ADAPTED, ""):
         return str(stored)
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in tensors(model):
+    for name, tensor in iterate_tensors(model):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
         if sample.is_floating_point() and sample.dtype.itemsize == 1:

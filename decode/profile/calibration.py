@@ -46,7 +46,7 @@ from ..prompts import Prompts, encode_prompts
 from ..records import Generation, Round
 from ..settings import Settings
 from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
-from .decisions import decision_case, whole_rounds
+from .decisions import complete_rounds, decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .scripts import BatchScript, ChainScript, TreeScript
 
@@ -119,7 +119,7 @@ def measure_profile(
     run = calibration(new_tokens=new_tokens)
     # Of policies that share a `cost_name` the last is timed, for all.
     decisions = {p.cost_name: decision_case(pair, p, tokens, run.settings, None) for p in as_policies(policies)}
-    cases = {**run.cases(), **run.warmed(decisions)}
+    cases = {**run.cases(), **run.with_warm_up(decisions)}
     return run.profile(facts, measure(cases, effort, clock=clock, progress=progress))
 
 
@@ -130,7 +130,7 @@ def _affordable_tokens(probe: CalibrationRun, maximum: int, effort: Effort, cloc
     probe.play(1)
     token_s = (clock() - begin) / probe.settings.max_new_tokens
     warm_ups = len(WARM_UP_KEYS) if probe.on_host else MAX_WARM_UPS  # the warm-up is a part of the budget
-    text_s = effort.budget_s / (effort.fewest + warm_ups)
+    text_s = effort.budget_s / (effort.quiet_after + warm_ups)
     return maximum if token_s * maximum <= text_s else min(maximum, max(MIN_TOKENS, int(text_s / token_s)))
 
 
@@ -165,7 +165,7 @@ class CalibrationRun:
         options: dict[str, Any] = {"ignore_eos": True, "sampling": sampling, "verification": verification}
         self.settings = Settings(temperature, new_tokens, depth, **options).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
-        self._lengths = two_lengths(pair.readable, prompts, new_tokens)
+        self._lengths = prompt_lengths(pair.readable, prompts, new_tokens)
         # After a drafting round a plain one runs on cold caches: plain decoding is timed in separate texts.
         self._script, self._plain = (
             Speculator(pair, policy, self.settings) for policy in (ChainScript(depth), FixedLength(0))
@@ -191,9 +191,9 @@ class CalibrationRun:
     def cases(self) -> dict[str, Case]:
         """Return what is timed in turns: chains with plain decoding and trees, and each batch size."""
         batches = {f"batch {size}": partial(self._batch, size) for size in self._batches}
-        return self.warmed({"rounds": self._rounds, **batches})
+        return self.with_warm_up({"rounds": self._rounds, **batches})
 
-    def warmed(self, cases: Mapping[str, Case]) -> dict[str, Case]:
+    def with_warm_up(self, cases: Mapping[str, Case]) -> dict[str, Case]:
         """Return cases that are repeated while a GPU records calls: with other texts to warm up, else with the same."""
         return {name: partial(self._repeat, case) for name, case in cases.items()}
 
@@ -204,8 +204,8 @@ class CalibrationRun:
         for turn in range(tries):
             for side, length in zip(self._contexts, lengths, strict=True):
                 del side[length:]
-            before, seconds = Recorded.fresh, case(number or turn)
-            if Recorded.fresh == before and (number or turn):
+            before, seconds = Recorded.not_replayed, case(number or turn)
+            if Recorded.not_replayed == before and (number or turn):
                 break
         if not number:
             for side, length in zip(self._contexts, lengths, strict=True):
@@ -251,7 +251,7 @@ class CalibrationRun:
         texts = [self._texts(number * size + at) for at in range(size)]  # each stream another text
         for context, side, prompts in zip(self._contexts, CONTEXTS, zip(*texts, strict=True), strict=True):
             requests = [Request(prompt, number) for prompt in prompts]
-            scripted, plain = (whole_rounds(run.run(requests)) for run in self._batches[size])
+            scripted, plain = (complete_rounds(run.run(requests)) for run in self._batches[size])
             for parts in scripted[min(SETTLING_ROUNDS, len(scripted) // 4) :]:
                 _add_batch_round(timed, side, parts)
             for parts in plain[min(SETTLING_ROUNDS, len(plain) // 4) :]:
@@ -262,7 +262,7 @@ class CalibrationRun:
 
     def _texts(self, number: int) -> list[list[int]]:
         """Return the short and the long prompt of a repetition."""
-        return [stretch(self._prompts, length, number) for length in self._lengths]
+        return [repeat_prompts(self._prompts, length, number) for length in self._lengths]
 
 
 def _add_text(
@@ -300,7 +300,7 @@ def _add_batch_round(timed: dict[Key, list[float]], side: str, parts: Sequence[R
             timed[Key(BATCH_DRAFTS, side, (len(drafting), steps))].append(sum(r.draft_s for r in parts))
 
 
-def two_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
+def prompt_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
     """Return the lengths of the short and the long prompt."""
     if not prompts or not all(prompts):
         raise InputError("profile: expected at least one prompt, and none empty")
@@ -311,7 +311,7 @@ def two_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int
     return short, long
 
 
-def stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
+def repeat_prompts(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
     """Return `length` tokens of the prompts laid end to end, beginning with prompt `start`."""
     tokens: list[int] = []
     while len(tokens) < length:

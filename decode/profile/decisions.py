@@ -62,7 +62,7 @@ def decision_case(
         if failure := next((text.failure for text in texts if text.failure is not None), None):
             raise failure
         # For a single text, the round that ends it has the usual decisions.
-        for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
+        for parts in complete_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
             if calls := max(r.decisions for r in parts):
                 # Each stream's record has its share.
                 seconds[Key(DECISIONS, policy.cost_name, (calls,))].append(sum(r.policy_s for r in parts))
@@ -71,7 +71,7 @@ def decision_case(
     return case
 
 
-def whole_rounds(texts: Sequence[Generation]) -> list[list[Round]]:
+def complete_rounds(texts: Sequence[Generation]) -> list[list[Round]]:
     """Return the rounds of texts that began together, until one of them ends."""
     rounds = [list(parts) for parts in zip(*(text.rounds for text in texts), strict=False)]  # to the shortest
     return [parts for parts in rounds if not any(r.cut for r in parts)]
@@ -153,12 +153,14 @@ def add_decisions(
     for policy in policies:
         validate_policy(policy)
     for policy in missing_decisions(profile, policies).values():
-        timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths, profile, tree)
+        timed = measure_decision(
+            policy, vocabulary, profile.temperature, profile_device(profile), widths, profile, tree
+        )
         profile = profile.with_measured_decisions(timed)
     return profile
 
 
-def device_of(profile: Profile) -> torch.device:
+def profile_device(profile: Profile) -> torch.device:
     """Return the device that a profile was measured on: what a decision costs depends on where the logits are.
 
     If this machine lacks it, a warning is issued and the CPU is returned.

@@ -44,7 +44,7 @@ class Effort:
     """
 
     budget_s: float = BUDGET_S
-    fewest: int = MIN_QUIET
+    quiet_after: int = MIN_QUIET
     repetitions: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Effort:
         """Whether a case has been timed often enough, the budget aside."""
         if self.repetitions is not None:
             return len(timed) >= self.repetitions
-        if len(timed) < self.fewest or len(timed) % (1 + len(timed) // JUDGED_EACH):
+        if len(timed) < self.quiet_after or len(timed) % (1 + len(timed) // JUDGED_EACH):
             return False
         noise = judge(collected(timed))
         return noise is None or not noise.is_noisy
@@ -79,7 +79,9 @@ def measure(
         All timings of all cases, without those of the warm-up.
     """
     effort, begin, done, number = effort or Effort(), clock(), 0, 0
-    planned = (1 + (effort.repetitions or effort.fewest)) * len(cases)  # with the warm-up, which may take minutes too
+    planned = (1 + (effort.repetitions or effort.quiet_after)) * len(
+        cases
+    )  # with the warm-up, which may take minutes too
     timed: dict[str, list[Seconds]] = {name: [] for name in cases}
     progress("profile", done, planned)
     turns = list(cases)

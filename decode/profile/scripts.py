@@ -11,7 +11,7 @@ import numpy as np
 from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..verify.noise import mix_one
 
-TWICE = 2
+REPEATS = 2
 """Times in a row that a length comes: a size that comes again, as half of them do, is a little cheaper."""
 
 BATCH_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32)
@@ -45,7 +45,7 @@ def _rounds(state: State) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def shuffled(cards: int, key: int, deck: int) -> list[int]:
+def seeded_permutation(cards: int, key: int, deck: int) -> list[int]:
     """Return a permutation of 0..cards - 1 that depends on the key and the deck, the same in every process."""
     return random.Random(f"{key} {deck}").sample(range(cards), cards)
 
@@ -72,8 +72,10 @@ class ChainScript(Script):
         return self._with_lengths(super().observe(outcome, state[:2]))
 
     def _with_lengths(self, state: State) -> State:
-        places = [(key, *divmod(number // TWICE, self.max_depth + 1)) for key, number in _rounds(state)]
-        return *state, np.array([[shuffled(self.max_depth + 1, key, deck)[place]] for key, deck, place in places])
+        places = [(key, *divmod(number // REPEATS, self.max_depth + 1)) for key, number in _rounds(state)]
+        return *state, np.array(
+            [[seeded_permutation(self.max_depth + 1, key, deck)[place]] for key, deck, place in places]
+        )
 
 
 class BatchScript(Script):
@@ -97,16 +99,16 @@ class BatchScript(Script):
         """Keep up to the length on the card, in the streams of this turn."""
         lengths = np.zeros(len(step.alive), dtype=np.int64)
         for stream, (key, number) in enumerate(_rounds(state)):
-            count, length = self.deck[card_at(len(self.deck), key, number)]
+            count, length = self.deck[deck_index(len(self.deck), key, number)]
             lengths[stream] = length * ((stream - number) % self._streams < count)
         return step.alive & (step.depth < lengths)[:, None], state
 
 
-def card_at(cards: int, key: int, number: int) -> int:
+def deck_index(cards: int, key: int, number: int) -> int:
     """Return the card of a round on the way up and down an ordered deck; the start depends on the key."""
     period = max(2 * (cards - 1), 1)
     lap, place = divmod(key, period)
-    at = (shuffled(period, lap, cards)[place] + number // TWICE) % period
+    at = (seeded_permutation(period, lap, cards)[place] + number // REPEATS) % period
     return min(at, period - at)
 
 
