@@ -61,8 +61,11 @@ class Settings:
             raise InputError(f"--drift: expected one of {', '.join(DRIFT_MODES)}, not {self.drift!r}")
         if self.tree is not None:
             parse_tree(self.tree)
-        if not all(isinstance(criterion, StoppingCriteria) for criterion in self.stops):
-            raise InputError("stops: expected stopping criteria of transformers; `stop_strings` makes one of strings")
+        is_sequence = isinstance(self.stops, list | tuple)
+        if not is_sequence or not all(isinstance(criterion, StoppingCriteria) for criterion in self.stops):
+            raise InputError(
+                "stops: expected a tuple of transformers' stopping criteria; `stop_strings` returns one for strings"
+            )
 
     @property
     def topology(self) -> Topology:

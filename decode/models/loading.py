@@ -256,7 +256,7 @@ def load_model(
         checkpoint: From `open_checkpoint`.
         device, dtype: Of the model; a quantised one keeps the types it was saved with.
         attention: Attention backend; None = the choice of the library.
-        device_map: Devices of its layers (`placement.check_device_map`); None = `device`, from which it is always called.
+        device_map: Devices of its layers (`placement.DeviceMap`); None = `device`, from which it is always called.
 
     Raises:
         PairError: A tensor is missing, unexpected, of another shape or not finite, or the library cannot load it.

@@ -20,11 +20,12 @@ from .attention import LAYER_TYPES
 from .engine import choose_engine, speed_up
 from .loading import check_memory, load_model, load_tokenizer, open_checkpoint, unwrap
 from .placement import (
+    DeviceMap,
     call_from,
     calling_device,
-    check_device_map,
     is_placed,
     model_hash,
+    parse_device_map,
     replacement_refusal,
     warn_once,
 )
@@ -201,7 +202,7 @@ def load_pair(
     dtype: str = "float32",
     attention: str | None = None,
     engine: str = "auto",
-    device_map: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> Pair:
     """Load a pair from two folders or hub names.
 
@@ -210,12 +211,12 @@ def load_pair(
         device, dtype: Of both models; quantised ones keep the types they were saved with.
         attention: `sdpa` or `eager`; None = sdpa, or eager for a model that has no other (Gemma 2).
         engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
-        device_map: Devices of the target's layers (see `placement`); draft and loop stay on `device`.
+        device_map: Devices of the target's layers (`placement.DeviceMap`, or its JSON); draft and loop stay on `device`.
 
     Raises:
         PairError: A model cannot be loaded, the models do not fit together, or they do not fit into memory.
     """
-    kind, where, parsed_map = check_dtype(dtype), check_device(device), check_device_map(device_map)
+    kind, where, parsed_map = check_dtype(dtype), check_device(device), parse_device_map(device_map)
     checkpoints = [open_checkpoint(target, "--target")]
     if draft is not None:
         checkpoints.append(open_checkpoint(draft, "--draft"))

@@ -30,20 +30,20 @@ _SAMPLES = 64
 _WARNED: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
-def check_device_map(text: str | None) -> DeviceMap | None:
-    """Return the value of `--device-map`: a strategy of accelerate, a device, or from JSON devices by module.
+def parse_device_map(value: DeviceMap | None) -> DeviceMap | None:
+    """Return a strategy of accelerate, a device, or devices by module, which may be given as JSON.
 
     Raises:
         InputError: The JSON is invalid. `from_pretrained` checks the rest.
     """
-    if text is None or not text.lstrip().startswith("{"):
-        return text
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
     try:
-        return dict(strict_loads(text))
+        return dict(strict_loads(value))
     except ValueError:
         raise InputError(
             "--device-map: expected auto, balanced, balanced_low_0, sequential, a device, or a JSON object of devices by "
-            f'module such as {{"model.layers.0": "cuda:0", "": "cuda:1"}}, not {text[:80]!r}'
+            f'module such as {{"model.layers.0": "cuda:0", "": "cuda:1"}}, not {value[:80]!r}'
         ) from None
 
 

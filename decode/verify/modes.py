@@ -20,7 +20,7 @@ from ...policies.learned import LearnedPolicy
 from ..models.device import download, upload
 from ..round_state import RoundState, Rows
 from ..topology import Topology
-from .noise import Choices, Purpose, argsort_desc, best_of_rows, best_scores, match_scores, target_tokens
+from .noise import Choices, Purpose, best_of_rows, best_scores, match_scores, stable_topk, target_tokens
 
 Accepted = tuple[list[int], int]
 """The rows of the accepted path, row 0 first, and the next token of the target."""
@@ -102,7 +102,7 @@ def best_tokens(scores: Tensor, counts: Sequence[int], extra: int = 0) -> tuple[
     size = max(counts) + extra
     values, tokens, tied = download(*best_scores(scores, size))
     if ties := [row for row, has_ties in enumerate(tied) if has_ties]:  # frequencies, or numbers in half precision
-        for row, ordered in zip(ties, argsort_desc(scores[ties], size).tolist(), strict=True):
+        for row, ordered in zip(ties, stable_topk(scores[ties], size).tolist(), strict=True):
             tokens[row] = ordered
     possible = [
         [token for token, value in zip(row[:count], best, strict=False) if value > -torch.inf]
