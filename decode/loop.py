@@ -155,7 +155,7 @@ class Speculator:
             prompt, key: see `Request`.
             on_commit: called with the tokens of each round, for streaming.
 
-        Raises: as `run`.
+        Raises: see `run`.
         """
         forward = None if on_commit is None else lambda number, tokens: on_commit(tokens)
         return self.run([Request(prompt, key)], forward)[0]

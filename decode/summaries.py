@@ -41,7 +41,7 @@ def summarise(
     """Summarise rows of logits on their device; see `policies.features.summarise`.
 
     Args:
-        needs, logits, drawn, temperature, sampled, scores: as there, tensors instead of arrays.
+        needs, logits, drawn, temperature, sampled, scores: see there; tensors instead of arrays.
         best: largest noisy scores, if already computed.
 
     Raises:

@@ -181,7 +181,7 @@ class RequestRows:
 
 @dataclass
 class DraftingStats:
-    """Numbers of steps and drafted tokens; seconds in total, of the drafter, and of decisions with features."""
+    """Number of steps and of drafted tokens, and seconds: in total, of the drafter, and of decisions including features."""
 
     steps: int = 0
     drafted: int = 0
@@ -272,7 +272,7 @@ class Drafting:
             PolicyFailure: the policy has failed.
         """
         if self._failed:
-            raise InputError(f"the drafter failed ({self._failed}); nothing was recorded from there on")
+            raise InputError(f"the drafter failed ({self._failed}); nothing was recorded after that")
         if self.host.failure is not None:
             raise self.host.failure
 
@@ -347,7 +347,7 @@ class Drafting:
                 result = call(self._drafter)
         except Exception as error:  # a plugin may raise anything; the engine must continue
             self._drafter, self._failed = None, error_text(error)
-            text = f"the drafter failed ({self._failed}); nothing is drafted from here on"
+            text = f"the drafter failed ({self._failed}); nothing is drafted from now on"
             warnings.warn(text, SpecstopWarning, stacklevel=3)
         self.stats.drafter_s += time.perf_counter() - begin
         return result

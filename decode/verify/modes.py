@@ -297,7 +297,7 @@ def require_number(ratio: float) -> float:
     """Return p/q of a token that was drawn from q.
 
     Raises:
-        PairError: it is NaN, as the draft's logits were; NaN would pass for an acceptance.
+        PairError: it is NaN, because the draft's logits are NaN. Otherwise the token would be accepted.
     """
     if math.isnan(ratio):
         from ..models.outputs import nonfinite_error  # imports transformers, which replay does not need
