@@ -15,7 +15,7 @@ from ..policies.errors import InputError, SpecstopWarning
 from .models.pair import Pair
 
 Prompts = str | Sequence[Any]
-"""One text, or prompts: texts, lists of token ids, or `collect.Prompt`s as `read_prompts` returns them."""
+"""One text, or prompts: texts, token ids (lists, tensors or arrays), or `collect.Prompt`s as `read_prompts` returns them."""
 
 
 def encode_prompts(pair: Pair, prompts: Prompts, ids: Sequence[str] | None = None) -> list[tuple[str, list[int]]]:

@@ -163,8 +163,8 @@ def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": [[6, 7], []]}, "none empty"),
-        ({"prompts": [[6] * 60], "new_tokens": 80}, "no room"),
+        ({"prompts": [[6, 7], []]}, "at least one prompt"),
+        ({"prompts": [[6] * 60], "new_tokens": 80}, "give shorter prompts"),
         ({"batch": (0, 2)}, "batch"),
     ],
 )
