@@ -113,7 +113,7 @@ class Topology:
 
     @cached_property
     def name(self) -> str:
-        """The text that `parse_tree` reads: widths if they suffice, a published name, or the parent list; "0" for the root."""
+        """The text that `parse_tree` reads: widths if they suffice, a published name, ora parent list; "0" for the root."""
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
         if all(len(counts) == 1 for counts in widths):
             return ",".join(str(counts.pop()) for counts in widths) or "0"
