@@ -13,7 +13,7 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, History, Layout
 from .hooks import NO_TIMER, Timer
-from .models.outputs import rounded
+from .models.outputs import round_states
 from .round_state import DraftScores, RoundState
 from .summaries import read_columns, truncation_lead
 from .texts import Anchor, Text
@@ -60,7 +60,7 @@ class FeatureReader:
         self._features: Array | None = None  # [S, B, F]
         self._path: Array | None = None  # [S, B] log-probabilities of the paths, if a feature needs them
         self._states: Tensor | None = None  # [n, H] draft's hidden states of the n tokens drawn
-        self._places: tuple[Array, Array] | None = None  # stream and index in the depth of these; None = all in order
+        self._indices: tuple[Array, Array] | None = None  # stream and index in the depth of these; None = all in order
         self._unread: DraftScores | None = None  # of the latest depth, until they are read
 
     def drawn(self, depth: int, scores: DraftScores) -> None:
@@ -96,11 +96,11 @@ class FeatureReader:
         else:
             states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
             if self._states is not None:
-                values = rounded(self._states).cpu().numpy()
-                if self._places is None:
+                values = round_states(self._states).cpu().numpy()
+                if self._indices is None:
                     states[:] = values.reshape(states.shape)
                 else:
-                    states[self._places] = values
+                    states[self._indices] = values
         states[~alive] = 0.0
         return states
 
@@ -121,7 +121,7 @@ class FeatureReader:
             if TARGET_HIDDEN in self.policy.hidden:
                 states = torch.cat([anchor.hidden for anchor in anchors if anchor.hidden is not None])
                 self._target_states = np.zeros((self._streams, states.shape[-1]), dtype=np.float32)
-                self._target_states[streams] = rounded(states).cpu().numpy()
+                self._target_states[streams] = round_states(states).cpu().numpy()
         if self._layout.history:
             base[:, self._layout.history_at] = history.values(self._layout.history)
         return base
@@ -132,14 +132,14 @@ class FeatureReader:
         assert scores is not None
         drawn, stream_of, rows = self.round.drawn_tokens(scores)
         depth = tree.depth[rows[0]]
-        branches, self._places = len(tree.levels[depth]), None
+        branches, self._indices = len(tree.levels[depth]), None
         is_full = len(rows) == streams * branches
         if not is_full:
-            self._places = np.array(stream_of), np.array(rows) - tree.spans[depth].start
+            self._indices = np.array(stream_of), np.array(rows) - tree.spans[depth].start
         if self._follows_path and self._path is not None:
             parents = tree.parent_in_level[depth]
-            if self._places is not None:
-                drawn.parent_path = self._path[self._places[0], parents[self._places[1]]]
+            if self._indices is not None:
+                drawn.parent_path = self._path[self._indices[0], parents[self._indices[1]]]
             else:
                 drawn.parent_path = (self._path if branches == 1 else self._path[:, parents]).ravel()
         if self._columns.needs.noisy:
@@ -151,15 +151,15 @@ class FeatureReader:
         self._unread, self._states = None, scores.states
         if scores.states is not None and not (is_full and branches == 1):
             self._states = scores.states[drawn.ids[:, 0].tolist()]
-        if self._places is None:
+        if self._indices is None:
             self._features = features.reshape(streams, branches, -1)
             self._path = path.reshape(streams, branches) if self._follows_path else None
             return
         self._features = base[:, None].repeat(branches, 1)
-        self._features[self._places] = features
+        self._features[self._indices] = features
         if self._follows_path:
             self._path = np.zeros((streams, branches))
-            self._path[self._places] = path
+            self._path[self._indices] = path
 
 
 def read_anchors(
