@@ -159,8 +159,8 @@ def serve(
         from specstop import load_policy
 
         drafting.use(load_policy(policy))
-    spent = drafting.spent if drafting else None
-    before, shares = (spent.all_s - spent.model_s) if spent else 0.0, [0.0] * len(prompts)
+    spent = drafting.stats if drafting else None
+    before, shares = (spent.total_s - spent.drafter_s) if spent else 0.0, [0.0] * len(prompts)
     started = last = time.perf_counter()
     while waiting or running:
         while waiting and len(running) < size:
@@ -184,7 +184,7 @@ def serve(
         "seconds": time.perf_counter() - started,
         "shares": shares,
         "texts": [texts[at] for at in range(len(prompts))],
-        "outside": (spent.all_s - spent.model_s) - before if spent else 0.0,
+        "outside": (spent.total_s - spent.drafter_s) - before if spent else 0.0,
         "memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
     }
 

@@ -354,9 +354,9 @@ class Sampling:
 
 def print_model_defaults(pair: Pair, settings: Settings) -> None:
     """Print the sampling parameters that are taken from the target's generation_config."""
-    from ..decode.settings import inherited_text
+    from ..decode.settings import describe_model_defaults
 
-    if text := inherited_text(pair, settings):
+    if text := describe_model_defaults(pair, settings):
         print_stderr(f"{text} (--sampling model_defaults=false ignores them)")
 
 

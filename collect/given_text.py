@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..decode.verify.modes import block_chance, ratio
-from ..decode.verify.noise import best_scores, in_order, mix_one, uniform, uniform_at
+from ..decode.verify.noise import best_scores, mix_one, stable_topk, uniform, uniform_at
 from ..policies.contract import Array
 from ..policies.counter_rng import GOLDEN, signed
 from .schema import NO_TOKEN
@@ -120,7 +120,7 @@ def best_candidates(scores: Tensor, text_token: Tensor, width: int, most: int) -
     """
     best, tokens, tied = best_scores(scores, most)
     if bool(tied.any()):
-        tokens[tied] = in_order(scores[tied], most)
+        tokens[tied] = stable_topk(scores[tied], most)
     tokens = tokens[:, :width]
     hit = (tokens == text_token[:, None]) & (text_token >= 0)[:, None]
     accepted = torch.where(hit.any(-1), hit.int().argmax(-1), -1)

@@ -18,7 +18,7 @@ from ..decode.drafters.spec import (
     find_drafters,
     one_drafter,
     parse_spec,
-    paths_of,
+    spec_paths,
     warn_depth_limited,
 )
 from ..decode.models.outputs import hidden_widths
@@ -214,7 +214,7 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     # What no result may overwrite.
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
     sources = [one.source for one in (policy, options.profile) if one is not None]
-    inputs = (options.target, options.draft, *models, *paths_of(pair.drafter), *sources)
+    inputs = (options.target, options.draft, *models, *spec_paths(pair.drafter), *sources)
     # Twice as many prompts as texts in parallel: when one ends, the next takes its place.
     batch = max(BATCH, 2 * (options.batch or 1))
     return Plan(header, tuple(map(tuple, tasks)), collector.rows, collector.begin, inputs, batch, tuple(all_prompts))

@@ -127,22 +127,6 @@ class BenchResult(list[BenchLine]):
         """Return the table as a `pandas.DataFrame`."""
         return self.table.to_pandas()
 
-    def plot(self) -> Any:
-        """Return a matplotlib figure of the ratios to plain decoding, with intervals."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 1 + 0.35 * len(self)), layout="constrained")
-        axes, shown_lines = figure.subplots(), [line for line in self if line.failure is None]
-        values = [line.ratio.value for line in shown_lines]
-        ends = [(line.ratio.low or line.ratio.value, line.ratio.high or line.ratio.value) for line in shown_lines]
-        errors = [[value - low, high - value] for value, (low, high) in zip(values, ends, strict=True)]
-        axes.errorbar(values, range(len(values)), xerr=np.abs(np.array(errors)).T, fmt="o", capsize=3)
-        axes.set(yticks=range(len(values)), yticklabels=[line.name for line in shown_lines])
-        axes.set(xlabel="tokens/s, plain decoding = 1")
-        axes.axvline(1.0, color="gray", linewidth=1)
-        axes.invert_yaxis()
-        return figure
-
     def __repr__(self) -> str:
         return repr(self.table)
 
@@ -320,9 +304,9 @@ def run_alternating(
             method = methods[at]
             # A method that carries state from text to text must not decode a text twice.
             for _ in range(1 if isinstance(method, Speculator) and method.carries else MAX_TRIES):
-                before = Recorded.fresh
+                before = Recorded.not_replayed
                 generations = method.run(turn)
-                recorded = Recorded.fresh - before
+                recorded = Recorded.not_replayed - before
                 if not recorded:
                     break
             texts[at] += generations
@@ -339,16 +323,16 @@ def _warm_up(method: Method, turns: Sequence[Sequence[Request]], batch: int) -> 
     method.run(turns[0][:batch] if turns else [])
     if not isinstance(method, Speculator):
         return
-    if Recorded.fresh:
+    if Recorded.not_replayed:
         lengths = [len(request.prompt) for turn in turns for request in turn]
         if method.batch == 1 and method.topology.is_chain:
             method.prepare(range(min(lengths) + 1, max(lengths) + method.settings.max_new_tokens + 1))
         for _ in range(MAX_REHEARSALS):
-            before = Recorded.fresh
+            before = Recorded.not_replayed
             method.reset()
             for turn in turns:
                 method.run(turn)
-            if Recorded.fresh == before:
+            if Recorded.not_replayed == before:
                 break
     method.reset()  # forget the state that a policy carries from text to text
 

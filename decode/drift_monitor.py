@@ -85,7 +85,7 @@ class DriftMonitor:
         replacement = None
         if self._mode == "fallback":
             replacement = FixedLength(self.best_length())
-            message += f"; drafting {replacement.max_depth} tokens a round from here on"
+            message += f"; drafting {replacement.max_depth} tokens a round from now on"
         self._has_warned = True  # until `reset`
         warnings.warn(message, SpecstopWarning, stacklevel=3)
         return replacement

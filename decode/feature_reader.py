@@ -13,7 +13,7 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.features import DRAFT_HIDDEN, ROUTE_FEATURES, TARGET_HIDDEN, DrawnTokens, History, Layout
 from .hooks import NO_TIMER, Timer
-from .models.outputs import rounded
+from .models.outputs import round_states
 from .round_state import DraftScores, RoundState
 from .summaries import read_columns, truncation_lead
 from .texts import Anchor, Text
@@ -69,7 +69,7 @@ class FeatureReader:
         self._features: Array | None = None  # [S, B, F]
         self._path: Array | None = None  # [S, B] log-probabilities of the paths, if a feature needs them
         self._states: Tensor | None = None  # [n, H] draft's hidden states of the n tokens drawn
-        self._places: tuple[Array, Array] | None = None  # stream and index in the depth of these; None = all in order
+        self._indices: tuple[Array, Array] | None = None  # stream and index in the depth of these; None = all in order
         self._unread: Sequence[DraftScores] = ()  # of the latest depth, until they are read
 
     def drawn(self, depth: int, scores: Sequence[DraftScores]) -> None:
@@ -113,11 +113,11 @@ class FeatureReader:
         else:
             states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
             if self._states is not None:
-                values = rounded(self._states).cpu().numpy()
-                if self._places is None:
+                values = round_states(self._states).cpu().numpy()
+                if self._indices is None:
                     states[:] = values.reshape(states.shape)
                 else:
-                    states[self._places] = values
+                    states[self._indices] = values
         states[~alive] = 0.0
         return states
 
@@ -138,7 +138,7 @@ class FeatureReader:
             if TARGET_HIDDEN in self.policy.hidden:
                 states = torch.cat([anchor.hidden for anchor in anchors if anchor.hidden is not None])
                 self._target_states = np.zeros((self._streams, states.shape[-1]), dtype=np.float32)
-                self._target_states[streams] = rounded(states).cpu().numpy()
+                self._target_states[streams] = round_states(states).cpu().numpy()
         if self._layout.history:
             values = history.values(self._layout.history)  # [S, n], or [S, D, n] with several drafters
             base[..., self._layout.history_at] = values[:, None] if self._owners is None else values
@@ -149,7 +149,7 @@ class FeatureReader:
     def _read_levels(self, base: Array) -> None:
         """Read the unread tokens; `base` [S, D, F] has the other columns."""
         levels, tree, streams = self._unread, self._topology, self._streams
-        self._unread, self._states, self._places = (), None, None
+        self._unread, self._states, self._indices = (), None, None
         level_depth = tree.depth[levels[0].rows[0][1][0]] + 1
         branches = tree.branches[level_depth]
         results = [self._read_level(scores, base, level_depth) for scores in levels]
@@ -164,7 +164,7 @@ class FeatureReader:
             self._features[places] = features
             if self._path is not None:
                 self._path[places] = path
-        self._places = places  # only read with hidden states of the draft, and then there is one drafter
+        self._indices = places  # only read with hidden states of the draft, and then there is one drafter
 
     def _read_level(self, scores: DraftScores, base: Array, depth: int) -> tuple[Array, Array, tuple[Array, Array]]:
         """Read the tokens that one drafter drew at a depth.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..policies import kernels
-from ..policies.arguments import check_limits, check_token_ids
+from ..policies.arguments import check_limits
 from ..policies.contract import StopPolicy
 from ..policies.display import silent
 from ..policies.errors import InputError, PolicyError
@@ -173,7 +173,7 @@ class Speculator:
             prompt, key: see `Request`.
             on_commit: called with the tokens of each round, for streaming.
 
-        Raises: as `run`.
+        Raises: see `run`.
         """
         forward = None if on_commit is None else lambda number, tokens: on_commit(tokens)
         return self.run([Request(prompt, key)], forward)[0]
@@ -200,7 +200,8 @@ class Speculator:
             PairError: a model returns logits that are not finite.
         """
         self._host.restart()
-        check_token_ids([getattr(request, "prompt", request) for request in requests])
+        if not all(isinstance(request, Request) for request in requests):
+            raise InputError("requests: expected a list of `Request`; call `decode` for texts")
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
         self.pair.check_prompts(request.prompt for request in requests)
@@ -234,7 +235,7 @@ class Speculator:
             streams.append(stream)
             keys.append(request.key)
             if on_commit:
-                on_commit(number, text.tokens[text.prompt :])
+                on_commit(number, text.tokens[text.prompt_tokens :])
         if streams:
             self._host.refill(np.array(streams, dtype=np.int64), np.array(keys, dtype=np.int64))
 
@@ -267,7 +268,7 @@ def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: f
     first_s, *later_s = laps["draft"] or [0.0]  # the first draft step reads the backlog and is priced separately
     phases = (first_s, sum(later_s), sum(laps["verify"]), sum(laps["policy"]), seconds)
     shares = [part / len(streams) for part in phases]
-    prompts = np.array([0 if text is None else text.prompt for text in round.texts])
+    prompts = np.array([0 if text is None else text.prompt_tokens for text in round.texts])
     deepest = round.verified if tree.is_chain else (round.sent * tree.depths).max(1)
     columns = (
         round.context - prompts, round.context, round.drafted, round.verified, round.accepted, round.committed,

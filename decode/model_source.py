@@ -25,7 +25,7 @@ from .models.outputs import check_rows, start_check
 from .models.pair import Pair
 from .models.view import readable
 from .round_state import DraftScores, RoundState, Rows
-from .settings import Settings, sampling_of
+from .settings import Settings, resolve_sampling
 from .texts import Anchor, Request, Text
 from .topology import Topology
 from .verify.modes import Verification, is_trimming
@@ -142,7 +142,7 @@ class ModelSource:
         device, prompt, read = self.pair.device, list(request.prompt), request.read
         sampling = self.settings.sampling
         if request.sampling is not None:
-            sampling = sampling_of(self.pair, request.sampling, self.settings.max_new_tokens)
+            sampling = resolve_sampling(self.pair, request.sampling, self.settings.max_new_tokens)
         processors = sampling.build(self._temperature, [*request.padding, *prompt], tuple(self.eos), device)
         if read is None:
             self.target.roll_back(0, stream)
@@ -164,7 +164,7 @@ class ModelSource:
         sampler = Sampler(processors, self._temperature, request.padding)
         text = self.texts[stream] = Text(prompt, len(prompt), source, sampler, Anchor(logits, 0, hidden), shift)
         sampled = sampler(logits, lambda: [prompt])[0]
-        if sampler.constrained:
+        if sampler.has_grammar:
             require_token(sampled)
         first = self.mode.start(sampled, Choices(source, 0, len(prompt), self._temperature == 0.0))
         text.extend([first], self.settings.max_new_tokens, self.eos, self.settings.stops)
@@ -307,7 +307,7 @@ class ModelSource:
         sampled, untruncated = process(round, rows, raw)
         samplers = [text.sampler for stream, _ in rows if (text := round.texts[stream]) is not None]
         # The drafter may know no token, and a grammar may leave none.
-        if proposal.ids is not None or any(sampler.constrained for sampler in samplers):
+        if proposal.ids is not None or any(sampler.has_grammar for sampler in samplers):
             possible = torch.isfinite(sampled).any(-1).tolist()
             if not all(possible):
                 flags = iter(possible)
@@ -343,7 +343,7 @@ class ModelSource:
         raw, check_finite = self._read_target(round)
         sampled, _ = process(round, rows, raw)
         round.target_raw, round.target_sampled = raw, sampled
-        if constrained := any(text.sampler.constrained for text in round.texts if text is not None):
+        if has_grammar := any(text.sampler.has_grammar for text in round.texts if text is not None):
             # A candidate may lead to a row for which the grammar allows no token. It matters only if it is accepted.
             round.target_sampled = torch.where(sampled.amax(-1, keepdim=True) > -torch.inf, sampled, raw)
         try:
@@ -352,7 +352,7 @@ class ModelSource:
             check_finite()
         round.accepted, round.next_tokens, first = np.zeros(self._size, dtype=np.int64), {}, 0
         for (stream, sent), (path, token) in zip(rows, accepted, strict=True):
-            if constrained:
+            if has_grammar:
                 require_token(sampled[first + sent.index(path[-1])])
             first += len(sent)
             round.on_path[stream, path] = True

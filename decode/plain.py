@@ -9,14 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..policies.arguments import check_token_ids
+from ..policies.arguments import check_limits
+from ..policies.errors import InputError
 from .models.attention import Part
 from .models.cuda import open_cache
 from .models.device import download
-from .models.outputs import broken, stored
+from .models.outputs import nonfinite_error, stored
 from .models.pair import Pair
 from .models.view import hidden_width
-from .settings import sampling_of
+from .prompts import as_token_ids
+from .settings import resolve_sampling
 from .verify.noise import gumbel, target_tokens
 from .verify.sampler import BatchSampler, require_token
 from .verify.sampling import MODEL_DEFAULTS, SamplingParams
@@ -69,9 +71,15 @@ def plain_texts(
 
     Raises:
         PairError: the target returns logits that are not finite.
-        InputError: a processor cannot be called for any prefix, or a grammar and other options leave no token.
+        InputError: there is no prompt, a prompt is empty, an option is out of range, the numbers of prompts and keys
+            differ, a processor cannot be called for any prefix, or a grammar and other options leave no token.
     """
-    check_token_ids(prompts)
+    check_limits(temperature=temperature, max_new_tokens=max_new_tokens)
+    prompts = list(map(as_token_ids, prompts))
+    if not prompts or not all(prompts):
+        raise InputError("prompts: expected at least one prompt, and at least one token in each")
+    if len(keys) != len(prompts):
+        raise InputError(f"keys: expected one for each of {len(prompts)} prompts, not {len(keys)}")
     device, batch = pair.device, len(prompts)
     pair.check_prompts(prompts)
     capacity, reading = max(map(len, prompts)) + max_new_tokens, pair.readings[0]
@@ -80,7 +88,7 @@ def plain_texts(
     streams = torch.tensor(list(keys), device=device)[:, None]  # [B, 1]
     eos = () if ignore_eos else pair.eos
     ends = torch.tensor(eos, dtype=torch.int64, device=device)
-    sampling = sampling_of(pair, sampling, max_new_tokens)
+    sampling = resolve_sampling(pair, sampling, max_new_tokens)
     sampler = BatchSampler(sampling, temperature, prompts, eos, device)
     tokens = torch.zeros(batch, max_new_tokens, dtype=torch.int64, device=device)
     rows = torch.zeros(batch, max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
@@ -103,7 +111,7 @@ def plain_texts(
         if all_noise is not None and step_noise is not None:
             all_noise[:, step] = step_noise
         sampled = sampler(logits, partial(_prefixes, prompts, tokens[:, :step], eos))
-        if sampler.constrained:
+        if sampler.has_grammar:
             require_token(sampled)
         tokens[:, step] = target_tokens(sampled, step_noise)
         ended |= torch.isin(tokens[:, step], ends)
@@ -111,7 +119,7 @@ def plain_texts(
         if is_last or (step + 1) % (1 if device.type == "cpu" else ENDED_EVERY) == 0:
             has_broken, has_ended = download(broken_rows, ended)
             if any(has_broken):
-                raise broken("target")
+                raise nonfinite_error("target")
             active = [at for at in range(batch) if not has_ended[at]]
             if is_last or not active:
                 break

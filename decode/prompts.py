@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +15,7 @@ from ..policies.errors import InputError, SpecstopWarning
 from .models.pair import Pair
 
 Prompts = str | Sequence[Any]
-"""One text, or prompts: texts, lists of token ids, or `collect.Prompt`s as `read_prompts` returns them."""
+"""One text, or prompts: texts, token ids (lists, tensors or arrays), or `collect.Prompt`s as `read_prompts` returns them."""
 
 
 def encode_prompts(pair: Pair, prompts: Prompts, ids: Sequence[str] | None = None) -> list[tuple[str, list[int]]]:
@@ -25,39 +27,42 @@ def encode_prompts(pair: Pair, prompts: Prompts, ids: Sequence[str] | None = Non
         ids: name of each prompt; default: the name of a `Prompt`, or the index.
 
     Raises:
-        InputError: a prompt is neither a text nor token ids, or a text has no tokenizer to be read with.
+        InputError: a prompt is neither a text nor token ids, or the pair has no tokenizer for a text.
     """
     items = [prompts] if isinstance(prompts, str) or hasattr(prompts, "text") else as_list(prompts)
-    texts = [getattr(item, "text", item) for item in items]
-    for text in texts:
-        _check_prompt(text)
-    default = [str(getattr(item, "stream_name", at)) for at, item in enumerate(items)]
-    names = default if ids is None else as_list(ids)
+    names = [str(getattr(item, "stream_name", at)) for at, item in enumerate(items)] if ids is None else as_list(ids)
     if len(names) != len(items):
         raise InputError(f"ids: expected one for each of {len(items)} prompts, not {len(names)}")
-    tokenizer = pair.tokenizer
-    if tokenizer is None and any(isinstance(text, str) for text in texts):
-        raise InputError("prompts: expected token ids, because the pair has no tokenizer to read texts with")
-    encoded = []
-    for item, text in zip(items, texts, strict=True):
+    encoded, from_texts = [], []
+    for item in items:
+        text = getattr(item, "text", item)
+        if not isinstance(text, str):
+            encoded.append(as_token_ids(text))
+            continue
+        if pair.tokenizer is None:
+            raise InputError("prompts: expected token ids, because the pair has no tokenizer to encode texts with")
         special = not getattr(item, "templated", False)  # a chat template has written them
-        encoded.append(
-            list(tokenizer(text, add_special_tokens=special)["input_ids"])
-            if tokenizer and isinstance(text, str)
-            else list(text)
-        )
-    if tokenizer is not None:
-        warn_two_bos([row for row, text in zip(encoded, texts, strict=True) if isinstance(text, str)], tokenizer)
+        encoded.append(list(pair.tokenizer(text, add_special_tokens=special)["input_ids"]))
+        from_texts.append(encoded[-1])
+    if pair.tokenizer is not None:
+        warn_two_bos(from_texts, pair.tokenizer)
     return list(zip(names, encoded, strict=True))
 
 
-def _check_prompt(prompt: object) -> None:
-    """Raise `InputError` unless a prompt is a text or a sequence of token ids; bytes would be read as ids."""
-    is_sequence = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping))
-    if not isinstance(prompt, str) and not (is_sequence and getattr(prompt, "ndim", 1) == 1):
-        raise InputError(
-            f"prompts: expected texts or lists of token ids, not {prompt!r:.60}; pass [ids] for one prompt"
-        )
+def as_token_ids(prompt: Any) -> list[int]:
+    """Return the token ids of a prompt, a sequence, tensor or array, as Python integers.
+
+    Drafters look tokens up in dictionaries, in which a 0-d tensor does not equal the integer that it holds.
+
+    Raises:
+        InputError: `prompt` is not a one-dimensional sequence of integers. Texts and bytes are refused too.
+    """
+    if not isinstance(prompt, (str, bytes, bytearray, Mapping)):
+        with contextlib.suppress(TypeError):
+            return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    raise InputError(
+        f"prompts: expected lists of token ids, not {prompt!r:.60}; `decode` also accepts texts, and [ids] for one prompt"
+    )
 
 
 def warn_two_bos(encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -61,8 +61,11 @@ class Settings:
             raise InputError(f"--drift: expected one of {', '.join(DRIFT_MODES)}, not {self.drift!r}")
         if self.tree is not None:
             parse_tree(self.tree)
-        if not all(isinstance(criterion, StoppingCriteria) for criterion in self.stops):
-            raise InputError("stops: expected stopping criteria of transformers; `stop_strings` makes one of strings")
+        is_sequence = isinstance(self.stops, list | tuple)
+        if not is_sequence or not all(isinstance(criterion, StoppingCriteria) for criterion in self.stops):
+            raise InputError(
+                "stops: expected a tuple of transformers' stopping criteria; `stop_strings` returns one for strings"
+            )
 
     @property
     def topology(self) -> Topology:
@@ -75,21 +78,21 @@ class Settings:
         Raises:
             InputError: a default or a processor cannot be applied.
         """
-        return replace(self, sampling=sampling_of(pair, self.sampling, self.max_new_tokens))
+        return replace(self, sampling=resolve_sampling(pair, self.sampling, self.max_new_tokens))
 
     def for_policy(self, policy: StopPolicy) -> Settings:
         """Return the settings with the tree that a policy was trained for, unless they have one."""
-        tree = tree_of(policy)
+        tree = policy_tree(policy)
         return self if tree is None or self.tree is not None else replace(self, tree=tree.name)
 
 
-def sampling_of(pair: Pair, sampling: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
+def resolve_sampling(pair: Pair, sampling: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
     """Return parameters with the defaults of the target (`SamplingParams.with_defaults`) and checked processors."""
     config = getattr(pair.target, "generation_config", None)
     return sampling.with_defaults(config, max_new_tokens).checked(pair.vocabulary, pair.device)
 
 
-def inherited_text(pair: Pair, settings: Settings) -> str:
+def describe_model_defaults(pair: Pair, settings: Settings) -> str:
     """Return a sentence with the sampling defaults of the pair's target that a run has; "" if there are none."""
     applied = settings.for_pair(pair).sampling.options
     if settings.temperature == 0:
@@ -101,7 +104,7 @@ def inherited_text(pair: Pair, settings: Settings) -> str:
     return f"the target's generation_config sets {', '.join(words)}" if words else ""
 
 
-def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
+def policy_tree(policy: StopPolicy, key: str = "tree") -> Topology | None:
     """Return the tree that a policy was trained for, or with `priced_tree` the tree of its costs; None for chains."""
     name = policy.metadata.metrics.get(key) if isinstance(policy, TreeGain) else None
     return parse_tree(name) if isinstance(name, str) else None

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..policies.contract import Array
 from ..policies.errors import PolicyError
 from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
-from .models.device import Recorded, Recorder, filled_up, fused, upload
+from .models.device import Recorded, Recorder, fused, round_up_size, upload
 
 MIN_LOGIT = -87.0
 """Logits of masked tokens relative to the largest, as in `policies.kernels.features`: its exponential is a normal float32."""
@@ -41,7 +41,7 @@ def summarise(
     """Summarise rows of logits on their device; see `policies.features.summarise`.
 
     Args:
-        needs, logits, drawn, temperature, sampled, scores: as there, tensors instead of arrays.
+        needs, logits, drawn, temperature, sampled, scores: see there; tensors instead of arrays.
         best: largest noisy scores, if already computed.
 
     Raises:
@@ -123,8 +123,8 @@ def summarise_on_device(
         count = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
     ranks, shaped = max(min(needs.ranks, logits.shape[-1]), 1), sampled if needs.sampled else None
     scale = temperature if needs.sampled and shaped is None and temperature else 1.0
-    reading = Reading(ranks, needs.spread, scale, count)
-    top, stats, noisy, logprob = reading.run(logits, shaped, scores if count else None, drawn.ids[:, :2])
+    statistics = RowStatistics(ranks, needs.spread, scale, count)
+    top, stats, noisy, logprob = statistics.run(logits, shaped, scores if count else None, drawn.ids[:, :2])
     path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
     lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
     numbers = np.concatenate([logprob, path, lead], 1)
@@ -140,7 +140,7 @@ def _padded(values: Array, width: int) -> Array:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowStatistics:
     """What is computed of rows of logits on a device.
 
     Attributes:
@@ -168,10 +168,13 @@ class Reading:
             weights, noise = (None if tensor is None else tensor.float() for tensor in (sampled, scores))
             values, size = self.compute(logits.float(), weights, noise, upload(at, device)).cpu(), (rows, tokens)
         else:
-            size, is_read = (filled_up(rows), filled_up(tokens)), (True, sampled is not None, scores is not None)
+            size, is_read = (
+                (round_up_size(rows), round_up_size(tokens)),
+                (True, sampled is not None, scores is not None),
+            )
             inference = torch.is_inference_mode_enabled()
             with _LOCK:
-                recording = recorded_reading(self, size, logits.shape[-1], is_read, device, inference)
+                recording = recorded_statistics(self, size, logits.shape[-1], is_read, device, inference)
                 values = recording.run(logits, sampled, scores, at)
         shapes = ((size[0], self.ranks), (size[0], 2), (size[0], self.noisy), (size[1], 2))
         parts = values.double().split([count * width for count, width in shapes])
@@ -220,7 +223,7 @@ def _spread(rows: Tensor, top: Tensor, row: Tensor, token: Tensor, temperature: 
         rows: [R, V] raw logits.
         top: [R, 1] their largest.
         row, token: [B] rows and ids of the tokens.
-        temperature: see `Reading`.
+        temperature: see `RowStatistics`.
     """
     # With d = logit - largest and Z = sum of e^d: log Z, and the entropy log Z - sum of e^d d / Z.
     below = rows - top
@@ -235,7 +238,7 @@ def _spread(rows: Tensor, top: Tensor, row: Tensor, token: Tensor, temperature: 
     return torch.stack([total.log(), entropy.clamp_min(0.0)], -1), logprob
 
 
-class RecordedReading(Recorded[Tensor]):
+class RecordedStatistics(Recorded[Tensor]):
     """A reading of up to R rows and B tokens, recorded as a CUDA graph on fixed input buffers.
 
     Args:
@@ -248,11 +251,11 @@ class RecordedReading(Recorded[Tensor]):
     """
 
     def __init__(
-        self, reading: Reading, size: tuple[int, int], vocabulary: int, is_read: tuple[bool, ...],
+        self, statistics: RowStatistics, size: tuple[int, int], vocabulary: int, is_read: tuple[bool, ...],
         device: torch.device, inference: bool,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._reading, self._device, width = reading, device, vocabulary + _block_padding(vocabulary)
+        self._statistics, self._device, width = statistics, device, vocabulary + _block_padding(vocabulary)
         self._inputs = [torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read]
         at = torch.zeros(size[1], 2, dtype=torch.int64)
         self._host_at, self._at = at.pin_memory() if device.type == "cuda" else at, at.to(device)
@@ -266,10 +269,12 @@ class RecordedReading(Recorded[Tensor]):
         self._at.copy_(self._host_at, non_blocking=True)  # not written to again before the result is on the host
         rows, weights, noise = self._inputs
         assert rows is not None
-        return self.answer(recorder(self._device), lambda: self._reading.compute(rows, weights, noise, self._at)).cpu()
+        return self.run_or_replay(
+            recorder(self._device), lambda: self._statistics.compute(rows, weights, noise, self._at)
+        ).cpu()
 
 
-recorded_reading = functools.lru_cache(MAX_RECORDINGS)(RecordedReading)
+recorded_statistics = functools.lru_cache(MAX_RECORDINGS)(RecordedStatistics)
 """Return the recording of a shape."""
 
 _LOCK = threading.Lock()

@@ -11,6 +11,7 @@ from transformers import StoppingCriteria
 
 from ..policies.errors import PolicyFailure
 from .models.cache import ReadPrompt
+from .prompts import as_token_ids
 from .records import Generation, Round
 from .verify.noise import KeyedSource
 from .verify.sampler import Sampler
@@ -22,7 +23,7 @@ class Request:
     """A prompt to decode.
 
     Attributes:
-        prompt: token ids, at least one.
+        prompt: token ids, at least one; tensors and arrays are converted.
         key: random key of the stream (`noise.stream_key`); no effect at temperature 0.
         padding: tokens to the left of the prompt that logits processors and stopping criteria receive and models do not.
         sampling: sampling parameters of this text; None = those of the settings.
@@ -34,6 +35,9 @@ class Request:
     padding: Sequence[int] = ()
     sampling: SamplingParams | None = None
     read: ReadPrompt | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", as_token_ids(self.prompt))
 
     @property
     def excess(self) -> tuple[int, int]:
@@ -70,7 +74,7 @@ class Text:
 
     Attributes:
         tokens: committed, prompt included. The last one is the anchor of the next round.
-        prompt: number of prompt tokens.
+        prompt_tokens: number of prompt tokens.
         source: source of its random numbers.
         sampler: processes its logits.
         anchor: the row from which the last token was drawn.
@@ -82,7 +86,7 @@ class Text:
     """
 
     tokens: list[int]
-    prompt: int
+    prompt_tokens: int
     source: KeyedSource
     sampler: Sampler
     anchor: Anchor
@@ -95,7 +99,7 @@ class Text:
     @property
     def generated(self) -> int:
         """Tokens committed after the prompt."""
-        return len(self.tokens) - self.prompt
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def slot(self) -> int:
@@ -121,8 +125,11 @@ class Text:
 
     def generation(self, failure: PolicyFailure | None) -> Generation:
         """Return the result; `failure` is that of the policy."""
-        tokens, seconds = tuple(self.tokens[self.prompt :]), self.prefill_s + sum(one.seconds for one in self.records)
-        return Generation(tokens, tuple(self.records), self.prompt, self.prefill_s, seconds, failure=failure)
+        tokens, seconds = (
+            tuple(self.tokens[self.prompt_tokens :]),
+            self.prefill_s + sum(one.seconds for one in self.records),
+        )
+        return Generation(tokens, tuple(self.records), self.prompt_tokens, self.prefill_s, seconds, failure=failure)
 
     def _stops(self, stops: Sequence[StoppingCriteria]) -> bool:
         ids = torch.tensor([[*self.sampler.padding, *self.tokens]], device=self.anchor.rows.device)

@@ -266,20 +266,24 @@ def parse_tree(text: str) -> Topology:
 
     `4,2,2,1`: children by depth; `8`: eight candidates for the next token; `fork:4x5`: four branches of five tokens;
     `chain:6`; `parents:-1,-1,0,0,1`: a parent list; `medusa-63`: a published tree. `chain:6|4,2`: a tree for each drafter.
+
+    Raises:
+        InputError: `text` is none of these, or the tree has more than `MAX_ROWS` rows.
     """
-    if "|" in text:
-        return fork([parse_tree(part) for part in text.split("|")])
-    if text in NAMED:
-        return from_counts(NAMED[text])
-    compact = text.replace(" ", "")
-    if form := re.fullmatch(r"(?:chain:|fork:(\d+)x)(-?\d+)", compact):
+    compact = text.replace(" ", "") if isinstance(text, str) else ""
+    if "|" in compact:
+        return fork([parse_tree(part) for part in compact.split("|")])
+    if compact in NAMED:
+        return from_counts(NAMED[compact])
+    # Python converts at most 4,300 digits to an integer.
+    if form := re.fullmatch(r"(?:chain:|fork:(\d{1,9})x)(-?\d{1,9})", compact):
         width, depth = int(form[1] or 1), int(form[2])
         if not 1 <= depth < MAX_ROWS:
             raise InputError(f"tree: expected a depth between 1 and {MAX_ROWS - 1}, not {depth}")
         return from_widths([width, *[1] * (depth - 1)])
-    if re.fullmatch(r"(parents:)?[+-]?\d+(,[+-]?\d+)*", compact):
+    if re.fullmatch(r"(parents:)?[+-]?\d{1,9}(,[+-]?\d{1,9})*", compact):
         kind, _, numbers = compact.rpartition(":")
         return (from_parents if kind else from_widths)([int(part) for part in numbers.split(",")])
     raise InputError(
-        f"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6, {', '.join(NAMED)} or parents:-1,-1,0, not {text!r}"
+        f"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6, {', '.join(NAMED)} or parents:-1,-1,0, not {text!r:.80}"
     )

@@ -20,14 +20,6 @@ _MAX_SEED = 2**31 - 1  # seeds of all libraries, some of which get a small numbe
 _TINY = 2.0**-53  # exclusive bounds of shares
 
 
-def check_token_ids(prompts: Any) -> None:
-    """Raise `InputError` if prompts are or contain texts instead of token ids."""
-    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
-        raise InputError(
-            "prompts: expected lists of token ids, not texts; call `decode` for texts, or encode them with a tokenizer"
-        )
-
-
 def as_list(value: Any, *kinds: type) -> list[Any]:
     """Return the items of `value` as a list. A text, a path, or an object of `kinds` becomes a list with one item."""
     if isinstance(value, (str, bytes, os.PathLike, *kinds)) or not isinstance(value, Iterable):

@@ -12,7 +12,7 @@ DEPTH = 5
 
 
 class FromAnchor(StopPolicy):
-    """Asked at depth 0, where it sometimes stops."""
+    """Is called at depth 0, where it sometimes stops."""
 
     name, features, first, max_depth = "from-anchor", ("top2", "anchor_top1", "drawn_prob"), 0, DEPTH
 
@@ -39,7 +39,7 @@ class TrimmingFromAnchor(FromAnchor):
 
 
 class Selecting(StopPolicy):
-    """Drafts all it may, then verifies one token less from round to round, down to none."""
+    """Drafts to the limit, then verifies one token less in each round, down to none."""
 
     name, max_depth = "selecting", DEPTH
 
@@ -57,7 +57,7 @@ class Selecting(StopPolicy):
 
 
 class TrimmingSelecting(Trimming):
-    """Trims at the stop, then leaves out what is deeper than 1."""
+    """Trims at the stop, then verifies depth 1 only."""
 
     name = "trimming-selecting"
 
@@ -78,7 +78,7 @@ class SelectingByToken(StopPolicy):
 
 
 class ReadsHistory(StopPolicy):
-    """Drafts as long as earlier rounds went well."""
+    """Drafts while earlier rounds were accepted."""
 
     name, max_depth = "reads-history", DEPTH
     features = ("mean_accepted", "top1", "last_verified", "mean_full", "last_accepted")
@@ -89,7 +89,7 @@ class ReadsHistory(StopPolicy):
 
 
 class Randomised(StopPolicy):
-    """Tosses a coin keyed by the stream and the number of its decisions."""
+    """Stops at random, keyed by the stream and the number of its decisions."""
 
     name, first, max_depth = "randomised", 0, DEPTH
 
@@ -103,7 +103,7 @@ class Randomised(StopPolicy):
 
 
 class Adaptive(StopPolicy):
-    """Its length follows what rounds brought and the seconds they are modelled to take."""
+    """Adapts its length to accepted tokens and to seconds."""
 
     name, max_depth = "adaptive", DEPTH
 
@@ -123,7 +123,7 @@ class Adaptive(StopPolicy):
 
 
 class ReadsStates(StopPolicy):
-    """Drafts on where the draft's hidden state, and the target's, lie on one side of a plane."""
+    """Continues where the hidden states of the draft and the target lie on one side of a plane."""
 
     name, features, hidden, first, max_depth = "reads-states", ("top1",), ("draft_hidden", "target_hidden"), 0, DEPTH
 
@@ -144,7 +144,7 @@ class ReadsStates(StopPolicy):
 
 
 class ReadsDraftStates(ReadsStates):
-    """The same with the draft's alone, from depth 1 on; trims what it does not keep."""
+    """Reads the draft's state only, from depth 1 on, and trims."""
 
     name, features, hidden, first, trims = "reads-draft-states", (), ("draft_hidden",), 1, True
 
@@ -153,9 +153,9 @@ class ReadsDraftStates(ReadsStates):
         return step.alive & (self.score(step.hidden["draft_hidden"]) > -1.0), state
 
 
-def contract_policies() -> list[StopPolicy]:
-    """Return one policy of each sort, none drafting deeper than `DEPTH`."""
-    return [
+TEST_POLICIES: dict[str, StopPolicy] = {
+    policy.name: policy
+    for policy in (
         *(FixedLength(k) for k in (0, 1, 4, DEPTH)),
         Confidence(0.4, DEPTH),
         FromAnchor(),
@@ -167,7 +167,6 @@ def contract_policies() -> list[StopPolicy]:
         Randomised(),
         Adaptive(),
         make_tree_policy(depth=DEPTH),
-    ]
-
-
-TEST_POLICIES = {policy.name: policy for policy in contract_policies()}
+    )
+}
+"""One policy of each kind, none of which drafts deeper than `DEPTH`."""

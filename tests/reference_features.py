@@ -1,9 +1,9 @@
-"""The features once more, slowly and plainly: what the compiled summaries and columns are held to."""
+"""A slow reference of the features, and the compiled features of the same rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from specstop.decode.summaries import summarise, summarise_on_device
@@ -12,190 +12,112 @@ from specstop.policies.features import BOUND, NO_SCORES, TOP, Columns, DrawnToke
 from torch import Tensor
 
 
+@dataclass
 class Rows:
-    """Rows of logits and what was drawn from them; every derived quantity is computed once, when first read.
+    """Rows of logits and the token drawn from each.
 
-    Args:
+    Attributes:
         logits: [R, V] raw logits, float32 or float64.
-        temperature: of the sampling; 0 = greedy.
-        scores: [R, V] log q / T + g (logits at temperature 0), what `match` takes the argmax of; None elsewhere.
-        tokens: [R] the drawn tokens, for POST features.
-        parent_logprob: [R] log-probability of the path before, for POST features.
-        depth: j.
-        sampled: [R, V] log-weights of the distribution that is sampled from, where it is not softmax(logits / T).
-        rank: [R] of the tokens among their siblings; None = each is an only child.
-        width: [R] number of siblings, itself included.
-        parents: [R] the tokens that they come after.
+        temperature: 0 = greedy.
+        scores: [R, V] log q / T + Gumbel noise (the logits at temperature 0), whose argmax `match` draws.
+        tokens: [R] drawn tokens.
+        parent_logprob: [R] log-probability of the path to the parent.
+        depth: of the drawn tokens.
+        sampled: [R, V] log-weights of the distribution that is sampled from; None = logits / T.
+        rank: [R] rank among the siblings; None = no siblings.
+        width: [R] number of siblings, including the token.
+        parents: [R] token ids of the parents; None = unknown.
     """
 
-    def __init__(
-        self,
-        logits: Tensor,
-        temperature: float = 0.0,
-        scores: Tensor | None = None,
-        tokens: Tensor | None = None,
-        parent_logprob: Tensor | None = None,
-        depth: int = 0,
-        sampled: Tensor | None = None,
-        rank: Tensor | None = None,
-        width: Tensor | None = None,
-        parents: Tensor | None = None,
-    ) -> None:
-        self.logits = logits
-        self.temperature = temperature
-        self.scores = scores
-        self.tokens = tokens
-        self.parent_logprob = parent_logprob
-        self.depth = depth
-        self.sampled = sampled
-        self.rank = rank
-        self.width = width
-        self.parents = parents
+    logits: Tensor
+    temperature: float = 0.0
+    scores: Tensor | None = None
+    tokens: Tensor | None = None
+    parent_logprob: Tensor | None = None
+    depth: int = 0
+    sampled: Tensor | None = None
+    rank: Tensor | None = None
+    width: Tensor | None = None
+    parents: Tensor | None = None
 
-    @cached_property
-    def above_token(self) -> Tensor:
-        """[R] the ids of the tokens before; -1 where that is not known."""
-        return self.constant(-1.0) if self.parents is None else self.parents.to(self.logits.dtype)
+    def column(self, values: Tensor | float) -> Tensor:
+        """Return [R] in the type of the logits."""
+        return torch.as_tensor(values, dtype=self.logits.dtype).expand(len(self.logits))
 
-    @cached_property
-    def probs(self) -> Tensor:
-        """[R, V] softmax of the raw logits."""
-        return torch.softmax(self.logits, -1)
-
-    @cached_property
-    def best(self) -> Tensor:
-        """[R, 2] the two largest probabilities."""
-        return self.probs.topk(2, -1).values
-
-    @cached_property
-    def top(self) -> Tensor:
-        """[R, 10] the largest probabilities, descending; zeros beyond the vocabulary."""
-        width = min(TOP, self.logits.shape[-1])
-        best = self.probs.topk(width, -1).values
-        return torch.nn.functional.pad(best, (0, TOP - width)) if width < TOP else best
-
-    @cached_property
-    def top1(self) -> Tensor:
-        """[R] the largest probability."""
-        return self.probs.amax(-1)
-
-    @cached_property
-    def top1_logit(self) -> Tensor:
-        """[R] the largest raw logit."""
-        return self.logits.amax(-1)
-
-    @cached_property
-    def log_norm(self) -> Tensor:
-        """[R] log of the sum of exponentials of the raw logits."""
-        return self.top1_logit - self.top1.log()
-
-    @cached_property
-    def entropy(self) -> Tensor:
-        """[R] entropy in nats."""
-        entropy: Tensor = torch.special.entr(self.probs).sum(-1)
-        return entropy
-
-    @cached_property
-    def best_scores(self) -> Tensor:
-        """[R, 3] noisy scores: the drawn token's, the largest of another token, and the largest of one that was not drawn."""
-        if self.scores is None:
-            raise PolicyError(NO_SCORES)
-        if self.width is None:
-            best, second = self.scores.topk(2, -1).values.unbind(-1)
-            return torch.stack([best, second, second], -1)
-        most = min(int(self.width.max()) + 1, self.scores.shape[-1])
-        best = self.scores.topk(most, -1).values
-        left_out = best.gather(-1, self.width[:, None].clamp_max(most - 1))[:, 0]
-        other = torch.where(self.sibling_rank > 0, best[:, 0], best[:, 1])
-        return torch.stack([self.of_drawn(self.scores), other, left_out], -1)
-
-    @cached_property
-    def sibling_rank(self) -> Tensor:
-        """[R] rank among the siblings."""
-        return self.constant(0.0) if self.rank is None else self.rank.to(self.logits.dtype)
-
-    @cached_property
-    def drawn_logprob(self) -> Tensor:
-        """[R] log-probability of the drawn token at temperature 1."""
-        return self.of_drawn(self.logits) - self.log_norm
+    def largest(self, rank: int) -> Tensor:
+        """Return [R], the probability of this rank; 0 beyond the vocabulary."""
+        probs = torch.softmax(self.logits, -1)
+        return probs.sort(-1, descending=True).values[:, rank - 1] if rank <= probs.shape[-1] else self.column(0.0)
 
     def of_drawn(self, values: Tensor) -> Tensor:
         """Return [R], the entries of `values` [R, V] at the drawn tokens."""
         assert self.tokens is not None
         return values.gather(-1, self.tokens[:, None])[:, 0]
 
-    @cached_property
+    def entropy(self) -> Tensor:
+        entropy: Tensor = torch.special.entr(torch.softmax(self.logits, -1)).sum(-1)
+        return entropy
+
+    def drawn_logprob(self) -> Tensor:
+        """Return [R], at temperature 1."""
+        return self.of_drawn(torch.log_softmax(self.logits, -1))
+
+    @property
     def path_logprob(self) -> Tensor:
-        """[R] log-probability of the path at temperature 1, the drawn token included."""
+        """[R] log-probability of the path at temperature 1, including the drawn token."""
         assert self.parent_logprob is not None
-        return self.parent_logprob + self.drawn_logprob
+        return self.parent_logprob + self.drawn_logprob()
 
-    def constant(self, value: float) -> Tensor:
-        """Return [R], the value in every row."""
-        return torch.full_like(self.logits[:, 0], value)
-
-    @cached_property
     def drawn_prob(self) -> Tensor:
-        """[R] probability of the drawn token in the distribution that is sampled from."""
-        if self.sampled is not None:
-            return self.of_drawn(torch.softmax(self.sampled, -1))
-        if self.temperature in (0.0, 1.0):
-            return self.drawn_logprob.exp()
-        return self.of_drawn(torch.log_softmax(self.logits / self.temperature, -1)).exp()
+        """Return [R], in the distribution that is sampled from; of the raw logits at temperature 0."""
+        weights = self.logits / (self.temperature or 1.0) if self.sampled is None else self.sampled
+        return self.of_drawn(torch.softmax(weights, -1))
 
-
-def _ids(rows: Rows) -> Tensor:
-    assert rows.tokens is not None
-    return rows.tokens.to(rows.logits.dtype)
+    def noisy(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the noisy score of the drawn token, the largest of another token, and the largest of one not drawn."""
+        if self.scores is None:
+            raise PolicyError(NO_SCORES)
+        best = self.scores.sort(-1, descending=True).values
+        width = torch.ones(len(best), dtype=torch.int64) if self.width is None else self.width
+        other = best[:, 1] if self.rank is None else torch.where(self.rank > 0, best[:, 0], best[:, 1])
+        return self.of_drawn(self.scores), other, best.gather(-1, width[:, None])[:, 0]
 
 
 FORMULAS: dict[str, Callable[[Rows], Tensor]] = {
-    "anchor_entropy": lambda rows: rows.entropy,
-    "anchor_top1": lambda rows: rows.top1,
-    "anchor_margin": lambda rows: rows.best[:, 0] - rows.best[:, 1],
-    "anchor_prob": lambda rows: rows.drawn_logprob.exp(),
-    "anchor_token": _ids,
-    "before_token": lambda rows: rows.above_token,
-    "temperature": lambda rows: rows.constant(rows.temperature),
-    **{f"top{rank}": lambda rows, rank=rank: rows.top[:, rank - 1] for rank in range(1, TOP + 1)},
-    "margin": lambda rows: rows.best[:, 0] - rows.best[:, 1],
-    "top1_logit": lambda rows: rows.top1_logit,
-    "entropy": lambda rows: rows.entropy,
-    "drawn_prob": lambda rows: rows.drawn_prob,
+    **{f"top{rank}": lambda rows, rank=rank: rows.largest(rank) for rank in range(1, TOP + 1)},
+    "margin": lambda rows: rows.largest(1) - rows.largest(2),
+    "top1_logit": lambda rows: rows.logits.amax(-1),
+    "entropy": Rows.entropy,
+    "drawn_prob": Rows.drawn_prob,
     "path_logprob": lambda rows: rows.path_logprob,
-    "noisy_margin": lambda rows: (rows.best_scores[:, 0] - rows.best_scores[:, 2]).clamp(-BOUND, BOUND),
-    "noisy_score": lambda rows: rows.best_scores[:, 0],
-    "noisy_lead": lambda rows: (rows.best_scores[:, 0] - rows.best_scores[:, 1]).clamp(-BOUND, BOUND),
-    "drawn_token": _ids,
-    "above_token": lambda rows: rows.above_token,
-    "depth": lambda rows: rows.constant(rows.depth),
-    "branch_rank": lambda rows: rows.sibling_rank,
+    "noisy_margin": lambda rows: (rows.noisy()[0] - rows.noisy()[2]).clamp(-BOUND, BOUND),
+    "noisy_score": lambda rows: rows.noisy()[0],
+    "noisy_lead": lambda rows: (rows.noisy()[0] - rows.noisy()[1]).clamp(-BOUND, BOUND),
+    "drawn_token": lambda rows: rows.column(rows.tokens),
+    "above_token": lambda rows: rows.column(-1.0 if rows.parents is None else rows.parents),
+    "depth": lambda rows: rows.column(rows.depth),
+    "branch_rank": lambda rows: rows.column(0.0 if rows.rank is None else rows.rank),
+    "anchor_prob": lambda rows: rows.drawn_logprob().exp(),
+    "temperature": lambda rows: rows.column(rows.temperature),
 }
+SAME = {"anchor_entropy": "entropy", "anchor_top1": "top1", "anchor_margin": "margin", "anchor_token": "drawn_token"}
+FORMULAS |= {name: FORMULAS[other] for name, other in {**SAME, "before_token": "above_token"}.items()}
 
 
 def compute(names: Sequence[str], rows: Rows) -> Tensor:
-    """Return [R, F] float32, the named features of `rows` in that order."""
-    if not names:
-        return torch.zeros(rows.logits.shape[0], 0)
+    """Return [R, F] float32, the reference."""
     return torch.stack([FORMULAS[name](rows) for name in names], -1).float()
 
 
-def tokens_of(rows: Rows) -> DrawnTokens:
-    """Return the tokens of `rows`, one for each row, as the compiled code is told of them."""
-    count = len(rows.logits)
-
-    def column(values: Tensor | None, otherwise: int) -> list[int]:
-        return [otherwise] * count if values is None else [int(v) for v in values]
-
-    own, after = column(rows.tokens, 0), column(rows.parents, -1)
-    rank, width = column(rows.rank, 0), column(rows.width, 1)
-    path = None if rows.parent_logprob is None else rows.parent_logprob.double().numpy()
-    return DrawnTokens.of([(i, own[i], after[i], rank[i], width[i], rows.depth) for i in range(count)], path)
-
-
 def compiled(names: Sequence[str], rows: Rows, device: bool = False) -> Tensor:
-    """Return [R, F] float32 as the shipped code has them: by the kernel, or by what serves logits on a `device`."""
-    columns, drawn = Columns(names), tokens_of(rows)
+    """Return [R, F] float32, by the kernel, or by the code for logits on a `device`."""
+
+    def ids(values: Tensor | None, default: int) -> list[int]:
+        return [default] * len(rows.logits) if values is None else values.tolist()
+
+    tokens = zip(ids(rows.tokens, 0), ids(rows.parents, -1), ids(rows.rank, 0), ids(rows.width, 1), strict=True)
+    path = None if rows.parent_logprob is None else rows.parent_logprob.double().numpy()
+    drawn, columns = DrawnTokens.of([(at, *token, rows.depth) for at, token in enumerate(tokens)], path), Columns(names)
     read = summarise_on_device if device else summarise
     summary = read(columns.needs, rows.logits, drawn, rows.temperature, rows.sampled, rows.scores)
     return torch.from_numpy(columns(summary, drawn, rows.temperature))

@@ -28,6 +28,7 @@ def timed_profile(
     policies: Sequence[str] = (),
     *,
     pace: float = 0.0,
+    paces: Sequence[float] = (),
     jitter: float = 0.0,
     repetitions: int = 12,
     seed: int = 0,
@@ -38,6 +39,7 @@ def timed_profile(
         costs: true costs of chains.
         policies: `cost_name` of the policies to time decisions of.
         pace: standard deviation of the logarithm of a repetition's pace, whose mean is 1.
+        paces: of the repetitions, instead of random ones.
         jitter: the same of single timings.
         repetitions: of all timings.
         seed: of the noise.
@@ -60,7 +62,7 @@ def timed_profile(
         factors: list[float] = (mean * np.exp(deviation * rng.standard_normal(count) - deviation**2 / 2)).tolist()
         return factors
 
-    paces = noisy(1.0, pace, repetitions)
-    timings = [{key: noisy(mean * now, jitter, EACH) for key, mean in seconds.items()} for now in paces]
+    factors = paces or noisy(1.0, pace, repetitions)
+    timings = [{key: noisy(mean * now, jitter, EACH) for key, mean in seconds.items()} for now in factors]
     contexts = (costs.low.context, costs.high.context)
     return Profile.measured(collected(timings), contexts, costs.max_depth, costs.temperature, costs.facts)

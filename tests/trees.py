@@ -1,4 +1,4 @@
-"""Small tree policies with made-up weights, for the tests of every room."""
+"""Small tree policies with random weights."""
 
 from __future__ import annotations
 
@@ -26,16 +26,7 @@ def make_tree_policy(
     verify_s: float = 4e-4,
     floor: float = 0.0,
 ) -> TreeGain:
-    """Return a policy whose answers vary with everything that it reads.
-
-    Args:
-        features: of the head.
-        depth: K.
-        first: depth of the first decision.
-        rate: rho; the higher, the less it drafts.
-        verify_s: seconds of each node.
-        floor: of the rule.
-    """
+    """Return a policy whose answers depend on all of its `features`; `depth` is K, `verify_s` the seconds of a node."""
     generator = torch.Generator().manual_seed(5)
     width = len(features) + sum(feature(name).is_probability for name in features)
     tensors = {

@@ -49,7 +49,7 @@ def bench(
     prompts = source.read(models, "test", PROMPT_LIMIT)
     from ...decode.benchmark import bench as run
     from ...decode.settings import Settings
-    from ...decode.verify.modes import describe
+    from ...decode.verify.modes import describe_mode
     from ...policies.learned import sampling_text
 
     deepest = max((rule.max_depth for rule in rules), default=0)
@@ -69,7 +69,7 @@ def bench(
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
     else:
         sampled = sampling_text(settings.temperature, settings.sampling.to_dict())
-        title = f"the first {len(prompts)} prompts (--limit), {sampled}, {describe(settings.verification)}"
+        title = f"the first {len(prompts)} prompts (--limit), {sampled}, {describe_mode(settings.verification)}"
         title += f", {batch} texts side by side" if batch > 1 else ""
         show(lines, f"{title}, engines {' and '.join(pair.engines)}", wide)
         for line in lines:

@@ -48,7 +48,7 @@ def decode(
     from ...decode.records import Tally
     from ...decode.run import decode as run
     from ...decode.settings import Settings, stop_strings
-    from ...decode.verify.modes import describe, resolve_mode
+    from ...decode.verify.modes import describe_mode, resolve_mode
 
     def settings_with(**more: Any) -> Settings:
         return Settings(
@@ -80,7 +80,7 @@ def decode(
     cut = 0 if grammar is None else sum(not grammar.matches(one.tokens, pair.eos) for one in generations)
     if cut:
         print_stderr(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")
-    mode = describe(resolve_mode(verification, rule, settings.topology, sampling.temperature))
+    mode = describe_mode(resolve_mode(verification, rule, settings.topology, sampling.temperature))
     if json:
         details: dict[str, Any] = {"verification": mode, "acceptance": tally.acceptance()}
         details |= {} if grammar is None else {"incomplete": cut}

@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...decode.engines.drafting import EngineDraft, Options, Spent
+from ...decode.engines.drafting import DraftingStats, EngineDraft, Options
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
-from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
+from ...decode.profile.calibration import NEW_TOKENS, prompt_lengths, repeat_prompts
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
-from ...decode.profile.scripts import TWICE, BatchScript, shuffled
+from ...decode.profile.scripts import REPEATS, BatchScript, seeded_permutation
 from ...policies.arguments import check_limits
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.display import Progress, shown
@@ -68,8 +68,8 @@ class StepScript(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the card, in the requests of this turn."""
         self._turn += step.depth == 0  # called once per step at depth 0, for all requests
-        deck, place = divmod(self._turn // TWICE, len(self._deck))
-        count, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
+        deck, place = divmod(self._turn // REPEATS, len(self._deck))
+        count, length = self._deck[seeded_permutation(len(self._deck), self._number, deck)[place]]
         # Which requests draft changes from step to step. Rows without a request are skipped.
         turns = ((step.batch >= 0).cumsum() - 1 - self._turn) % self._streams < count
         return step.alive & (turns & (step.depth < length))[:, None], state
@@ -177,8 +177,8 @@ def create_timer(proposer: Proposer, options: Options) -> StepTimer:
     """Return a timer of a proposer's steps."""
 
     def spent() -> tuple[float, float]:
-        so_far = Spent() if proposer.drafting is None else proposer.drafting.spent
-        return so_far.model_s, so_far.policy_s
+        so_far = DraftingStats() if proposer.drafting is None else proposer.drafting.stats
+        return so_far.drafter_s, so_far.policy_s
 
     return StepTimer(spent)
 
@@ -253,7 +253,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self._policies = [check_engine_policy(policy).limited(depth) for policy in policies]
         self._requests, self._prompts = requests, prompts
-        self._lengths = two_lengths(readable, prompts, new_tokens + depth)
+        self._lengths = prompt_lengths(readable, prompts, new_tokens + depth)
         options = {
             "draft": draft, "drafter": check_engine_drafter(drafter), "rows": requests, "temperature": temperature
         }  # fmt: skip
@@ -295,7 +295,7 @@ class _Run:
     def _texts(self, length: int, streams: int, number: int) -> list[dict[str, list[int]]]:
         """Return prompts of `length` tokens, different ones in each repetition."""
         at = range(number * streams, (number + 1) * streams)
-        return [{"prompt_token_ids": stretch(self._prompts, length, n)} for n in at]
+        return [{"prompt_token_ids": repeat_prompts(self._prompts, length, n)} for n in at]
 
     def play(self, streams: int, number: int) -> Seconds:
         """Decode texts side by side at each context."""
@@ -306,9 +306,9 @@ class _Run:
             self._engine.generate(texts, self._params, use_tqdm=False)
             if streams == 1:
                 # One token: the prompt is read, and whatever is drafted after it is subtracted.
-                drafted, begin = self._drafting.spent.all_s, time.perf_counter()
+                drafted, begin = self._drafting.stats.total_s, time.perf_counter()
                 self._engine.generate(texts, self._one, use_tqdm=False)
-                seconds = time.perf_counter() - begin - (self._drafting.spent.all_s - drafted)
+                seconds = time.perf_counter() - begin - (self._drafting.stats.total_s - drafted)
                 timed[Key(PREFILL, side, (length,))].append(seconds)
         self._drafting.check_failed()
         return timed if number else {}

@@ -176,7 +176,7 @@ SYMBOLS = parse_tree("medusa-63")
 _RANKS = {row: rank for children in SYMBOLS.children for rank, row in enumerate(children)}
 
 
-def collapsed(symbols: Sequence[Sequence[int]], blank: int) -> Trie:
+def collapse_symbols(symbols: Sequence[Sequence[int]], blank: int) -> Trie:
     """Return the candidates that the best symbols of each position collapse to, in descending order."""
     root: Trie = {}
     for path in SYMBOLS.paths[1:]:
@@ -191,9 +191,9 @@ def collapsed(symbols: Sequence[Sequence[int]], blank: int) -> Trie:
     return root
 
 
-def size(trie: Trie) -> int:
+def count_candidates(trie: Trie) -> int:
     """Return the number of candidates."""
-    return sum(1 + size(children) for children in trie.values())
+    return sum(1 + count_candidates(children) for children in trie.values())
 
 
 class ReleasedCTCDrafter(CTCDrafter):
@@ -209,7 +209,7 @@ class ReleasedCTCDrafter(CTCDrafter):
             probs = torch.stack(list(map(self._probs, streams)))  # [S, T, V + 1]
             best = probs.topk(min(max(map(len, SYMBOLS.children)), self._blank + 1), -1).indices.tolist()
             self._tries = {
-                stream: collapsed(symbols, self._blank) for stream, symbols in zip(streams, best, strict=True)
+                stream: collapse_symbols(symbols, self._blank) for stream, symbols in zip(streams, best, strict=True)
             }
         weights = []
         for stream, stream_rows in rows:
@@ -219,5 +219,5 @@ class ReleasedCTCDrafter(CTCDrafter):
                     trie = trie.get(token, {})  # empty after tokens that are not candidates, such as resampled ones
                 # Large tries first, as the topology `ctc-released` has room for them; ties in descending order.
                 sizes = enumerate(trie.items())
-                weights.append({token: 1 + size(children) - at / 1000 for at, (token, children) in sizes})
+                weights.append({token: 1 + count_candidates(children) - at / 1000 for at, (token, children) in sizes})
         return Proposal.of_weights(weights, self._dtype, self._device)

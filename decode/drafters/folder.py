@@ -64,7 +64,7 @@ class TrainedDrafter:
         kind: name of the network.
         network: with its weights.
         target: hash of the target that it was trained for (`Pair.fingerprint`).
-        provenance, metrics: for people.
+        provenance, metrics: metadata for the model card.
         identity: short hash of the folder's contents, by which traces and policies refer to it; "" before it is saved.
     """
 
@@ -76,7 +76,7 @@ class TrainedDrafter:
     identity: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people: the network, acceptance by depth, provenance and metrics."""
+        """Return a summary: the network, acceptance by depth, provenance and metrics."""
         shape, shares = dataclasses.asdict(self.network.shape), self.metrics.get("acceptance")
         by_depth = enumerate(shares if isinstance(shares, list) else [], 1)
         return {

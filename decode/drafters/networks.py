@@ -89,7 +89,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes queries, keys and values [S, n, heads, d]; returns the attention output [S, n, heads, d]."""
 
 
-def normed(x: Tensor, weight: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the RMS norm of x [..., H], with the default epsilon of transformers' LlamaConfig."""
     return functional.rms_norm(x, (x.shape[-1],), weight, 1e-6)
 
@@ -135,18 +135,18 @@ class LayerNetwork(nn.Module):
             rotation: cosine and sine [S or 1, n, 1, d] of their positions.
             attend: attention.
         """
-        x = self.enter(torch.cat([normed(embedded), normed(states)], -1))
+        x = self.enter(torch.cat([rms_norm(embedded), rms_norm(states)], -1))
         heads = self.shape.attention_heads
-        qkv = self.qkv(normed(x, self.before)).unflatten(-1, (3 * heads, -1))  # [S, n, 3 heads, d]
+        qkv = self.qkv(rms_norm(x, self.before)).unflatten(-1, (3 * heads, -1))  # [S, n, 3 heads, d]
         cos, sin = rotation
         qk = qkv[:, :, : 2 * heads]
         # x cos + rotate_half(x) sin: with the sign in the sine, rotate_half is a roll.
         qk = torch.addcmul(qk * cos, qk.roll(cos.shape[-1] // 2, -1), sin)
         attended = attend(qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, 2 * heads :])
         x = x + self.leave(attended.flatten(-2))
-        gate, up = self.gate_up(normed(x, self.between)).chunk(2, -1)
+        gate, up = self.gate_up(rms_norm(x, self.between)).chunk(2, -1)
         x = x + self.down(functional.silu(gate) * up)
-        return normed(x, self.after)
+        return rms_norm(x, self.after)
 
 
 class CTCNetwork(LayerNetwork):

@@ -43,7 +43,7 @@ _VALUES = {"lookup": "longest", "suffix": "path", **dict.fromkeys(NETWORKS, "pat
 
 
 def _form(name: str) -> str:
-    """Return how a drafter is written, such as `suffix:PATH`."""
+    """Return the syntax of a drafter's spec, such as `suffix:PATH`."""
     return f"{name}:{_VALUES[name].upper()}" if name in _VALUES else name
 
 
@@ -56,7 +56,7 @@ def _usage(name: str, build: Callable[..., Any]) -> str:
 
 
 DRAFTERS = Registry("specstop.drafters", "drafter", __package__, BUILTINS, _usage)
-"""Classes or functions that construct a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
+"""Classes or functions that construct a drafter for a pair. Those that use the draft model have `needs_draft = True`."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def reads_states(name: str) -> bool:
     return any(part.name in NETWORKS for part in parse_spec(name))
 
 
-def paths_of(name: str) -> list[str]:
+def spec_paths(name: str) -> list[str]:
     """Return the folders and files that a spec names."""
     return [part.path for part in parse_spec(name) if part.path]
 

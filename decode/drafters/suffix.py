@@ -134,21 +134,21 @@ class SuffixIndex(TextIndex):
 
     def __init__(self, shared: SuffixAutomaton) -> None:
         self.text: list[int] = []
-        self._own, self._shared, self.shared_match = SuffixAutomaton(), shared, (START, 0)
+        self._automaton, self._shared, self.shared_match = SuffixAutomaton(), shared, (START, 0)
 
     def append(self, token: int) -> None:
         """See `TextIndex`."""
         self.text.append(token)
-        self._own.append(token)
+        self._automaton.append(token)
         self.shared_match = self._shared.step(*self.shared_match, token)
 
     def followers(self, path: Sequence[int]) -> dict[int, float]:
         """See `TextIndex`."""
-        own_state, own_length = self._own.match(path, *self._own.earlier())
+        text_state, text_length = self._automaton.match(path, *self._automaton.earlier())
         state, length = self._shared.match(path, *self.shared_match)
-        if length > own_length:
+        if length > text_length:
             return self._shared.followers(state)
-        return self._own.followers(own_state) if own_length else {}
+        return self._automaton.followers(text_state) if text_length else {}
 
     def match(self) -> tuple[int, int]:
         """See `TextIndex`."""
@@ -167,8 +167,8 @@ class SuffixDrafter(TextDrafter):
 
     Args:
         pair: for the vocabulary and the device.
-        path: a text file that is searched as well as each text; "" = none.
-        keep: 1 = texts are searched by later ones, 0 = they are not.
+        path: a text file that is searched in addition to each text; "" = none.
+        keep: 1 = earlier texts are searched too, 0 = they are not.
 
     Raises:
         InputError: `keep` has another value, the file cannot be read, or the pair has no tokenizer to read it with.
@@ -188,7 +188,7 @@ class SuffixDrafter(TextDrafter):
         super().__init__(pair, lambda: SuffixIndex(self._shared))
 
     def reset(self) -> None:
-        """See `Drafter`; the file stays known."""
+        """See `Drafter`. The contents of the file are kept."""
         self._indexes, self._shared = [], SuffixAutomaton()
         self._shared.add_text(self._file)
         super().reset()
@@ -218,5 +218,5 @@ def _read_text(path: str) -> str:
     try:
         return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"--drafter suffix: expected a text file, but {path} cannot be read: {reason}") from None

@@ -51,7 +51,7 @@ def load_engine_drafter(
         skeleton, tokenizer = checkpoint.skeleton, load_tokenizer(checkpoint)
         skeleton = skeleton.to(dtype)  # without weights, because the engine has the target
     readings = (READS_ALL, reading)
-    pair = Pair(skeleton, model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
+    pair = Pair(skeleton, model, tokenizer, vocabulary, drafter=drafter, call_device=device, readings=readings)
     proposer = find_drafters(drafter, pair)[0]
     check_engine_drafter(drafter, reads=bool(proposer.layers))  # a plugin may read states too
     return proposer

@@ -180,13 +180,13 @@ class RequestRows:
 
 
 @dataclass
-class Spent:
-    """Numbers of steps and drafted tokens; seconds in total, of the drafter, and of decisions with features."""
+class DraftingStats:
+    """Number of steps and of drafted tokens, and seconds: in total, of the drafter, and of decisions including features."""
 
     steps: int = 0
     drafted: int = 0
-    all_s: float = 0.0
-    model_s: float = 0.0
+    total_s: float = 0.0
+    drafter_s: float = 0.0
     policy_s: float = 0.0
 
 
@@ -224,7 +224,7 @@ class Drafting:
         observer: observes the drafts.
 
     Attributes:
-        spent: time and numbers so far.
+        stats: time and numbers so far.
         host: of the policy.
     """
 
@@ -236,7 +236,7 @@ class Drafting:
         profile: Profile | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
-        self.options, self.spent, self.observer = options, Spent(), observer
+        self.options, self.stats, self.observer = options, DraftingStats(), observer
         self.eos, self.timer = frozenset(options.eos), Timer(torch.device("cpu"))
         self._drafter: Drafter | None = drafter
         self._failed = ""  # why the drafter is not called any more
@@ -272,7 +272,7 @@ class Drafting:
             PolicyFailure: the policy has failed.
         """
         if self._failed:
-            raise InputError(f"the drafter failed ({self._failed}); nothing was recorded from there on")
+            raise InputError(f"the drafter failed ({self._failed}); nothing was recorded after that")
         if self.host.failure is not None:
             raise self.host.failure
 
@@ -293,8 +293,8 @@ class Drafting:
         # Features also read the token before the anchor, so a text of one token has no draft.
         rows = [row for row in rows if 1 < len(row.text) <= longest]
         drafts = self._draft(rows, begin_s) if rows and self._topology.deepest else {}
-        self.spent.steps += 1
-        self.spent.all_s += time.perf_counter() - begin_s
+        self.stats.steps += 1
+        self.stats.total_s += time.perf_counter() - begin_s
         return [[] if row is None else drafts.get(row.index, []) for row in placed]
 
     def _observe(self, rows: Sequence[RequestRow], now: float) -> None:
@@ -347,9 +347,9 @@ class Drafting:
                 result = call(self._drafter)
         except Exception as error:  # a plugin may raise anything; the engine must continue
             self._drafter, self._failed = None, error_text(error)
-            text = f"the drafter failed ({self._failed}); nothing is drafted from here on"
+            text = f"the drafter failed ({self._failed}); nothing is drafted from now on"
             warnings.warn(text, SpecstopWarning, stacklevel=3)
-        self.spent.model_s += time.perf_counter() - begin
+        self.stats.drafter_s += time.perf_counter() - begin
         return result
 
     def scores(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
@@ -384,7 +384,7 @@ class Drafting:
         self.timer.restart()
         draft(_Source(self, self._reader), self.host, round)
         self._has_round = True
-        self.spent.policy_s += sum(self.timer.laps["policy"])
+        self.stats.policy_s += sum(self.timer.laps["policy"])
         drafts = []
         for row in rows:
             index, drafted, decisions = row.index, int(round.drafted[row.index]), int(round.decisions[row.index])
@@ -395,7 +395,7 @@ class Drafting:
             )  # fmt: skip
             row.round = round
             drafts.append(row.draft)
-            self.spent.drafted += drafted
+            self.stats.drafted += drafted
         if self.observer is not None:
             self.observer.on_drafts(drafts, time.perf_counter() - begin_s)
         return {one.row: one.tokens for one in drafts}

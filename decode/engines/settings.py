@@ -20,7 +20,7 @@ ANCHORS = ("anchor_token", "before_token", "temperature")
 """ANCHOR features that do not read logits of the target."""
 
 
-def known_in_engines(name: str, greedy: bool) -> bool:
+def is_available_in_engines(name: str, greedy: bool) -> bool:
     """Whether a feature can be computed in an engine; `greedy`: at temperature 0 there is no noise."""
     sources = [FEATURES[source] for source in base_features([name])]
     return all(one.name in ANCHORS if one.kind is Kind.ANCHOR else greedy or not one.needs.noisy for one in sources)
@@ -29,7 +29,7 @@ def known_in_engines(name: str, greedy: bool) -> bool:
 def missing_in_engines(policy: StopPolicy) -> list[str]:
     """Return the names of the features and hidden states of a policy that cannot be computed in an engine."""
     greedy = isinstance(policy, LearnedPolicy) and policy.metadata.temperature == 0.0
-    return [name for name in policy.features if not known_in_engines(name, greedy)] + list(policy.hidden)
+    return [name for name in policy.features if not is_available_in_engines(name, greedy)] + list(policy.hidden)
 
 
 def check_engine_policy(policy: StopPolicy) -> StopPolicy:

@@ -20,7 +20,7 @@ from ..records import Generation
 from ..settings import Settings
 from ..verify.processors import PerText
 from ..verify.sampling import NEUTRAL, WARPERS
-from .stopping import assistant_set
+from .stopping import assistant_options
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Assisted:
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
                 stack.enter_context(guard())
                 stack.enter_context(
-                    assistant_set(options["assistant_model"], setting.tokens, setting.schedule, setting.threshold)
+                    assistant_options(options["assistant_model"], setting.tokens, setting.schedule, setting.threshold)
                 )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

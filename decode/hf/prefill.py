@@ -82,7 +82,7 @@ class Prefill:
         """Read the prompts of all rows with the target, and one more token to determine how `generate` continues."""
         model: Any = target.model
         out = target.call(**self.inputs, return_dict=True)
-        logits, states = target.answer(out, 1)
+        logits, states = target.read_outputs(out, 1)
         cache = self.inputs["past_key_values"]
         slots = int(cache.get_seq_length())
         # Now, because the second step drops the first token of a window.
@@ -97,7 +97,7 @@ class Prefill:
         if (positions := second.get("position_ids")) is not None:  # [B or 1, 1] or [D, B or 1, 1]
             last = positions[..., -1].to(logits.device).reshape(-1, positions.shape[-2])  # [D, B or 1]
             offsets = (last - slots).expand(-1, len(text)).T
-        after, _ = target.answer(target.call(**second, return_dict=True), 1)
+        after, _ = target.read_outputs(target.call(**second, return_dict=True), 1)
         # For messages: inputs that the model needs again in later steps come first, because the loop does not pass them.
         arguments = tuple(_extra(second) or self._arguments())
         prompts = []

@@ -25,7 +25,9 @@ _ONE = np.ones((1, 1), dtype=bool)
 
 
 @contextlib.contextmanager
-def assistant_set(assistant: PreTrainedModel, tokens: int | None, schedule: str, threshold: float) -> Iterator[None]:
+def assistant_options(
+    assistant: PreTrainedModel, tokens: int | None, schedule: str, threshold: float
+) -> Iterator[None]:
     """Set the generation options of the assistant of transformers' loop until the block ends."""
     config: Any = assistant.generation_config
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -40,7 +42,7 @@ def assistant_set(assistant: PreTrainedModel, tokens: int | None, schedule: str,
 class PolicyStoppingCriteria(StoppingCriteria):
     """Lets a policy end the drafts of transformers' assisted generation.
 
-        with PolicyStoppingCriteria(policy).riding(draft):
+        with PolicyStoppingCriteria(policy).attached_to(draft):
             target.generate(**inputs, assistant_model=draft)
 
     transformers calls it from depth 1 on, without the target's logits, and verifies all drafted tokens: policies that read
@@ -73,7 +75,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self.rounds: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
-    def riding(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
+    def attached_to(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
         """Add this criterion to every draft of `assistant`, and disable transformers' stop rules, until the block ends."""
         original: Any = assistant.generate
 
@@ -84,7 +86,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
 
         setattr(assistant, "generate", generate)  # noqa: B010 - the type checker refuses an assignment to a method
         try:
-            with assistant_set(assistant, self.policy.max_depth, "constant", 0.0):
+            with assistant_options(assistant, self.policy.max_depth, "constant", 0.0):
                 yield self
         finally:
             del assistant.generate  # the method of its class is visible again

@@ -282,7 +282,7 @@ class CachedModel:
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "logits_to_keep": rows}
         for name in self._omitted:
             del inputs[name]
-        return self.answer(self.call(**inputs, past_key_values=self._cache, use_cache=True), rows)
+        return self.read_outputs(self.call(**inputs, past_key_values=self._cache, use_cache=True), rows)
 
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
@@ -290,7 +290,7 @@ class CachedModel:
         with guard(), without_cudnn(self._device), attending_packed(model, self._kv.call):
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
-    def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
+    def read_outputs(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return scores [1, R, V] and hidden states from the outputs of `call`."""
         states = torch.cat([out.hidden_states[layer] for layer in self._hidden], -1) if self._hidden else None
         logits = out.logits

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from .attention import KVCache, KVLayer, PackedCall, Part, pack
 from .cache import CachedModel
-from .device import Recorded, Recorder, filled_up
+from .device import Recorded, Recorder, round_up_size
 from .placement import is_placed, warn_once
 from .view import READS_ALL, Reading, long_rope, state_key, token_bytes
 
@@ -67,17 +67,17 @@ class Memory:
             size -= self.calls.pop(next(iter(self.calls))).size
 
 
-KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()
+UNUSED_MEMORIES: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()
 """Unused memories by model, the latest last."""
 
 _KEEPING = threading.RLock()
-"""Held while `KEPT` changes. Python may free a model, which leaves its memory here, in any thread."""
+"""Held while `UNUSED_MEMORIES` changes. Python may free a model, which leaves its memory here, in any thread."""
 
 
 def _take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
     """Remove and return a kept memory that fits, or free those that a new one replaces."""
     with _KEEPING:
-        kept = KEPT.get(model, [])
+        kept = UNUSED_MEMORIES.get(model, [])
         for memory in kept:
             if memory.kind == kind and memory.kv.capacity >= capacity and memory.kv.streams >= streams:
                 kept.remove(memory)
@@ -91,7 +91,7 @@ def _keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
     alive = model()
     if alive is not None and memory.calls:
         with _KEEPING:
-            kept = KEPT.setdefault(alive, [])
+            kept = UNUSED_MEMORIES.setdefault(alive, [])
             slots = KEPT_SHARE * device_bytes(alive.device) / token_bytes(alive)
             while len(kept) >= MAX_KEPT or sum(one.kv.capacity * one.kv.streams for one in kept) > slots:
                 del kept[0]
@@ -164,7 +164,7 @@ class CudaGraphModel(CachedModel):
         """Return a call of one of few shapes, so that batches that shrink and grow need few recordings."""
         rows = min(1 << max(part.stream for part in parts).bit_length(), self._kv.streams)
         exact = len(parts) == 1 == self.streams and parts[0].tree is None
-        call = pack(parts, self._kv.lengths, rows, self._device, int if exact else filled_up)
+        call = pack(parts, self._kv.lengths, rows, self._device, int if exact else round_up_size)
         return replace(call, slots=min(attended_slots(call.slots), self.capacity))
 
     def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
@@ -177,7 +177,7 @@ class CudaGraphModel(CachedModel):
         memory.calls[key] = recorded
         for fixed, new in zip(recorded.call.tensors, call.tensors, strict=True):
             fixed.copy_(new)
-        logits, states = recorded.answer(memory.recorder, partial(super()._run_packed, recorded.call))
+        logits, states = recorded.run_or_replay(memory.recorder, partial(super()._run_packed, recorded.call))
         if not recorded.size:
             recorded.size = logits.nbytes + (0 if states is None else states.nbytes)
             memory.evict()

@@ -129,20 +129,20 @@ class Recorded(Generic[Out]):
         fresh: Number of calls of all shapes so far that were not played.
     """
 
-    fresh: ClassVar[int] = 0
+    not_replayed: ClassVar[int] = 0
     used: bool = False
     play: Callable[[], Out] | None = None
 
-    def answer(self, recorder: Recorder, forward: Callable[[], Out]) -> Out:
+    def run_or_replay(self, recorder: Recorder, forward: Callable[[], Out]) -> Out:
         """Run a call. The next call of this shape overwrites the returned tensors."""
         if self.play is None:
-            Recorded.fresh += 1
+            Recorded.not_replayed += 1
             self.play = recorder.record(forward) if self.used else None
         self.used = True
         return forward() if self.play is None else self.play()
 
 
-def filled_up(count: int) -> int:
+def round_up_size(count: int) -> int:
     """Return the next recorded size: powers of two up to 8, steps of 8 up to 64, then four sizes per power of two."""
     if count <= 8:
         return 1 << (count - 1).bit_length()

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from ...policies.errors import InputError
 from .attention import LayerMasks, backend_mask, causal, grouped_attention
 from .device import can_widen, fused, wide_linear
-from .placement import is_modified, kept_as_is, modified_module
+from .placement import is_modified, modified_module, replacement_refusal
 
 ENGINES = ("auto", "plain", "packed", "compact")
 
@@ -49,7 +49,7 @@ def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     """
     if engine not in ENGINES:
         raise InputError(f"--engine: expected one of {', '.join(ENGINES)}, not {engine!r}")
-    kept = kept_as_is(model)
+    kept = replacement_refusal(model)
     refusals = {"packed": kept or packed_refusal(model.device, model.dtype), "compact": kept or compact_refusal(model)}
     if engine == "auto":
         if not refusals["compact"] and (model.device.type == "cuda" or not refusals["packed"]):
@@ -154,15 +154,15 @@ class _Layer:
 
     def __init__(self, layer: Any) -> None:
         q, k, v, out, gate, up, down = _linears(layer)
-        self.qkv, self.out = _joined(q, k, v), _joined(out)
-        self.gate_up, self.down = _joined(gate, up), _joined(down)
+        self.qkv, self.out = _join_linears(q, k, v), _join_linears(out)
+        self.gate_up, self.down = _join_linears(gate, up), _join_linears(down)
         attention = layer.self_attn
         self.before, self.between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self.q_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.k_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
 
 
-def _joined(*linears: nn.Linear) -> PackedLinear:
+def _join_linears(*linears: nn.Linear) -> PackedLinear:
     """Return several linear layers of one input as a single one. Their own weights become views of its weight."""
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
@@ -176,7 +176,7 @@ def _joined(*linears: nn.Linear) -> PackedLinear:
 
 
 @fused
-def _rotated(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return [B, heads, n, width] of queries and keys [B, n, heads, width]: x cos + rotate_half(x) sin."""
     return torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).transpose(1, 2)
 
@@ -190,14 +190,14 @@ def _rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[T
 
 
 @fused
-def _gated(both: Tensor) -> Tensor:
+def _gate(both: Tensor) -> Tensor:
     """Return silu(gate) * up of [..., gate and up]."""
     gate, up = both.chunk(2, -1)
     return functional.silu(gate) * up
 
 
 @fused
-def _added(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x + more and its root mean square norm."""
     total = x + more
     wide = total.float()
@@ -217,7 +217,7 @@ class _Norm:
     def add(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + more and its norm."""
         if x.device.type == "cuda" and x.dtype != torch.float64:
-            return _added(x, more, self._plain, self._eps)
+            return _add_norm(x, more, self._plain, self._eps)
         total = x + more
         return total, self(total)
 
@@ -252,7 +252,7 @@ class CompactModel(nn.Module):
         self._embed = inner.embed_tokens.weight.data
         self._layers = [_Layer(layer) for layer in inner.layers]
         self._norm = _Norm(inner.norm)
-        self._head = _joined(model.lm_head)
+        self._head = _join_linears(model.lm_head)
         frequencies = inner.rotary_emb.inv_freq.float()
         self._frequencies = torch.cat([-frequencies, frequencies])  # the cosine is even
         self._scaling = float(inner.rotary_emb.attention_scaling)
@@ -302,7 +302,7 @@ class CompactModel(nn.Module):
             if output_hidden_states:  # all of them are gigabytes for a long prompt
                 states.append(x)
             x, normed = layer.between.add(x, self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask))
-            more = layer.down(_gated(layer.gate_up(normed)))
+            more = layer.down(_gate(layer.gate_up(normed)))
         rows = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)  # -0: all
         if not output_hidden_states:
             x, more = x[:, rows], more[:, rows]
@@ -319,7 +319,7 @@ class CompactModel(nn.Module):
         qk = qkv[:, :, : heads + groups]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat([layer.q_norm(qk[:, :, :heads]), layer.k_norm(qk[:, :, heads:])], 2)
-        qk = _rotated(qk, cos, sin)  # [B, heads + groups, n, width]
+        qk = _rotate(qk, cos, sin)  # [B, heads + groups, n, width]
         keys, values = kv.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
         q, call = qk[:, :heads], kv.kv.call
         q = q if call is None else call.spread(q)

@@ -41,7 +41,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from ...policies.errors import PairError
 from ...policies.files import strict_loads
-from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash
+from .placement import ADAPTED, DeviceMap, call_from, is_plain, is_quantised, model_hash, replacement_refusal
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
@@ -248,7 +248,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     attention: str | None = None,
-    places: Places | None = None,
+    device_map: DeviceMap | None = None,
 ) -> PreTrainedModel:
     """Build a model and load all of its weights.
 
@@ -256,14 +256,16 @@ def load_model(
         checkpoint: From `open_checkpoint`.
         device, dtype: Of the model; a quantised one keeps the types it was saved with.
         attention: Attention backend; None = the choice of the library.
-        places: Devices of its layers (`placement.check_device_map`) if not `device`, from which it is called nevertheless.
+        device_map: Devices of its layers (`placement.DeviceMap`); None = `device`, from which it is always called.
 
     Raises:
         PairError: A tensor is missing, unexpected, of another shape or not finite, or the library cannot load it.
     """
     library: Any = AutoModelForCausalLM  # with its loading info, it returns a tuple
     model: PreTrainedModel
-    quantised = is_quantised(checkpoint.config)
+    quantised, is_mapped = is_quantised(checkpoint.config), device_map is not None
+    if quantised and not is_mapped:
+        device_map = {"": device}  # quantised models may not be movable
     with _library_errors(checkpoint.option, checkpoint.name):
         model, report = library.from_pretrained(
             checkpoint.where,
@@ -272,11 +274,11 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report
-            device_map={"": device} if quantised and places is None else places,  # quantised models may not be movable
+            device_map=device_map,
             adapter_kwargs={"subfolder": "none"},  # no adapter in the folder of the model: it is applied below
         )
         _check_report(model, report, quantised)
-        if places is None and not quantised:
+        if not is_mapped and not quantised:
             model = model.to(device)  # type: ignore[arg-type]
         if checkpoint.adapter:
             model = _apply_adapter(model.eval(), checkpoint.adapter)
@@ -368,7 +370,7 @@ def _apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
         for problem, keys in (("lack", load_result.missing_keys), ("have an unknown", load_result.unexpected_keys)):
             if keys:
                 raise ValueError(f"the adapter's weights {problem} {keys[0]}")
-        if model.dtype in (torch.float32, torch.float64) and not kept_as_is(model):
+        if model.dtype in (torch.float32, torch.float64) and not replacement_refusal(model):
             # If merging fails, the remaining adapter layers are kept. They compute the same function.
             with contextlib.suppress(ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError):
                 wrapped.base_model.merge_and_unload(safe_merge=True)

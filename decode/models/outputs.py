@@ -31,7 +31,7 @@ def start_check(logits: Tensor, role: str = "target") -> Callable[[], None]:
         if copied is not None:
             copied.synchronize()
         if not all(map(math.isfinite, best.flatten().tolist())):
-            raise broken(role)
+            raise nonfinite_error(role)
 
     if logits.is_cpu:
         check()
@@ -39,7 +39,7 @@ def start_check(logits: Tensor, role: str = "target") -> Callable[[], None]:
     return check
 
 
-def broken(role: str) -> PairError:
+def nonfinite_error(role: str) -> PairError:
     """Return the error of a model with logits that are not finite."""
     return PairError(
         f"the {role}'s logits are not finite: expected scores of tokens, not NaN or infinity; its weights or its config "
@@ -80,6 +80,6 @@ def stored(states: Tensor) -> Tensor:
     return states.clamp(-largest, largest).to(torch.float16)
 
 
-def rounded(states: Tensor) -> Tensor:
+def round_states(states: Tensor) -> Tensor:
     """Return hidden states [..., H] as a policy sees them: float32, rounded to float16."""
     return stored(states).float()

@@ -19,7 +19,16 @@ from ..topology import Topology
 from .attention import LAYER_TYPES
 from .engine import choose_engine, speed_up
 from .loading import check_memory, load_model, load_tokenizer, open_checkpoint, unwrap
-from .placement import call_from, check_device_map, is_placed, kept_as_is, model_hash, place_of, warn_once
+from .placement import (
+    DeviceMap,
+    call_from,
+    calling_device,
+    is_placed,
+    model_hash,
+    parse_device_map,
+    replacement_refusal,
+    warn_once,
+)
 from .self_check import check_model
 from .view import READS_ALL, LongRope, Reading, long_rope, readable, scored_tokens
 
@@ -51,7 +60,7 @@ class Pair:
     engines: tuple[str, str] = ("plain", "plain")
     hashes: tuple[str, ...] | None = None
     drafter: str = "model"
-    home: torch.device | None = None
+    call_device: torch.device | None = None
     readings: tuple[Reading, Reading] = (READS_ALL, READS_ALL)
 
     @property
@@ -62,7 +71,7 @@ class Pair:
     @cached_property
     def device(self) -> torch.device:
         """Device from which both models are called. Cached, because a model searches its parameters for it."""
-        return self.home or torch.device((self.draft or self.target).device)
+        return self.call_device or torch.device((self.draft or self.target).device)
 
     @property
     def draft_model(self) -> PreTrainedModel:
@@ -140,14 +149,14 @@ def join(
         PairError: The models are on different devices, do not fit together, or cannot be rolled back.
     """
     target, draft = unwrap(target, "target"), None if draft is None else unwrap(draft, "draft")
-    home = place_of(target) if draft is None else None
-    pair = Pair(target, draft, tokenizer, scored_tokens(target), _eos(target, tokenizer), home=home)
+    call_device = calling_device(target) if draft is None else None
+    pair = Pair(target, draft, tokenizer, scored_tokens(target), _eos(target, tokenizer), call_device=call_device)
     if is_placed(target):
-        call_from(target, place_of(target))
+        call_from(target, calling_device(target))
     elif draft is not None and target.device != draft.device:
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in pair.models.items():
-        if (why := kept_as_is(model)) and (is_placed(model) or model.device.type == "cpu"):
+        if (why := replacement_refusal(model)) and (is_placed(model) or model.device.type == "cpu"):
             warn_once(model, f"the {role} runs as it is, neither packed nor recorded as CUDA graphs: {why}")
         layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - set(LAYER_TYPES)
         if layer_types:
@@ -193,7 +202,7 @@ def load_pair(
     dtype: str = "float32",
     attention: str | None = None,
     engine: str = "auto",
-    device_map: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> Pair:
     """Load a pair from two folders or hub names.
 
@@ -202,12 +211,12 @@ def load_pair(
         device, dtype: Of both models; quantised ones keep the types they were saved with.
         attention: `sdpa` or `eager`; None = sdpa, or eager for a model that has no other (Gemma 2).
         engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
-        device_map: Devices of the target's layers (see `placement`); draft and loop stay on `device`.
+        device_map: Devices of the target's layers (`placement.DeviceMap`, or its JSON); draft and loop stay on `device`.
 
     Raises:
         PairError: A model cannot be loaded, the models do not fit together, or they do not fit into memory.
     """
-    kind, where, places = check_dtype(dtype), check_device(device), check_device_map(device_map)
+    kind, where, parsed_map = check_dtype(dtype), check_device(device), parse_device_map(device_map)
     checkpoints = [open_checkpoint(target, "--target")]
     if draft is not None:
         checkpoints.append(open_checkpoint(draft, "--draft"))
@@ -218,11 +227,11 @@ def load_pair(
                 f"target and draft must share one tokenizer, but {target} has {len(tokenizer)} tokens and {draft} has "
                 f"{len(other)}, not the same ones; choose a draft of the target's family"
             )
-    check_memory(checkpoints if places is None else checkpoints[1:], where, kind)
+    check_memory(checkpoints if parsed_map is None else checkpoints[1:], where, kind)
     # The draft first: the target is distributed over the memory that it leaves.
     draft_model = None if draft is None else load_model(checkpoints[1], where, kind, attention)
-    pair = join(load_model(checkpoints[0], where, kind, attention, places), draft_model, tokenizer)
-    return with_engine(dataclasses.replace(pair, home=where) if draft is None else pair, engine)
+    pair = join(load_model(checkpoints[0], where, kind, attention, parsed_map), draft_model, tokenizer)
+    return with_engine(dataclasses.replace(pair, call_device=where) if draft is None else pair, engine)
 
 
 def with_engine(pair: Pair, engine: str = "auto") -> Pair:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import strict_loads
 
-Places = str | dict[str, Any]
+DeviceMap = str | dict[str, Any]
 """A strategy of accelerate, or devices (including `cpu` and `disk`) by module name."""
 
 ADAPTED = "specstop_adapted_hash"
@@ -30,20 +30,20 @@ _SAMPLES = 64
 _WARNED: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
-def check_device_map(text: str | None) -> Places | None:
-    """Return the value of `--device-map`: a strategy of accelerate, a device, or from JSON devices by module.
+def parse_device_map(value: DeviceMap | None) -> DeviceMap | None:
+    """Return a strategy of accelerate, a device, or devices by module, which may be given as JSON.
 
     Raises:
         InputError: The JSON is invalid. `from_pretrained` checks the rest.
     """
-    if text is None or not text.lstrip().startswith("{"):
-        return text
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
     try:
-        return dict(strict_loads(text))
+        return dict(strict_loads(value))
     except ValueError:
         raise InputError(
             "--device-map: expected auto, balanced, balanced_low_0, sequential, a device, or a JSON object of devices by "
-            f'module such as {{"model.layers.0": "cuda:0", "": "cuda:1"}}, not {text[:80]!r}'
+            f'module such as {{"model.layers.0": "cuda:0", "": "cuda:1"}}, not {value[:80]!r}'
         ) from None
 
 
@@ -52,7 +52,7 @@ def is_placed(model: PreTrainedModel) -> bool:
     return hasattr(model, "_hf_hook")
 
 
-def place_of(model: PreTrainedModel) -> torch.device:
+def calling_device(model: PreTrainedModel) -> torch.device:
     """Return the device from which to call a model."""
     hook: Any = getattr(model, "_hf_hook", None)
     return torch.device(model.device if hook is None else hook.execution_device)
@@ -77,7 +77,7 @@ def is_quantised(config: Any) -> bool:
     return bool(getattr(config, "quantization_config", None))
 
 
-def kept_as_is(model: PreTrainedModel) -> str:
+def replacement_refusal(model: PreTrainedModel) -> str:
     """Return why the layers of a model cannot be replaced, or an empty string."""
     if is_placed(model):
         devices = dict.fromkeys(map(str, getattr(model, "hf_device_map", {}).values()))
@@ -128,7 +128,7 @@ def is_plain(tensor: Tensor) -> bool:
     return not hasattr(tensor, "__tensor_flatten__")
 
 
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors of a model by name. Offloaded tensors are loaded, tensor subclasses are split into parts."""
 
     def parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +157,7 @@ def model_hash(model: PreTrainedModel) -> str:
     if stored := getattr(model, ADAPTED, ""):
         return str(stored)
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in tensors(model):
+    for name, tensor in iterate_tensors(model):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
         if sample.is_floating_point() and sample.dtype.itemsize == 1:

@@ -1,7 +1,7 @@
-"""Calibration: texts decoded through the round loop by scripts, to time the parts of a round.
+"""Calibration: decode texts through the round loop with scripted draft lengths, to time the parts of a round.
 
-Timings of isolated forwards miss a good part of what a round costs. So the loop runs unchanged, on prompts without
-predictions, with a script instead of the policy: every length 0..K equally often, and plain decoding in turns with it.
+Timings of isolated forward passes miss 12 to 18% of the cost of a round. Therefore the loop runs unchanged, with a script
+instead of the policy. The script drafts each length 0..K equally often. Plain decoding is timed in alternation.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ from ..prompts import Prompts, encode_prompts
 from ..records import Generation, Round
 from ..settings import Settings
 from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
-from .decisions import decision_case, whole_rounds
+from .decisions import complete_rounds, decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .scripts import BatchScript, ChainScript, TreeScript
 
 NEW_TOKENS, PROBE_TOKENS, MIN_TOKENS = 48, 8, 16
-"""Tokens of a text, so few that a repetition is over within a second on a small pair; of texts that time a token; and the
-fewest for slow pairs."""
+"""Tokens of a text (a repetition takes less than a second on a small pair), of the texts that estimate the seconds per token,
+and the minimum for slow pairs."""
 
 WARM_UP_KEYS = (0, 1)
-"""Keys of the texts that warm up: together they draft nearly all lengths, each of which may have to be captured once."""
+"""Keys of the warm-up texts. Together they draft nearly all lengths, and each length may have to be recorded once."""
 
 SETTLING_ROUNDS = 4
-"""Rounds of a batch after the prompts that are not timed: reading these empties the caches, and the first one took half as
-long again as the tenth."""
+"""First rounds of a batch, which are not timed. Reading the prompts clears the caches: the first round took 1.5 times as long
+as the tenth."""
 
 MAX_WARM_UPS, MAX_TRIES = 12, 3
-"""Repetitions that warm up a GPU at most: a call is recorded the second time that its shape comes, and a text has few."""
+"""Maximum number of warm-up repetitions on a GPU, and of tries of a timed repetition. A call is recorded when its shape
+occurs for the second time, and a text contains few shapes."""
 
 
 def measure_profile(
@@ -82,27 +83,30 @@ def measure_profile(
     batch: Sequence[int] = (),
     verification: str = "auto",
 ) -> Profile:
-    """Measure what draft steps, verifications and everything around them cost.
+    """Measure the seconds of draft steps, verifications and the rest of a round.
 
     Args:
-        pair: on its device.
-        prompts: see `decode.prompts.Prompts`; not the ones that predictions are made for. They are laid end to end to
-            reach a short and a long context.
-        depth: K, the longest chain timed.
-        temperature: of the sampling.
-        policies: policies to time, features included.
-        new_tokens: decoded from each context; fewer if a pair is too slow for the budget.
+        pair: target and draft on the device to measure.
+        prompts: see `decode.prompts.Prompts`. Use other prompts than those that speeds are predicted for. They are
+            concatenated to reach a short and a long context.
+        depth: K, length of the longest chain.
+        temperature: sampling temperature.
+        policies: policies whose decisions, including features, are timed.
+        new_tokens: tokens decoded from each context; fewer if the pair is too slow for the budget.
         effort: how long to measure.
-        facts: kept in the profile.
+        facts: metadata that is stored in the profile.
         progress: see `Progress`.
-        tree: a topology to time as well.
-        clock: counts the budget.
-        sampling: what else changes the distribution that is sampled from; processing logits takes time, too.
-        batch: batch sizes to time as well.
-        verification: the mode to time; `auto` = the fastest lossless one (`modes.resolve_mode`).
+        tree: topology that is timed in addition to chains.
+        clock: measures the budget.
+        sampling: other sampling parameters; processing logits takes time too.
+        batch: batch sizes that are timed in addition to single texts.
+        verification: name of a mode; `auto` = the fastest lossless one (`modes.resolve_mode`).
 
     Returns:
-        The profile with all its measurements; `noise` says whether the machine was quiet.
+        The profile with all measurements. Its `noise` says whether the machine was quiet.
+
+    Raises:
+        InputError: an option is out of range, there is no prompt, or the prompts are too long for the models.
     """
     tokens = [ids for _, ids in encode_prompts(pair, prompts)]
     check_limits({"depth": 1}, depth=depth, temperature=temperature)
@@ -117,35 +121,35 @@ def measure_profile(
             calibration(new_tokens=min(PROBE_TOKENS, new_tokens)), new_tokens, effort, clock
         )
     run = calibration(new_tokens=new_tokens)
-    # Of policies that share a `cost_name` the last is timed, for all.
+    # Policies with one `cost_name` share a price: only the last of them is timed.
     decisions = {p.cost_name: decision_case(pair, p, tokens, run.settings, None) for p in as_policies(policies)}
-    cases = {**run.cases(), **run.warmed(decisions)}
+    cases = {**run.cases(), **run.with_warm_up(decisions)}
     return run.profile(facts, measure(cases, effort, clock=clock, progress=progress))
 
 
 def _affordable_tokens(probe: CalibrationRun, maximum: int, effort: Effort, clock: Clock) -> int:
-    """Return how many tokens a text may have for the budget to hold the fewest repetitions."""
-    probe.play(0)  # what is set up once does not count
+    """Return the largest text length, in tokens, with which the minimum number of repetitions fits the budget."""
+    probe.play(0)  # excludes one-time work
     begin = clock()
     probe.play(1)
     token_s = (clock() - begin) / probe.settings.max_new_tokens
-    warm_ups = len(WARM_UP_KEYS) if probe.on_host else MAX_WARM_UPS  # the warm-up is a part of the budget
-    text_s = effort.budget_s / (effort.fewest + warm_ups)
+    warm_ups = len(WARM_UP_KEYS) if probe.on_host else MAX_WARM_UPS  # the budget includes the warm-up
+    text_s = effort.budget_s / (effort.quiet_after + warm_ups)
     return maximum if token_s * maximum <= text_s else min(maximum, max(MIN_TOKENS, int(text_s / token_s)))
 
 
 class CalibrationRun:
-    """Texts decoded to time the parts of a round: in separate turns, or between those of a live comparison.
+    """Decodes texts to time the parts of a round, alone or in alternation with a live comparison.
 
-    A shared machine changes its pace within minutes, and not equally for all sizes. So a live comparison is timed in the
-    same minutes as the profile that predicts it.
+    The speed of a shared machine changes within minutes, and not equally for all sizes. Therefore a live comparison and the
+    profile that predicts it are measured in alternation.
 
     Args:
-        pair, prompts, depth, temperature, new_tokens, tree, sampling, batch, verification: as of `measure_profile`.
+        pair, prompts, depth, temperature, new_tokens, tree, sampling, batch, verification: see `measure_profile`.
 
     Attributes:
-        settings: of the texts.
-        on_host: whether nothing is recorded, so that a short warm-up is enough.
+        settings: settings of the texts.
+        on_host: whether the pair is on the CPU, where no calls are recorded and a short warm-up is enough.
     """
 
     def __init__(
@@ -165,8 +169,8 @@ class CalibrationRun:
         options: dict[str, Any] = {"ignore_eos": True, "sampling": sampling, "verification": verification}
         self.settings = Settings(temperature, new_tokens, depth, **options).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
-        self._lengths = two_lengths(pair.readable, prompts, new_tokens)
-        # After a drafting round a plain one runs on cold caches: plain decoding is timed in separate texts.
+        self._lengths = prompt_lengths(pair.readable, prompts, new_tokens)
+        # Plain decoding is timed in separate texts, because a draft model clears the caches.
         self._script, self._plain = (
             Speculator(pair, policy, self.settings) for policy in (ChainScript(depth), FixedLength(0))
         )
@@ -178,7 +182,7 @@ class CalibrationRun:
             settings = Settings(temperature, new_tokens, tree=tree, **options)
             self._tree = Speculator(pair, TreeScript(settings.topology.deepest, settings.topology.width), settings)
         self._batches = {
-            # Batches end with fewer and fewer texts: between one and the smallest size costs are interpolated.
+            # Size 1 is included because the number of texts falls at the end of a batch.
             size: [
                 Speculator(pair, policy, self.settings, batch=size)
                 for policy in (BatchScript(size, depth), FixedLength(0))
@@ -189,12 +193,12 @@ class CalibrationRun:
         self._contexts: tuple[list[float], list[float]] = [], []
 
     def cases(self) -> dict[str, Case]:
-        """Return what is timed in turns: chains with plain decoding and trees, and each batch size."""
+        """Return the cases to time in alternation: single texts (chains, plain decoding and trees), and each batch size."""
         batches = {f"batch {size}": partial(self._batch, size) for size in self._batches}
-        return self.warmed({"rounds": self._rounds, **batches})
+        return self.with_warm_up({"rounds": self._rounds, **batches})
 
-    def warmed(self, cases: Mapping[str, Case]) -> dict[str, Case]:
-        """Return cases that are repeated while a GPU records calls: with other texts to warm up, else with the same."""
+    def with_warm_up(self, cases: Mapping[str, Case]) -> dict[str, Case]:
+        """Return cases that are repeated while a GPU records calls: the warm-up with other texts, the rest with the same."""
         return {name: partial(self._repeat, case) for name, case in cases.items()}
 
     def _repeat(self, case: Case, number: int) -> Seconds:
@@ -204,8 +208,8 @@ class CalibrationRun:
         for turn in range(tries):
             for side, length in zip(self._contexts, lengths, strict=True):
                 del side[length:]
-            before, seconds = Recorded.fresh, case(number or turn)
-            if Recorded.fresh == before and (number or turn):
+            before, seconds = Recorded.not_replayed, case(number or turn)
+            if Recorded.not_replayed == before and (number or turn):
                 break
         if not number:
             for side, length in zip(self._contexts, lengths, strict=True):
@@ -213,17 +217,17 @@ class CalibrationRun:
         return seconds if number else {}
 
     def play(self, number: int) -> None:
-        """Time all cases once, for `profile`; number 0 only warms up."""
+        """Time all cases once for `profile`. Number 0 is the warm-up."""
         seconds = {key: values for case in self.cases().values() for key, values in case(number).items()}
         if number:
             self._timed.append(seconds)
 
     def profile(self, facts: Mapping[str, Any] | None = None, measurements: Measurements | None = None) -> Profile:
-        """Return the profile of the measurements of the cases.
+        """Return the profile.
 
         Args:
-            facts: kept in the profile.
-            measurements: default: those of `play`, which was called at least once after the warm-up.
+            facts: metadata that is stored in the profile.
+            measurements: timings of the cases; default: those of `play`, which must have been called after the warm-up.
         """
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
         profile = Profile.measured(
@@ -234,7 +238,7 @@ class CalibrationRun:
         return dataclasses.replace(profile, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
 
     def _rounds(self, number: int) -> Seconds:
-        """Decode texts of chains and of trees at each context: in one case, since they are compared."""
+        """Time texts of chains, plain decoding and trees at each context. They are one case, because they are compared."""
         timed: dict[Key, list[float]] = defaultdict(list)
         for key in (number,) if number else WARM_UP_KEYS:
             for context, side, tokens in zip(self._contexts, CONTEXTS, self._texts(key), strict=True):
@@ -246,12 +250,12 @@ class CalibrationRun:
         return timed
 
     def _batch(self, size: int, number: int) -> Seconds:
-        """Decode texts side by side at each context, scripted and plain."""
+        """Time batches of texts at each context, scripted and plain."""
         timed: dict[Key, list[float]] = defaultdict(list)
-        texts = [self._texts(number * size + at) for at in range(size)]  # each stream another text
+        texts = [self._texts(number * size + at) for at in range(size)]  # a different text for each stream
         for context, side, prompts in zip(self._contexts, CONTEXTS, zip(*texts, strict=True), strict=True):
             requests = [Request(prompt, number) for prompt in prompts]
-            scripted, plain = (whole_rounds(run.run(requests)) for run in self._batches[size])
+            scripted, plain = (complete_rounds(run.run(requests)) for run in self._batches[size])
             for parts in scripted[min(SETTLING_ROUNDS, len(scripted) // 4) :]:
                 _add_batch_round(timed, side, parts)
             for parts in plain[min(SETTLING_ROUNDS, len(plain) // 4) :]:
@@ -262,57 +266,60 @@ class CalibrationRun:
 
     def _texts(self, number: int) -> list[list[int]]:
         """Return the short and the long prompt of a repetition."""
-        return [stretch(self._prompts, length, number) for length in self._lengths]
+        return [repeat_prompts(self._prompts, length, number) for length in self._lengths]
 
 
 def _add_text(
     timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation, tree: Generation | None
 ) -> None:
-    """Add the timings of texts at one context, without rounds that were cut short."""
+    """Add the timings of texts at one context, except rounds that an end of text or a length limit ended."""
     timed[Key(PREFILL, side, (scripted.prompt_tokens,))].append(scripted.prefill_s)
     for at, r in enumerate(scripted.rounds):
         if r.cut:
             continue
-        if at:  # the first one runs after the prompt
+        if at:  # the first round follows the prompt, which clears the caches
             timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
         timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)
         if r.drafted:
-            # A drafter that reads nothing is timed as one that reads the root alone.
+            # The backlog of a drafter that reads no tokens counts as 1.
             timed[Key(FIRST, side, (max(r.backlog, 1),))].append(r.first_draft_s)
         if r.drafted > 1:
             timed[Key(LATER, side, (r.drafted,))].append(r.draft_s)
     timed[Key(PLAIN, side)].extend(r.verify_s for r in plain.rounds if not r.cut)
     for r in tree.rounds[1:] if tree else ():
-        if r.verified and not r.cut:  # of none: plain decoding, timed in other texts
+        if r.verified and not r.cut:  # without candidates it is plain decoding, which is timed separately
             timed[Key(TREE_VERIFY, side, (r.verified,))].append(r.verify_s)
             timed[Key(TREE_OUTSIDE, side, (r.drafted,))].append(r.outside_s)
 
 
 def _add_batch_round(timed: dict[Key, list[float]], side: str, parts: Sequence[Round]) -> None:
-    """Add the timings of one round; each stream's record has its share of them."""
+    """Add the timings of a round. The record of each stream has an equal share of them."""
     sent = len(parts) + sum(r.verified for r in parts)
     timed[Key(BATCH_VERIFY, side, (len(parts), sent))].append(sum(r.verify_s + r.outside_s for r in parts))
     drafting = [r for r in parts if r.drafted]
-    # Steps are timed together: they give a price only if all drafts went equally deep and none had its whole text to read.
+    # All streams share the seconds of a step. They give a price only if all drafts are equally long and no drafter has to
+    # read its whole text.
     if drafting and len({r.drafted for r in drafting}) == 1 and not any(r.backlog == r.context for r in drafting):
         timed[Key(BATCH_FIRST, side, (len(drafting),))].append(sum(r.first_draft_s for r in parts))
         if steps := drafting[0].drafted - 1:
             timed[Key(BATCH_DRAFTS, side, (len(drafting), steps))].append(sum(r.draft_s for r in parts))
 
 
-def two_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
+def prompt_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
     """Return the lengths of the short and the long prompt."""
     if not prompts or not all(prompts):
-        raise InputError("profile: expected at least one prompt, and none empty")
+        raise InputError("profile: expected at least one prompt, and at least one token in each")
     short = int(statistics.median(map(len, prompts)))
     long = min(4 * short, readable - new_tokens)
     if long <= short:
-        raise InputError(f"profile: the prompts leave no room for {new_tokens} new tokens; give shorter ones")
+        raise InputError(
+            f"profile: the models cannot read the prompts and {new_tokens} new tokens; give shorter prompts"
+        )
     return short, long
 
 
-def stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
-    """Return `length` tokens of the prompts laid end to end, beginning with prompt `start`."""
+def repeat_prompts(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
+    """Return the first `length` tokens of the concatenated and repeated prompts, beginning with prompt `start`."""
     tokens: list[int] = []
     while len(tokens) < length:
         tokens.extend(prompts[start % len(prompts)])

@@ -1,4 +1,4 @@
-"""What decisions cost, features included: timed in the loop, or without models for a profile that lacks them."""
+"""The cost of decisions, including features: timed in the loop, or without models for a profile that lacks them."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from ..verify.sampling import SamplingParams
 from .measuring import Case, Effort, Seconds, measure
 
 EFFORT = Effort(repetitions=8)
-"""Texts, or sets of `ROUNDS` rounds without models, by default."""
+"""Default number of texts, or of sets of `ROUNDS` rounds without models."""
 
 ROUNDS, CALLS = 10, 3
-"""Rounds without models in a repetition, and decisions in each, if the policy goes as deep."""
+"""Rounds without models in a repetition, and maximum number of decisions in each."""
 
 HIDDEN = 1024
 """Width of hidden states if it is unknown."""
 
 SCRATCH = 1536
-"""Rows of a matrix; its product clears the caches."""
+"""Rows of a square matrix. Multiplying it clears the caches."""
 
 
 def decision_case(
     pair: Pair, policy: StopPolicy, prompts: Sequence[Sequence[int]], settings: Settings, profile: Profile | None
 ) -> Case:
-    """Return the case of a policy's decisions in the live loop.
+    """Return the case that times a policy's decisions in the live loop.
 
-    About one text, or if the policy decides nothing about one, about as many as the profile's largest batch.
+    It decodes one text, or the largest batch of the profile if the policy is not called for single texts.
     """
     streams = largest_batch(profile) if 1 in policy.unasked else 1
     speculator = Speculator(pair, policy, settings.for_policy(policy), profile, batch=streams)
@@ -61,18 +61,18 @@ def decision_case(
         texts = speculator.run(requests)
         if failure := next((text.failure for text in texts if text.failure is not None), None):
             raise failure
-        # For a single text, the round that ends it has the usual decisions.
-        for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
+        # The last round of a single text counts too: its decisions are complete.
+        for parts in complete_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
             if calls := max(r.decisions for r in parts):
-                # Each stream's record has its share.
+                # The record of each stream has an equal share.
                 seconds[Key(DECISIONS, policy.cost_name, (calls,))].append(sum(r.policy_s for r in parts))
         return seconds
 
     return case
 
 
-def whole_rounds(texts: Sequence[Generation]) -> list[list[Round]]:
-    """Return the rounds of texts that began together, until one of them ends."""
+def complete_rounds(texts: Sequence[Generation]) -> list[list[Round]]:
+    """Return the rounds of texts that started together, up to the end of the first one."""
     rounds = [list(parts) for parts in zip(*(text.rounds for text in texts), strict=False)]  # to the shortest
     return [parts for parts in rounds if not any(r.cut for r in parts)]
 
@@ -86,14 +86,14 @@ def loop_decisions(
     effort: Effort = EFFORT,
     progress: Progress = silent,
 ) -> Measurements:
-    """Return the timings of decisions in the live loop by `cost_name`, features included, measured in turns.
+    """Return the timings of decisions in the live loop by `cost_name`, including features, measured in alternation.
 
     Args:
         pair: target and draft.
-        policies: to time.
-        prompts: token ids.
-        settings: of the texts.
-        profile: if given, the time that a policy takes to observe each round is a part of its price.
+        policies: policies to time.
+        prompts: token ids of each prompt.
+        settings: settings of the texts.
+        profile: models the seconds that policies observe; the time for observing them is then part of the price.
         effort: how long to measure.
         progress: see `Progress`.
     """
@@ -129,10 +129,10 @@ def largest_batch(profile: Profile | None) -> int:
 
 
 def missing_decisions(profile: Profile, policies: Sequence[StopPolicy]) -> dict[str, StopPolicy]:
-    """Return by `cost_name` the policies that decide something in batches of the profile, which has no price of it."""
+    """Return by `cost_name` the policies that are called in batches of the profile, but have no price in it."""
 
     def decides(policy: StopPolicy) -> bool:
-        # A policy with its first decision at its last depth, such as a fixed length, is never called.
+        # A policy whose first decision is at its maximum depth, such as a fixed length, is never called.
         sizes = range(1, largest_batch(profile) + 1)
         return policy.first < policy.max_depth and any(size not in policy.unasked for size in sizes)
 
@@ -146,29 +146,33 @@ def add_decisions(
     widths: Mapping[str, int] | None = None,
     tree: Topology | None = None,
 ) -> Profile:
-    """Return the profile with the decisions of `policies` measured on this machine, if it does not have them yet.
+    """Return the profile with the missing prices of decisions measured on this machine.
 
-    Arguments as of `measure_decision`.
+    See `measure_decision` for the arguments.
     """
     for policy in policies:
         validate_policy(policy)
     for policy in missing_decisions(profile, policies).values():
-        timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths, profile, tree)
+        timed = measure_decision(
+            policy, vocabulary, profile.temperature, profile_device(profile), widths, profile, tree
+        )
         profile = profile.with_measured_decisions(timed)
     return profile
 
 
-def device_of(profile: Profile) -> torch.device:
-    """Return the device that a profile was measured on: what a decision costs depends on where the logits are.
+def profile_device(profile: Profile) -> torch.device:
+    """Return the device that a profile was measured on; the cost of a decision depends on the device of the logits.
 
-    If this machine lacks it, a warning is issued and the CPU is returned.
+    If this machine does not have it, a warning is issued and the CPU is returned.
     """
-    name = profile.facts.get("device", "cpu")
+    name = str(profile.facts.get("device", "cpu"))
     for number in range(torch.cuda.device_count()):
         if torch.cuda.get_device_name(number) == name:
             return torch.device("cuda", number)
     if "cpu" not in name:
-        message = f"the profile is of {name}, which is not here: what decisions cost is measured on the CPU"
+        message = (
+            f"the profile was measured on {name}, which this machine does not have: decisions are timed on the CPU"
+        )
         warnings.warn(message, SpecstopWarning, stacklevel=2)
     return torch.device("cpu")
 
@@ -183,19 +187,19 @@ def measure_decision(
     profile: Profile | None = None,
     tree: Topology | None = None,
 ) -> Measurements:
-    """Return the timings of all that a policy does in a round, without a model: features, decisions, selection, outcome.
+    """Time the work of a policy in a round without models: features, decisions, selection and observation.
 
-    Logits and hidden states are random and as wide as the pair's (`widths` by name, as in the header of a trace). A large
-    matrix product before each decision clears the processor's caches as a model call does.
+    Logits and hidden states are random. A large matrix product before each decision clears the processor's caches, as a model
+    call does.
 
     Args:
-        policy: to time.
-        vocabulary: tokens of the pair.
-        temperature: of the sampling.
+        policy: policy to time.
+        vocabulary: V, number of tokens.
+        temperature: sampling temperature.
         device: device of the logits.
-        widths: see above.
-        profile: prices the rounds that the policy observes, if given.
-        tree: that a typical round of it drafts; None = a chain.
+        widths: width of each hidden state by name, as in the header of a trace; default: `HIDDEN`.
+        profile: models the seconds of the rounds that the policy observes.
+        tree: topology of a typical round; None = a chain.
     """
     round = _RoundWithoutModels(policy, vocabulary, temperature, device, widths, profile, tree)
     key = Key(DECISIONS, policy.cost_name, (round.calls,))
@@ -203,7 +207,7 @@ def measure_decision(
 
 
 class _RoundWithoutModels:
-    """A round of one stream on random logits with `calls` decisions; arguments as of `measure_decision`."""
+    """A round of one stream on random logits with `calls` decisions. See `measure_decision` for the arguments."""
 
     def __init__(
         self,
@@ -252,7 +256,7 @@ class _RoundWithoutModels:
             if depth < self._first:
                 reader.read_path()
                 continue
-            # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
+            # Reads 9 MB with little arithmetic, like a model call that reads its weights.
             self._scratch @ self._scratch[:8].T
             alive = np.ones((1, len(self._tree.levels[depth])), dtype=bool)
             mark = timer.mark()

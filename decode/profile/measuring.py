@@ -1,7 +1,7 @@
-"""Timing several things in turns until the machine is quiet or the budget is spent.
+"""Time several cases in alternation until their timings agree or the budget is used up.
 
-A shared machine changes its pace within seconds, and not equally for all programs. So what will be compared is timed in
-turns, one repetition of all of it after the other. Quiet cases rest, noisy ones are timed again.
+The speed of a shared machine changes within seconds, and not equally for all programs. Therefore cases that are compared are
+timed in alternation, one repetition of each after the other. Cases whose timings agree are not repeated.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ...policies.display import Progress, silent
 from ...policies.measurements import Key, Measurements, collected, judge
 
 Seconds = Mapping[Key, Sequence[float]]
-"""Timings of one repetition, by what was timed."""
+"""Timings of one repetition, by key."""
 
 Case = Callable[[int], Seconds]
-"""Times something; called with the number of the repetition. Number 0 warms up, and its timings are dropped."""
+"""Returns timings; called with the number of the repetition. Number 0 is the warm-up, whose timings are discarded."""
 
 Clock = Callable[[], float]
 
 BUDGET_S = 90.0
 MIN_QUIET = 10
-"""Repetitions that suffice if they agree."""
+"""Minimum number of repetitions after which a case whose timings agree is complete."""
 
 JUDGED_EACH = 20
-"""Repetitions from which on not each is followed by a judgement, which takes longer the more there are."""
+"""Number of repetitions up to which the noise is estimated after each one. The estimate takes longer the more there are."""
 
 MIN_REPETITIONS = 3
-"""Minimum number of repetitions, independent of the time they take."""
+"""Minimum number of repetitions, regardless of the budget."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        budget_s: after `MIN_REPETITIONS`, no repetition begins that would end later.
-        fewest: repetitions from which on a quiet case rests.
-        repetitions: exact number, regardless of noise and budget; None = as they require.
+        budget_s: seconds. After `MIN_REPETITIONS`, no repetition starts that would exceed them.
+        quiet_after: minimum number of repetitions after which a case whose timings agree is complete.
+        repetitions: exact number of repetitions; None = depends on noise and budget.
     """
 
     budget_s: float = BUDGET_S
-    fewest: int = MIN_QUIET
+    quiet_after: int = MIN_QUIET
     repetitions: int | None = None
 
     def __post_init__(self) -> None:
         check_limits(budget=self.budget_s, repeats=self.repetitions)
 
     def is_enough(self, timed: Sequence[Seconds]) -> bool:
-        """Whether a case has been timed often enough, the budget aside."""
+        """Whether a case is complete, regardless of the budget."""
         if self.repetitions is not None:
             return len(timed) >= self.repetitions
-        if len(timed) < self.fewest or len(timed) % (1 + len(timed) // JUDGED_EACH):
+        if len(timed) < self.quiet_after or len(timed) % (1 + len(timed) // JUDGED_EACH):
             return False
         noise = judge(collected(timed))
         return noise is None or not noise.is_noisy
@@ -67,19 +67,19 @@ def measure(
     clock: Clock = time.perf_counter,
     progress: Progress = silent,
 ) -> Measurements:
-    """Time every case in turns, the order of the turns changing from repetition to repetition.
+    """Time cases in alternation. The first case changes from repetition to repetition.
 
     Args:
-        cases: by name; what must be compared within the same moments belongs into one case.
-        effort: how long.
-        clock: seconds, for the budget.
+        cases: cases by name. Timings that are compared directly should belong to one case.
+        effort: how long to measure.
+        clock: returns seconds, for the budget.
         progress: see `Progress`; the total grows if the machine is noisy.
 
     Returns:
-        All timings of all cases, without those of the warm-up.
+        All timings except those of the warm-up.
     """
     effort, begin, done, number = effort or Effort(), clock(), 0, 0
-    planned = (1 + (effort.repetitions or effort.fewest)) * len(cases)  # with the warm-up, which may take minutes too
+    planned = (1 + (effort.repetitions or effort.quiet_after)) * len(cases)  # includes the warm-up
     timed: dict[str, list[Seconds]] = {name: [] for name in cases}
     progress("profile", done, planned)
     turns = list(cases)

@@ -1,4 +1,4 @@
-"""Policies that follow a script, whatever the text is, to time rounds of all sizes: chains, batches and trees."""
+"""Policies with scripted decisions, independent of the text, to time rounds of all sizes: chains, batches and trees."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import numpy as np
 from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..verify.noise import mix_one
 
-TWICE = 2
-"""Times in a row that a length comes: a size that comes again, as half of them do, is a little cheaper."""
+REPEATS = 2
+"""Number of consecutive rounds with the same length. Half of the rounds then repeat a size, which
+is slightly cheaper."""
 
 BATCH_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32)
-"""Depths of rounds of a batch, besides the last one of the profile."""
+"""Draft lengths of a batch, in addition to the largest depth of the profile."""
 
 PATH_EVERY, FULL_EVERY, FULL_RUN = 3, 6, 4
-"""Of rounds of trees one in 3 is a single path, and one in 6 runs of 4 rounds is of full trees, as of a static tree."""
+"""One of 3 rounds drafts a single path. One of 6 groups of 4 consecutive rounds drafts full trees, like a static tree."""
 
 END_EVERY, SIZE_POWER = 5, 1.25
-"""One in 5 levels of a tree is the last one; and the power of the number of nodes of which a random share is verified."""
+"""One of 5 levels of a tree is the last one. The exponent of the log-uniform number of verified nodes."""
 
 
 class Script(StopPolicy):
-    """Counts the rounds: the state is, by stream, its key and the number of its round."""
+    """Base of scripts. The state has the key of each stream and the number of its round."""
 
     reads_seconds: ClassVar[bool] = False
     first = 0
@@ -45,15 +46,15 @@ def _rounds(state: State) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def shuffled(cards: int, key: int, deck: int) -> list[int]:
-    """Return a permutation of 0..cards - 1 that depends on the key and the deck, the same in every process."""
+def seeded_permutation(cards: int, key: int, deck: int) -> list[int]:
+    """Return a permutation of 0..cards - 1, seeded by the key and the number of the deck."""
     return random.Random(f"{key} {deck}").sample(range(cards), cards)
 
 
 class ChainScript(Script):
-    """Drafts lengths from a shuffled deck of 0..K, each twice in a row.
+    """Drafts lengths in shuffled order: each permutation of 0..K is a deck, and each of its cards is used twice in a row.
 
-    The length is looked up at the end of the round before: work between model calls cools the caches they are timed on.
+    The length is computed at the end of the previous round, because work between model calls would clear the caches.
     """
 
     def __init__(self, depth: int) -> None:
@@ -64,56 +65,61 @@ class ChainScript(Script):
         return self._with_lengths(super().start(streams, keys))
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep up to the length on the card."""
+        """Keep up to the length of the round."""
         return step.alive & (step.depth < state[2]), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
-        """Turn to the next card."""
+        """Compute the length of the next round."""
         return self._with_lengths(super().observe(outcome, state[:2]))
 
     def _with_lengths(self, state: State) -> State:
-        places = [(key, *divmod(number // TWICE, self.max_depth + 1)) for key, number in _rounds(state)]
-        return *state, np.array([[shuffled(self.max_depth + 1, key, deck)[place]] for key, deck, place in places])
+        places = [(key, *divmod(number // REPEATS, self.max_depth + 1)) for key, number in _rounds(state)]
+        return *state, np.array(
+            [[seeded_permutation(self.max_depth + 1, key, deck)[place]] for key, deck, place in places]
+        )
 
 
 class BatchScript(Script):
-    """Lets some streams draft, all equally deep, up and down an ordered deck, each card twice; which streams rotates.
+    """Drafts with some of the streams, all to the same depth. The drafting streams rotate.
 
-    Caches hold less of the target the longer ago it was read, so a verification takes longer after longer rounds. The deck
-    is ordered by what rounds draft, so each follows similar ones, as with a policy: in shuffled order a batch of four took
-    9% longer for one draft a text.
+    A deck has the pairs (number of drafting streams, length), ordered by the number of drafted tokens. Rounds go up and down
+    the deck and use each pair twice. Consecutive rounds are therefore similar, as with a policy. A verification takes longer
+    after a longer round, because the caches then hold less of the target: in shuffled order, a batch of four with one drafted
+    token per text took 9% longer.
     """
 
     def __init__(self, streams: int, depth: int) -> None:
         self.max_depth, self.name, self._streams = depth, f"batch-script:{streams}", streams
-        counts = sorted({*(2**k for k in range((streams - 1).bit_length())), streams})  # between them costs are linear
+        counts = sorted(
+            {*(2**k for k in range((streams - 1).bit_length())), streams}
+        )  # costs are interpolated between these
         lengths = range(1, depth + 1) if streams == 1 else sorted({*(n for n in BATCH_LENGTHS if n < depth), depth})
-        # (streams that draft, how deep), by the tokens drafted in all
+        # (drafting streams, length), ordered by the total number of drafted tokens
         self.deck = sorted(
             [(0, 0), *((n, k) for n in counts for k in lengths)], key=lambda card: (card[0] * card[1], card)
         )
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep up to the length on the card, in the streams of this turn."""
+        """Keep up to the length of the round in the drafting streams."""
         lengths = np.zeros(len(step.alive), dtype=np.int64)
         for stream, (key, number) in enumerate(_rounds(state)):
-            count, length = self.deck[card_at(len(self.deck), key, number)]
+            count, length = self.deck[deck_index(len(self.deck), key, number)]
             lengths[stream] = length * ((stream - number) % self._streams < count)
         return step.alive & (step.depth < lengths)[:, None], state
 
 
-def card_at(cards: int, key: int, number: int) -> int:
-    """Return the card of a round on the way up and down an ordered deck; the start depends on the key."""
+def deck_index(cards: int, key: int, number: int) -> int:
+    """Return the index of a round's card on the way up and down an ordered deck. The start depends on the key."""
     period = max(2 * (cards - 1), 1)
     lap, place = divmod(key, period)
-    at = (shuffled(period, lap, cards)[place] + number // TWICE) % period
+    at = (seeded_permutation(period, lap, cards)[place] + number // REPEATS) % period
     return min(at, period - at)
 
 
 class TreeScript(Script):
-    """Extends and verifies branches at random: some rounds are a single path, some the full tree.
+    """Extends and verifies random branches. Some rounds draft a single path, some the full tree.
 
-    Others extend at most 1, 2, 4, ... branches of a depth, each equally often, and verify a log-uniform number of
+    Other rounds extend at most 1, 2, 4, ... branches of a depth, each equally often, and verify a log-uniform number of
     nodes.
     """
 
@@ -151,12 +157,12 @@ def _is_path(key: int, number: int) -> bool:
 
 
 def is_full(key: int, number: int) -> bool:
-    """Whether a round is of the full tree: at fixed rounds, because few texts might not have a random one."""
+    """Whether a round drafts the full tree. These rounds are fixed, because few texts might contain no random one."""
     return (number // FULL_RUN - max(key - 1, 0)) % FULL_EVERY == 0
 
 
 def _random_bits(*numbers: int) -> int:
-    """Return 64 mixed bits, the same for the same numbers; a last number of -1 or -2 is no depth."""
+    """Return 64 pseudo-random bits that depend on the numbers. A last number of -1 or -2 is not a depth."""
     mixed = 0
     for number in numbers:
         mixed = mix_one(mixed ^ number)

@@ -1,7 +1,7 @@
 """The verification modes: how candidates are drawn, and which of them are accepted.
 
-p and q are the distributions of target and draft, after temperature and filters. At temperature 0 all modes but `typical` are
-greedy matching.
+p and q are the distributions of target and draft, after temperature and filters. At temperature 0 every mode is greedy
+matching (`find_mode`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...policies.learned import LearnedPolicy
 from ..models.device import download, upload
 from ..round_state import RoundState, Rows
 from ..topology import Topology
-from .noise import Choices, Purpose, best_of_rows, best_scores, in_order, match_scores, target_tokens
+from .noise import Choices, Purpose, best_of_rows, best_scores, match_scores, stable_topk, target_tokens
 
 Accepted = tuple[list[int], int]
 """The rows of the accepted path, row 0 first, and the next token of the target."""
@@ -104,7 +104,7 @@ def best_tokens(scores: Tensor, counts: Sequence[int], extra: int = 0) -> tuple[
     size = max(counts) + extra
     values, tokens, tied = download(*best_scores(scores, size))
     if ties := [row for row, has_ties in enumerate(tied) if has_ties]:  # frequencies, or numbers in half precision
-        for row, ordered in zip(ties, in_order(scores[ties], size).tolist(), strict=True):
+        for row, ordered in zip(ties, stable_topk(scores[ties], size).tolist(), strict=True):
             tokens[row] = ordered
     possible = [
         [token for token, value in zip(row[:count], best, strict=False) if value > -torch.inf]
@@ -230,7 +230,7 @@ class Rejection(Verification):
                 while q is not None and len(siblings) < width:
                     siblings.append(choices.draw(q, number + len(siblings), Purpose.DRAFT))
                     if not self.replacement and len(siblings) < width:
-                        q = without(q, siblings[-1])
+                        q = remove_token(q, siblings[-1])
                 tokens.append(siblings)
                 number += len(siblings)
         return Draw(tokens)
@@ -270,11 +270,11 @@ class Rejection(Verification):
             # A candidate that was not sent is skipped, but its later siblings were drawn without its token.
             if child in sent:
                 chance = ratios[child] if child in ratios else float(p[token] / q[token])
-                if round.choices[stream].accept(min(1.0, checked(chance)), numbers[child]):
+                if round.choices[stream].accept(min(1.0, require_number(chance)), numbers[child]):
                     return p, child
                 p = residual(p, q)
             if child != siblings[-1] and not self.replacement:
-                q = without(q, token)
+                q = remove_token(q, token)
         return p, None
 
 
@@ -306,23 +306,23 @@ class Block(Rejection):
             if i < last:
                 rest.append((weight[i] * p[i] - q[i]).clamp_min(0.0).sum())
         w, chance = download(torch.stack(weight), block_chance(torch.stack(rest), torch.stack(weight[: len(rest)])))
-        chance = [*chance[:last], checked(w[-1])]
+        chance = [*chance[:last], require_number(w[-1])]
         passed = [i for i in range(1, last + 1) if choices.accept(chance[i], numbers[sent[i]])]
         kept = max(passed, default=0)
         rest_p = p[kept] if kept == last else residual(w[kept] * p[kept], q[kept], p[kept])
         return list(sent[: kept + 1]), choices.draw(rest_p, numbers[sent[kept]], Purpose.RESIDUAL)
 
 
-def checked(ratio: float) -> float:
+def require_number(ratio: float) -> float:
     """Return p/q of a token that was drawn from q.
 
     Raises:
-        PairError: it is NaN, as the draft's logits were; NaN would pass for an acceptance.
+        PairError: it is NaN, because the draft's logits are NaN. Otherwise the token would be accepted.
     """
     if math.isnan(ratio):
-        from ..models.outputs import broken  # imports transformers, which replay does not need
+        from ..models.outputs import nonfinite_error  # imports transformers, which replay does not need
 
-        raise broken("draft")
+        raise nonfinite_error("draft")
     return ratio
 
 
@@ -333,7 +333,7 @@ def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
     return torch.where(total > 0.0, rest / total, p if otherwise is None else otherwise)
 
 
-def without(q: Tensor, token: int) -> Tensor | None:
+def remove_token(q: Tensor, token: int) -> Tensor | None:
     """Return q [V] without a token, normalised, or None if no other token is possible."""
     rest = q.clone()
     rest[token] = 0.0
@@ -406,7 +406,7 @@ def _drafted(topology: Topology, policy: StopPolicy) -> Topology:
     return topology.limited(max(policy.max_depth, 1))
 
 
-def describe(name: str) -> str:
+def describe_mode(name: str) -> str:
     """Return the name of a mode and whether it is lossless, for reports."""
     return f"{name} ({'lossless' if name == 'auto' or MODES[name].lossless else 'LOSSY'})"
 

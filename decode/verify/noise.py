@@ -178,14 +178,14 @@ def target_tokens(sampled: Tensor, noise: Tensor | None) -> Tensor:
 def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest scores of each row [R, V], descending, and their tokens, both [R, count], and [R] whether any tie.
 
-    The tokens of rows with ties are in no particular order; `in_order` sorts them.
+    The tokens of rows with ties are in no particular order; `stable_topk` sorts them.
     """
     values, tokens = scores.topk(min(count + 1, scores.shape[-1]), -1)  # one more, which may tie with the last
     tied = (values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)
     return values[:, :count], tokens[:, :count], tied.any(-1)
 
 
-def in_order(scores: Tensor, count: int) -> Tensor:
+def stable_topk(scores: Tensor, count: int) -> Tensor:
     """Return [R, count] tokens with the largest scores, descending. Of equal scores the first token comes first.
 
     With this order the candidates of a tree include those of any smaller tree.

@@ -64,7 +64,7 @@ class CopiedProcessor(PerText):
     _copies: dict[tuple[int, ...], LogitsProcessor]  # by the generated tokens of their last call
 
     def __init__(self, processor: LogitsProcessor) -> None:
-        self.name, self._initial = type(processor).__name__, copied(processor)
+        self.name, self._initial = type(processor).__name__, copy_processor(processor)
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> LogitsProcessor:
         """See `PerText.for_text`."""
@@ -83,7 +83,7 @@ class CopiedProcessor(PerText):
             cached -= 1
         processor = self._copies[generated[:cached]] if cached >= 0 else self._initial
         for length in range(cached + 1, len(generated) + 1):
-            processor = copied(processor)
+            processor = copy_processor(processor)
             # `scores` of the last step replace those of earlier steps, which have no effect (`check_processor`).
             out: Tensor = processor(ids[:, : self._prompt + length], scores.clone())
             self._copies[generated[:length]] = processor
@@ -92,7 +92,7 @@ class CopiedProcessor(PerText):
         return out
 
 
-def copied(processor: LogitsProcessor) -> LogitsProcessor:
+def copy_processor(processor: LogitsProcessor) -> LogitsProcessor:
     """Return an independent copy that shares models, tokenizers and compiled grammars.
 
     `copy.deepcopy` cannot copy the matchers of grammar libraries, so their `fork` or `deep_copy` methods are called.
@@ -151,7 +151,7 @@ def check_processor(
             f"{name} keeps a cache of the target between calls, which is not supported; remove guidance_scale"
         )
     try:
-        copied(processor)
+        copy_processor(processor)
     except Exception as error:
         raise InputError(
             f"{name} cannot be copied ({type(error).__name__}), so its state cannot be rolled back; define a __deepcopy__ "
@@ -169,7 +169,7 @@ def check_processor(
     if (
         isinstance(processor, PrefixConstrainedLogitsProcessor)
         and steps
-        and _reproduces([copied(processor)] * 2, steps)
+        and _reproduces([copy_processor(processor)] * 2, steps)
     ):
         return processor
     if not _reproduces([CopiedProcessor(processor).for_text(_PREFIX, ()) for _ in texts], steps):
@@ -180,7 +180,7 @@ def check_processor(
     if batch > 1:
         # Both texts in one call, in the order of a text.
         together = [[tuple(map(torch.cat, zip(*calls, strict=True)))] for calls in steps[::-1]]
-        if not steps or not _reproduces([copied(processor)], together):
+        if not steps or not _reproduces([copy_processor(processor)], together):
             raise InputError(f"{name} treats the rows of a batch differently; generate one text at a time")
     return CopiedProcessor(processor)
 
@@ -191,7 +191,7 @@ _Call = tuple[Tensor, ...]
 
 def _run(processor: LogitsProcessor, ids: Tensor, logits: Tensor, rank: int) -> Sequence[_Call]:
     """Return the calls of a processor along a text that it determines, up to the first call that raises."""
-    processor, calls = copied(processor), []
+    processor, calls = copy_processor(processor), []
     with contextlib.suppress(Exception):
         for scores in logits:
             out = processor(ids, scores.clone())

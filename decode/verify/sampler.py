@@ -40,7 +40,7 @@ class Sampler:
     def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
         self.reads_prefix = len(processors) > 0
-        self.constrained = any(isinstance(processor, GrammarMask) for processor in processors)
+        self.has_grammar = any(isinstance(processor, GrammarMask) for processor in processors)
         self.untruncated: Tensor | None = None
         # A grammar that comes first masks rows of any length in one call.
         self._grammar = processors[0] if processors and isinstance(processors[0], GrammarMask) else None
@@ -105,7 +105,7 @@ class BatchSampler:
             (rows, Sampler(params.build(temperature, prompts[rows[0]], eos, device), temperature))
             for rows in groups.values()
         ]
-        self.constrained = self._parts[0][1].constrained
+        self.has_grammar = self._parts[0][1].has_grammar
 
     def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Return [B, V] processed logits, one row per text; see `Sampler`."""

@@ -19,11 +19,13 @@ from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import join
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
+from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.storage import save_policy
+from transformers import MaxLengthCriteria
 
 
 class Plugin(StopPolicy):
@@ -112,6 +114,8 @@ INVALID = [
     ("temperature", -1.0), ("temperature", math.nan), ("temperature", 1e300), ("temperature", True), ("temperature", "hot"),
     ("max_new_tokens", 0), ("max_new_tokens", 2.5), ("max_depth", -1), ("max_depth", 10**9), ("fallback", -1),
     ("verification", "macth"), ("tree", "2,x"), ("tree", ""), ("drift", "on"), ("stops", ("w9",)), ("sampling", None),
+    ("stops", "w9"), ("stops", MaxLengthCriteria(9)), ("tree", 5), ("tree", [4, 2]), ("tree", parse_tree("2,2")),
+    ("tree", "9" * 5000), ("tree", "chain:" + "9" * 5000), ("tree", "parents:-" + "9" * 5000),
 ]  # fmt: skip
 
 
@@ -140,7 +144,7 @@ def test_where_token_ids_are_expected_a_text_is_refused(pair):
     speculator = Speculator(pair, FixedLength(2), Settings(0.0, 4))
     plain = functools.partial(plain_texts, pair, keys=[0], max_new_tokens=4)
     for function in (speculator.run, lambda one: speculator.run([Request(one)]), speculator.generate, plain):
-        with pytest.raises(InputError, match="prompts: expected"):
+        with pytest.raises(InputError, match="expected"):
             function(text)
 
 

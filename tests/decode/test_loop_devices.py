@@ -38,9 +38,9 @@ def graphs(monkeypatch):
     for module in (model_source, model_drafter):
         monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
     monkeypatch.setattr(summaries, "recorder", recorder)
-    summaries.recorded_reading.cache_clear()
+    summaries.recorded_statistics.cache_clear()
     yield simulated
-    summaries.recorded_reading.cache_clear()
+    summaries.recorded_statistics.cache_clear()
 
 
 @pytest.mark.parametrize("width", [5, summaries.LONG_ROW - 1, summaries.LONG_ROW, summaries.LONG_ROW + 700])
@@ -84,11 +84,11 @@ def test_recorded_summaries_are_those_of_the_host(width, temperature, processed,
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [48, 128256])
 def test_summaries_on_a_gpu_are_those_of_the_host(width):
-    summaries.recorded_reading.cache_clear()
+    summaries.recorded_statistics.cache_clear()
     for temperature, processed in ((0.0, False), (0.7, False), (0.7, True)):
         compare_summaries(width, temperature, processed, "cuda")
     assert summaries.recorder(torch.device("cuda:0")).works, "no recording failed"
-    assert summaries.recorded_reading.cache_info().hits, "a shape is recorded when it comes for the second time"
+    assert summaries.recorded_statistics.cache_info().hits, "a shape is recorded when it comes for the second time"
 
 
 # `bench`

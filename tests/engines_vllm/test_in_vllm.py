@@ -41,7 +41,7 @@ while waiting or engine.has_unfinished_requests():
 drafter = getattr(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner, "drafter", None)
 statistics = {}
 if drafter is not None:
-    statistics = {"drafted": drafter.drafting.spent.drafted, "steps": drafter.drafting.spent.steps,
+    statistics = {"drafted": drafter.drafting.stats.drafted, "steps": drafter.drafting.stats.steps,
                   "names": drafter.drafting._requests.rows[0].name is not None, "policy": drafter.drafting.policy.name}
 print("RESULT" + json.dumps({"texts": [texts[f"r{at}"] for at in range(len(texts))], **statistics}))
 """

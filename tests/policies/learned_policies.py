@@ -1,4 +1,4 @@
-"""A learned policy with every part of one."""
+"""Learned policies with random heads."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def with_head(policy: LearnedPolicy, head: Head) -> LearnedPolicy:
 
 
 def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:
-    head = build_head(kind, NAMES, TENSORS[kind]())
+    head = build_head(kind, NAMES, TENSORS[kind])
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
     return LearnedPolicy("mine", NAMES, head, *maps, rule or Derived([0.1, 0.2, 0.3, 0.2]), 4, FACTS)

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 from contract_policies import TEST_POLICIES
+from head_tensors import RANDOM_HEADS, random_policy
 from joint_policies import batch_policy
-from random_heads import RANDOM_HEADS, random_policy
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence
 from specstop.policies.host import validate_policy
@@ -55,11 +55,6 @@ def test_a_policy_conforms(kind: type[PolicyTests], name: str) -> None:
     assert validate_policy(policy) is policy
 
 
-class WrongShape(Confidence):
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive[:, 0], state
-
-
 class StoresCalls(Confidence):
     calls = 0
 
@@ -87,10 +82,6 @@ class SelectsOrphans(Confidence):
         return tree.depth != 2
 
 
-class UnknownFeature(Confidence):
-    features = ("drawn_probability",)
-
-
 class SharesOneState(Confidence):
     def start(self, streams: int, keys: Array) -> State:
         return np.zeros(1)
@@ -105,7 +96,7 @@ class SharesOneState(Confidence):
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        (WrongShape, "answers"), (SelectsOrphans, "answers"), (StoresCalls, "deterministic"), (UnknownFeature, "attributes"),
+        (SelectsOrphans, "answers"), (StoresCalls, "deterministic"),
         (ChangesState, "arguments_are_unchanged"), (ReadsOtherStreams, "streams_are_independent"),
         (SharesOneState, "state_rows_can_be_taken"), (SharesOneState, "state_rows_can_be_replaced"),
     ],

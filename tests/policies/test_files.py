@@ -1,23 +1,27 @@
-"""Files and result folders are written whole or not at all; replacing deletes only what specstop wrote."""
+"""Files and result folders are written whole or not at all, also if a signal arrives; only files of specstop are replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import socket
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import specstop.policies.files as files
+from commands import files as read_files
 from specstop.policies.errors import InputError
-from specstop.policies.files import MANIFEST, prepare_output_dir, prepare_output_file, staged_folder
+from specstop.policies.files import MANIFEST, prepare_output_dir, prepare_output_file, staged_folder, uninterrupted
 
 
 def names(folder: Path) -> list[str]:
-    """Return everything below a folder."""
+    """Return the relative paths of everything below a folder."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
 
 
@@ -55,11 +59,16 @@ def test_json_round_trips_and_invalid_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         files.write_json(tmp_path / "a.json", float("nan"))
     assert files.read_json(tmp_path / "a.json", "it") == {"x": [1, 0.1 + 0.2]}
-    (tmp_path / "b").write_bytes(b"\xff{")
-    (tmp_path / "c").write_text('{"outer": {"key": 1, "other": 2, "key": 1}}')
-    for path, noun in (("nowhere", "not exist"), ("b", "read"), ("c", "'key' occurs twice"), (".", "read")):
-        with pytest.raises(InputError, match=f"it: .*{(tmp_path / path).name}.*{noun}"):
-            files.read_json(tmp_path / path, "--it")
+    for name, text, noun in (
+        ("binary", "\xff{", "read"), ("twice", '{"outer": {"key": 1, "other": 2, "key": 1}}', "'key' occurs twice"),
+        ("deep", "[" * 200_000, "read"), ("digits", "9" * 5000, "read"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(text, encoding="latin-1")
+        with pytest.raises(InputError, match=f"it: .*{name}.*{noun}"):
+            files.read_json(tmp_path / name, "--it")
+    for name, noun in (("nowhere", "not exist"), (".", "read")):
+        with pytest.raises(InputError, match=f"it: .*{(tmp_path / name).name}.*{noun}"):
+            files.read_json(tmp_path / name, "--it")
 
 
 def test_a_result_appears_when_it_is_complete_and_is_replaced_whole(tmp_path: Path) -> None:
@@ -74,17 +83,11 @@ def test_a_result_appears_when_it_is_complete_and_is_replaced_whole(tmp_path: Pa
     prepare_output_dir(out, overwrite=True)
     write_result(out, "x", "z", text="new")
     assert names(out) == [MANIFEST, "x", "z"] and (out / "x").read_text() == "new"
-    stage = files.staging_path(out)
-    stage.mkdir()
-    (stage / "y").write_text("new")
-    files.replace_folder(stage, out)
-    assert names(out.parent) == ["out", f"out/{MANIFEST}", "out/y"]
 
 
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, OSError])
-def test_a_failed_result_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, failure: type[BaseException]
+def test_a_result_that_cannot_be_renamed_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
 ) -> None:
     out, rename = tmp_path / "out", os.rename
     if old:
@@ -95,25 +98,11 @@ def test_a_failed_result_leaves_the_old_one(
             raise OSError("busy")
         rename(source, to)
 
-    if failure is OSError:  # the complete folder cannot be put in place
-        monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(failure), staged_folder(out) as stage:
-        (stage / "x").write_text("new")
-        if failure is not OSError:
-            raise failure
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="busy"):
+        write_result(out, text="new")
     assert names(tmp_path) == (RESULT if old else [])
     assert not old or (out / "x").read_text() == "old"
-
-
-def bind_socket(folder: Path) -> None:
-    """Leave a socket, bound from within the folder because such names must be short."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind("s")
-    finally:
-        os.chdir(before)
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -123,13 +112,11 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a repository": (lambda f: ((f / ".git").mkdir(), (f / ".git" / "HEAD").write_text("x")), ".git/HEAD"),
     "a link": (lambda f: (f / "link").symlink_to(f.parent, target_is_directory=True), "link"),
     "a pipe": (lambda f: os.mkfifo(f / "sub" / "pipe"), "sub/pipe"),
-    "a socket": (bind_socket, "s"),
     "a subfolder that became a link": (lambda f: (shutil.rmtree(f / "sub"), (f / "sub").symlink_to(f.parent)), "sub"),
-    "no list of files": (lambda f: (f / MANIFEST).unlink(), "sub/y"),
-    "a list that is no JSON": (lambda f: (f / MANIFEST).write_text("{"), MANIFEST),
-    "a list of another form": (lambda f: (f / MANIFEST).write_text('["x"]'), MANIFEST),
-    "a list of numbers": (lambda f: (f / MANIFEST).write_text('{"files": [1, [2]]}'), "sub/y"),
-    "a list that is a folder": (lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()), "sub/y"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "sub/y"),
+    "a manifest that is no JSON": (lambda f: (f / MANIFEST).write_text("{"), MANIFEST),
+    "a manifest of another form": (lambda f: (f / MANIFEST).write_text('["x"]'), MANIFEST),
+    "a manifest that is a folder": (lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()), "sub/y"),
 }  # fmt: skip
 
 
@@ -147,21 +134,16 @@ def test_a_foreign_file_stops_the_replacement_and_is_named(tmp_path: Path, case:
     assert not (out / "x").exists() or (out / "x").read_text() == "old"
 
 
-def test_a_foreign_file_that_appears_during_the_run_is_kept(tmp_path: Path) -> None:
-    out = write_result(tmp_path / "out")
-    prepare_output_dir(out, overwrite=True)
+def test_files_that_appear_during_the_run_or_are_elsewhere_are_kept(tmp_path: Path) -> None:
+    out, notes = write_result(tmp_path / "out"), tmp_path / "notes.txt"
     with pytest.raises(InputError, match=r"out/notes.txt"), staged_folder(out) as stage:
         (stage / "x").write_text("new")
         (out / "notes.txt").write_text("mine")
     assert ((out / "x").read_text(), (out / "notes.txt").read_text()) == ("old", "mine")
-
-
-def test_a_list_cannot_name_files_elsewhere(tmp_path: Path) -> None:
-    out = write_result(tmp_path / "out")
-    (tmp_path / "notes.txt").write_text("mine")
-    (out / MANIFEST).write_text(json.dumps({"files": ["x", "../notes.txt", str(tmp_path / "notes.txt")]}))
+    (out / "notes.txt").rename(notes)
+    (out / MANIFEST).write_text(json.dumps({"files": ["x", "../notes.txt", str(notes)]}))
     write_result(out, text="new")
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert notes.read_text() == "mine"
 
 
 def test_a_folder_is_accepted_if_it_is_new_empty_or_holds_leftovers_of_killed_writers(tmp_path: Path) -> None:
@@ -274,3 +256,90 @@ def test_a_file_is_replaced_only_with_overwrite_and_with_the_mark(tmp_path: Path
             prepare_output_file(path, MARK, overwrite=True)
     with pytest.raises(InputError, match="which the command reads"):
         prepare_output_file(tmp_path / "ours", MARK, overwrite=True, inputs=[tmp_path / "ours"])
+
+
+# Signals
+
+TRACED = {module.__file__ for module in (contextlib, files)}
+
+
+@pytest.fixture
+def handler(handlers: None) -> None:
+    """Handle SIGINT as a command does; `handlers` restores the handler."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not uninterrupted.defer(lambda: signal.default_int_handler(number, None)):
+            signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def interrupted(work: Callable[[], object], at: int) -> tuple[bool, bool]:
+    """Call `work` with a signal before the line of that number; return whether it was sent, and whether it was raised."""
+    lines, raised = 0, False
+
+    def step(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            if lines == at + 1:
+                signal.raise_signal(signal.SIGINT)
+        return step
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        return step if frame.f_code.co_filename in TRACED else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        work()
+    except KeyboardInterrupt:
+        raised = True
+    finally:
+        sys.settrace(before)
+    return lines > at, raised
+
+
+WORK: dict[str, Callable[[Path, str], object]] = {
+    "a file": lambda folder, text: files.write_atomic(folder / "a", text),
+    "a result": lambda folder, text: write_result(folder / "out", "sub/x", "y", text=text),
+    "a check of outputs": lambda folder, text: (
+        prepare_output_dir(folder / "b"), prepare_output_file(folder / "c", b"")),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
+    work: Callable[[Path, str], object], replaces: bool, tmp_path: Path
+) -> None:
+    states = []
+    for at in range(10_000):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        if replaces:
+            work(folder, "old")
+        if not states:
+            states.append(read_files(folder))
+        sent, raised = interrupted(lambda folder=folder: work(folder, "new"), at)  # type: ignore[misc]
+        if not sent:
+            break
+        assert raised, f"line {at}: the signal was lost"
+        left = read_files(folder)
+        if left not in states:
+            states.append(left)
+        assert len(states) <= 2, f"line {at}: {sorted(left)}"
+        assert {path.name for path in folder.iterdir()} <= {"a", "out"}, f"line {at}"
+    assert not raised and at > 10
+    assert read_files(folder) in states
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_signal_waits_for_the_outermost_block() -> None:
+    inner = False
+    with pytest.raises(KeyboardInterrupt), uninterrupted:
+        with uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+        inner = True
+    assert inner

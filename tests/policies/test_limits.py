@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
-from specstop.decode.models.pair import Pair, load_pair
+from specstop.decode.models.pair import load_pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
@@ -41,31 +39,15 @@ def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
     [
         (lambda: Settings(max_depth=100_000), "max_depth"),
         (lambda: Settings(max_new_tokens=2.5), "max_new_tokens"),  # type: ignore[arg-type]
-        (lambda: Settings(max_depth=True), "max_depth"),
         (lambda: Settings("0.7", verification="match"), "temperature"),  # type: ignore[arg-type]
         (lambda: Settings(1e-45), "temperature"),
-        (lambda: SamplingParams(repetition_penalty=1e-45), "repetition_penalty"),
         (lambda: SamplingParams(top_k=10**5000), "top_k"),
         (lambda: make_head("mlp", {"learning_rate": 0.0}), "learning_rate"),
-        (lambda: make_head("mlp", {"batch_size": 0}), "batch_size"),
     ],
 )
-def test_constructors_refuse_numbers_out_of_range(build: Any, name: str) -> None:
+def test_constructors_refuse_numbers_outside_their_limits(build: Any, name: str) -> None:
     with pytest.raises(InputError, match=f"{name}: expected"):
         build()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"depth": 100_000}, {"depth": 0}, {"shards": 3, "max_new_tokens": 8}, {"max_new_tokens": 1}, {"memory": 0},
-        {"seed": 2**31}, {"temperature": float("nan")},
-    ],
-)  # fmt: skip
-def test_collect_refuses_them_before_it_writes(options: dict[str, Any], pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"{next(iter(options))}: expected"):
-        collect(pair, [Prompt("a", "w7"), Prompt("b", "w8")], tmp_path / "new", **options)
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,45 +1,190 @@
-"""Plugins on the command line: the package of the tutorial in every command, and plugins that misbehave."""
+"""Policies by name: built-ins, folders, and plugins, including the package of the tutorial."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Answer, cli
-from specstop.collect.store import Trace, load_trace
+from learned_policies import learned
 from specstop.policies import registry
-from specstop.policies.errors import PolicyError
-from specstop.policies.profile import Profile
+from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
+from specstop.policies.storage import save_policy
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"
 
+MODULE = """
+print("noise at import")
+import dataclasses
+import torch
+from specstop.policies.contract import StopPolicy
+
+class Even(StopPolicy):
+    def __init__(self, length: int = 2, label: str = "even"):
+        if length % 2:
+            raise ValueError("odd")
+        self.max_depth, self.name = length, label
+    def keep(self, step, state):
+        return step.alive & (step.depth < self.max_depth), state
+
+class Exits(StopPolicy):
+    def __init__(self):
+        raise SystemExit(0)
+
+def nothing():
+    return 5
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(StopPolicy):
+    max_depth: int = 4
+    def keep(self, step, state):
+        return step.alive, state
+    def limited(self, depth):
+        return dataclasses.replace(self, max_depth=min(self.max_depth, depth))
+"""
+
+
+def declare(monkeypatch: pytest.MonkeyPatch, *more: tuple[str, str], **points: str) -> None:
+    """Declare entry points of policies, as (name, value) or by keyword."""
+    declared = [EntryPoint(name, value, POLICIES.group) for name, value in (*points.items(), *more)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: declared if group == POLICIES.group else [])
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module on the path, not imported, with entry points."""
+    (tmp_path / "even_plugin.py").write_text(MODULE)
+    (tmp_path / "broken_plugin.py").write_text("import a_module_that_does_not_exist")
+    monkeypatch.syspath_prepend(tmp_path)
+    points = {"even": "Even", "exits": "Exits", "frozen": "Frozen", "nothing": "nothing", "gone": "Gone"}
+    declare(monkeypatch, broken="broken_plugin:X", **{name: f"even_plugin:{value}" for name, value in points.items()})
+    yield "even_plugin"
+    sys.modules.pop("even_plugin", None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "attributes"),
+    [
+        ("fixed:0", "fixed:0", {"max_depth": 0}), ("fixed", "fixed:4", {"max_depth": 4}),
+        ("fixed?length=7", "fixed:7", {"max_depth": 7}),
+        ("confidence:0.3?max_depth=6", "confidence:0.3", {"threshold": 0.3, "max_depth": 6}),
+        ("heuristic?start=5&up=1", "heuristic:5", {"max_depth": 20}), ("ddd:-0.7?every=1", "ddd:-0.7", {"max_depth": 11}),
+        ("eagle:30?top=4&max_depth=6", "eagle:30", {"max_depth": 6}),
+        ("gain?row=0.01&step=0.2", "gain:0.2", {"max_depth": 20}),
+        ("bandit:0.5", "bandit:ucb", {"max_depth": 40}),
+        ("bandit?kind=thompson&arms=fixed:2,confidence:0.3", "bandit:thompson", {"max_depth": 20}),
+    ],
+)  # fmt: skip
+def test_a_spec_is_its_policy(spec: str, name: str, attributes: dict[str, object]) -> None:
+    policy = load_policy(spec)
+    assert policy.name == name
+    assert {name: getattr(policy, name) for name in attributes} == attributes
+
+
+@pytest.mark.parametrize(
+    ("spec", "nouns"),
+    [
+        ("fixd:4", "unknown policy 'fixd:4'.*'fixed'"), ("", "unknown policy ''"), ("fixed:four", "number.*four"),
+        ("fixed:", "number after the colon"), ("fixed:-1", "length"), ("fixed:2.5", "length"), ("fixed:nan", "length"),
+        ("fixed:inf", "length"), ("fixed?length=two", "length"), ("fixed?length=True", "length"),
+        ("confidence:1.5", "between 0 and 1"), ("confidence:nan", "between 0 and 1"),
+        ("confidence?treshold=0.4", "'treshold'.*threshold, max_depth"),
+        ("confidence?threshold=0.4&threshold=0.5", "threshold is given twice"),
+        ("confidence:0.4?threshold=0.5", "threshold is given twice"), ("confidence?threshold", "key=value"),
+        ("some/where", "folder some/where"), ("./fixed", "folder ./fixed"), ("~nobody/fixed", "folder ~nobody"),
+        ("heuristic?up=-1", "up"), ("roc?samples=2.5", "whole number"), ("entropy:-1", "level"), ("adaedl?gamma=0", "gamma"),
+        ("maxprob?max_depth=0", "max_depth"), ("product:0", "threshold"), ("online?prior=0", "prior"), ("ddd:1", "threshold"),
+        ("eagle:0", "nodes"), ("opt?top=x", "top"), ("c2t?entropy=much", "entropy"), ("gain?verify=-1", "verify"),
+        ("bandit?kind=best", "kind"), ("bandit?arms=,", "arm"), ("bandit?arms=fixed:2,c2t", "c2t:2 trims"),
+        ("bandit?arms=fixd:2", "'fixed'"), ("bandit?arms=fixed:1,fixed:2&explore=inf", "explore"),
+        ("evn", "'even'"), ("even:six", "number after the colon"), ("even?length=3", "odd"), ("even?size=2", "length, label"),
+        ("nothing", "StopPolicy"), ("exits", "SystemExit"), ("broken", "a_module_that_does_not_exist"), ("gone", "Gone"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("plugin")
+def test_a_wrong_spec_is_refused_in_one_line(spec: str, nouns: str) -> None:
+    with pytest.raises(PolicyError, match=nouns) as error:
+        load_policy(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_loaded_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_policy(learned(), tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    for spec in (tmp_path / "mine", str(tmp_path / "mine"), "mine", "./mine"):
+        assert load_policy(spec).name == "mine"
+    with pytest.raises(PolicyError, match=r"policy\.json"):
+        load_policy(tmp_path)
+
+
+def test_a_plugin_is_imported_when_it_is_used(plugin: str) -> None:
+    assert set(POLICIES.names()) - set(BUILTINS) == {"even", "exits", "frozen", "nothing", "broken", "gone"}
+    assert load_policy("fixed:2").max_depth == 2 and plugin not in sys.modules
+    policy = load_policy("even?length=6&label=mine")
+    assert (policy.max_depth, policy.name) == (6, "mine")
+    assert load_policy("even").max_depth == 2 and load_policy("even:4").max_depth == 4, "the first parameter"
+    frozen = load_policy("frozen?max_depth=3")
+    assert (frozen.max_depth, frozen.shown_name, frozen.limited(2).max_depth) == (3, "frozen?max_depth=3", 2)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_name_that_two_policies_have_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, ("a", "y:Y"), a="x:X", fixed="x:X", entropy="x:X", even="even_plugin:Even")
+    for spec, nouns in {
+        "a": "'a': .*x:X", "a?b=1": "'a': .*x:X", "fixed": "'fixed': x:X and a built-in", "fixed:4": "'fixed': x:X",
+        "bandit?arms=entropy:1": "'entropy': x:X",
+    }.items():  # fmt: skip
+        with pytest.raises(PolicyError, match=f"^policy: two policies are called {nouns}"):
+            load_policy(spec)
+    assert set(POLICIES.names()) - set(BUILTINS) == {"even"}
+    assert load_policy("even").name == "even" and load_policy("roc").name == "roc:0.4"
+
+
+@pytest.mark.parametrize("name", ["a b", "a:b", "ä", "xxx/y", ""])
+def test_a_name_that_a_spec_cannot_contain_affects_no_other(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    declare(monkeypatch, (name, "x:X"))
+    assert load_policy("fixed:4").max_depth == 4
+    (listed,) = (p for p in POLICIES.listed() if p.where != "built in")
+    assert repr(name) in listed.problem
+
+
+def test_damaged_metadata_of_a_package_leaves_the_built_in_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: str) -> None:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(registry, "entry_points", fail)
+    with pytest.warns(SpecstopWarning, match="UnicodeDecodeError"):
+        assert load_policy("fixed:4").max_depth == 4
+
+
+def test_built_in_policies_are_listed_with_their_usage() -> None:
+    rows = {row.name: row for row in POLICIES.listed() if row.where == "built in"}
+    assert set(rows) == set(BUILTINS)
+    for name, row in rows.items():
+        assert load_policy(name).name.startswith(name) and row.what.startswith(f"{name}:") and not row.problem
+
+
+# The package of the tutorial
+
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as a reader of the page writes it."""
-    folder = tmp_path_factory.mktemp("patience")
-    blocks = re.findall(r"^`([\w./]+)`: [^`]*?\n\n```\w+\n(.*?)```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    for name, text in blocks:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def site(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which pip installs the package, without network."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip installs the package of the tutorial, without network."""
     folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(EXAMPLE, folder / "source")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-index"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(package)]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(folder / "source")]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -57,69 +202,34 @@ def pair_options(pair_folder: Path) -> list[object]:
     return ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
 
 
-def result(answer: Answer) -> object:
+def result(answer: Answer) -> Any:
     assert answer.code == 0, answer.err
     return json.loads(answer.out)
 
 
-def test_the_page_contains_the_package_in_examples(package: Path) -> None:
-    files = [p.relative_to(package) for p in package.rglob("*") if p.is_file() and p.suffix in (".py", ".toml")]
-    assert sorted(map(str, files)) == ["pyproject.toml", "specstop_patience.py", "tests/test_patience.py"]
-    for name in files:
-        assert (package / name).read_text() == (EXAMPLE / name).read_text()
-    for command, rest in re.findall(r"^specstop (\w+)(.*)$", PAGE.read_text(), re.MULTILINE):
-        usage = cli(command, "--help")
-        assert usage.code == 0 and all(option in usage.out for option in re.findall(r"--[a-z-]+", rest))
+def test_the_page_contains_the_package_in_examples() -> None:
+    blocks = re.findall(r"^`([\w./]+)`: [^`]*?\n\n```\w+\n(.*?)```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert {name for name, _ in blocks} == {"pyproject.toml", "specstop_patience.py", "tests/test_patience.py"}
+    for name, text in blocks:
+        assert (EXAMPLE / name).read_text() == text
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_is_listed_without_an_import_and_its_tests_pass(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "patience" in POLICIES.names() and "specstop_patience" not in sys.modules
+def test_the_package_is_listed_without_an_import_decodes_and_passes_its_tests(
+    pair_options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (row,) = (p for p in POLICIES.listed() if p.name == "patience")
     assert (row.where, row.module, row.problem) == ("specstop-patience 0.1", "specstop_patience", "")
-    assert load_policy("patience?chances=3").name == "patience:3"
     with pytest.raises(PolicyError, match="chance"):
         load_policy("patience?chances=0")
-    monkeypatch.syspath_prepend(package / "tests")
+    command = ["decode", "w7 w8", "w9", *pair_options, "--json", "--max-new-tokens", 20, "--policy"]
+    ours, plain = (result(cli(*command, name)) for name in ("patience?chances=1", "fixed:0"))
+    assert ours["texts"] == plain["texts"] and ours["drafted"] > 0 == plain["drafted"]
+    monkeypatch.syspath_prepend(EXAMPLE / "tests")
     case = importlib.import_module("test_patience").TestPatience()
-    checks = [name for name in dir(case) if name.startswith("test_")]
-    assert len(checks) > 6
-    for name in checks:
+    for name in (name for name in dir(case) if name.startswith("test_")):
         getattr(case, name)()
     sys.modules.pop("test_patience")
-
-
-@pytest.mark.usefixtures("installed")
-def test_every_command_accepts_it(
-    pair_options: list[object], traces: dict[float, Trace], profile: Profile, tmp_path: Path
-) -> None:
-    (line,) = (p for p in result(cli("policies", "--json")) if p["name"] == "patience")
-    assert line["loads"] and line["module"] == "specstop_patience"
-    texts = [
-        result(cli("decode", "w7 w8", "w9", *pair_options, "--policy", name, "--json", "--max-new-tokens", 20))
-        for name in ("patience?chances=1", "fixed:0")
-    ]
-    assert texts[0]["texts"] == texts[1]["texts"] and texts[0]["drafted"] > 0 == texts[1]["drafted"]
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w7 w8"}\n{"prompt": "w9 w20 w8"}\n')
-    options = [
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-        "--out",
-        tmp_path / "live",
-        "--depth",
-        4,
-        "--max-new-tokens",
-        20,
-    ]
-    options += ["--collector", "live", "--policy", "patience?chances=1&max_depth=4", "--quiet"]
-    assert cli("collect", *pair_options, *options).code == 0
-    header = load_trace(tmp_path / "live").header
-    assert (header.collector, header.policy) == ("live", "patience:1")
-    profile.with_decisions({"patience": 1e-5}).save(tmp_path / "profile.json")
-    options = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out"]
-    name = "patience?chances=3&max_depth=4"
-    report = result(cli("evaluate", *options, tmp_path / "report", "--policy", name, "--json"))
-    assert name in [line["name"] for line in report["lines"]], "as it was typed"
 
 
 @pytest.mark.usefixtures("installed")
@@ -132,73 +242,21 @@ def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
         load_policy("patience")
 
 
+@pytest.mark.usefixtures("plugin")
 def test_plugins_that_do_not_load_are_listed_with_the_reason(
     pair_options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Output of a plugin is not in the result."""
     values = {"gone": "no_such_module:X", "five": "math:pi", "entropy": "math:tau"}
-    points = [EntryPoint(name, value, POLICIES.group) for name, value in values.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
-    rows = result(cli("policies", "--json"))
+    declare(monkeypatch, **values, even="even_plugin:Even")
+    answer = cli("policies", "--json")
+    rows = result(answer)
+    assert "noise at import" in answer.err
     problems = {row["name"]: row["problem"] for row in rows if not row["loads"]}
-    assert problems.keys() == values.keys() and len(rows) == len(BUILTINS) + 2
+    assert problems.keys() == values.keys() and len(rows) == len(BUILTINS) + 3
     for name, noun in {"gone": "no_such_module", "five": "math:pi", "entropy": "built-in"}.items():
         assert noun in problems[name]
-    table = cli("policies")
-    assert table.code == 0 and "no_such_module" in table.out and max(map(len, table.out.splitlines())) <= 80
-    for name in ("entropy", "entropy:0.6", "entropy?level=1"):
-        answer = cli("decode", "w7 w8", *pair_options, "--policy", name)
-        assert (answer.code, answer.out) == (2, "") and "built-in" in answer.err
-    for name in ("fixed:2", "maxprob:0.6"):
-        assert result(cli("decode", "w7 w8", *pair_options, "--policy", name, "--json", "--max-new-tokens", 4))
-
-
-ODD = """
-import signal
-from specstop.policies import StopPolicy
-print("noise at import")
-class Odd(StopPolicy):
-    features, name, max_depth = ("top1",), "odd", 4
-    def __init__(self, how="works"):
-        print("noise in __init__")
-        self.how = how
-        if how == "exits":
-            raise SystemExit
-    def keep(self, step, state):
-        print("noise in keep")
-        if self.how == "leaves":
-            raise SystemExit(0)
-        if self.how == "interrupted":
-            signal.raise_signal(signal.SIGINT)
-        return step.alive, state
-"""
-EXITS, LEAVES = (number for number, line in enumerate(ODD.splitlines(), 1) if "raise SystemExit" in line)
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "nouns"),
-    [
-        ("works", 0, ()),
-        ("exits", 2, ("--policy", "SystemExit", f"FILE:{EXITS}")),
-        ("leaves", 0, ("warning", "keep()", "SystemExit", f"FILE:{LEAVES}", "fixed:4")),
-        ("interrupted", 130, ("interrupted",)),
-    ],
-)
-def test_prints_exits_and_ctrl_c_of_a_plugin(
-    how: str,
-    code: int,
-    nouns: tuple[str, ...],
-    pair_options: list[object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Standard output contains the result only."""
-    (tmp_path / "odd_plugin.py").write_text(ODD)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("odd", "odd_plugin:Odd", group)])
-    answer = cli("decode", "w7 w8", *pair_options, "--policy", f"odd?how={how}", "--json", "--max-new-tokens", 12)
-    sys.modules.pop("odd_plugin")
-    lines = answer.err.replace(str(tmp_path / "odd_plugin.py"), "FILE").splitlines()
-    messages = [line for line in lines if not line.startswith("noise")]
-    assert answer.code == code and len(messages) == bool(nouns) and all(noun in messages[0] for noun in nouns)
-    assert "noise at import" in answer.err and "noise in __init__" in answer.err
-    assert answer.out == "" if code else len(json.loads(answer.out)["texts"]) == 1
+    assert cli("policies").code == 0
+    answer = cli("decode", "w7 w8", *pair_options, "--policy", "entropy:0.6")
+    assert (answer.code, answer.out) == (2, "") and "built-in" in answer.err
+    assert result(cli("decode", "w7 w8", *pair_options, "--policy", "fixed:2", "--json", "--max-new-tokens", 4))

@@ -1,4 +1,4 @@
-"""Progress by default: bars for people, nothing for programs."""
+"""Progress bars in a terminal, and no output elsewhere."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import pytest
 from specstop.policies.display import shown
 
 
-def test_a_terminal_gets_a_bar_for_each_task(
+def test_a_terminal_shows_a_bar_for_each_task(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown("collect", 1, 2)
-    assert capsys.readouterr().err == "", "no one looks"
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for done in range(3):
-        shown("collect", done, 2)
-    shown("collect", 2, 4)  # other work under the same name
-    shown("train", 1, 1)
-    shown("collect", 4, 4)
-    text = capsys.readouterr().err
-    assert "collect: 100%" in text and "2/2" in text and "4/4" in text and "train: 100%" in text
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shows=is_terminal: shows)
+        for call in (("collect", 0, 2), ("collect", 2, 2), ("collect", 2, 4), ("train", 1, 1), ("collect", 4, 4)):
+            shown(*call)
+        text = capsys.readouterr().err
+        bars = [part in text for part in ("collect: 100%", "2/2", "4/4", "train: 100%")]
+        assert all(bars) if is_terminal else not text

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...collect.store import Trace, replay_text
-from ...decode.verify.modes import MODES, describe
+from ...decode.verify.modes import MODES, describe_mode
 from ...policies import kernels
 from ...policies.arguments import as_list
 from ...policies.contract import StopPolicy
@@ -380,7 +380,7 @@ def _facts(place: _Place, compared: Compared) -> dict[str, Any]:
         "temperature": header.shown_temperature,
         "sampling": dict(header.sampling),
         "verification": header.verification,
-        "mode": describe(header.verification) if header.verification in MODES else header.verification,
+        "mode": describe_mode(header.verification) if header.verification in MODES else header.verification,
         "exactness": replay_text(header),
         "depth": arrays.depth,
         "topology": arrays.tree.name,

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ...collect.schema import Header, pair_options
 from ...decode.benchmark import Ratio
-from ...decode.profile import device_of, measure_decision, missing_decisions
-from ...decode.settings import tree_of
+from ...decode.profile import measure_decision, missing_decisions, profile_device
+from ...decode.settings import policy_tree
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files import cache_folder, digest, read_json, write_json
@@ -95,14 +95,14 @@ def _training_profile(policy: StopPolicy, profile: Profile) -> Profile | None:
 
 def _cached_timings(policy: StopPolicy, profile: Profile, header: Header) -> Measurements:
     """Return timings of a policy's decisions, from the cache or measured now."""
-    device = device_of(profile)
+    device = profile_device(profile)
     key = _cache_key(policy, profile, header, device)
     path = cache_folder() / "decisions" / f"{digest(key)[:32]}.json"
     with contextlib.suppress(InputError, KeyError, TypeError, ValueError, AttributeError):  # missing or damaged
         timings = Measurements.from_list(read_json(path, "decisions")["measurements"])
         if any(series.what == DECISIONS for series in timings.series):
             return timings
-    tree = tree_of(policy, "priced_tree") or tree_of(policy)
+    tree = policy_tree(policy, "priced_tree") or policy_tree(policy)
     timings = measure_decision(policy, header.vocabulary, profile.temperature, device, header.hidden, profile, tree)
     with contextlib.suppress(OSError):  # the cache cannot be written
         write_json(path, {"key": key, "measurements": timings.to_list()})

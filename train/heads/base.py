@@ -26,7 +26,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ...collect.store import Trace
-from ...decode.engines.settings import known_in_engines
+from ...decode.engines.settings import is_available_in_engines
 from ...policies.arguments import check_params
 from ...policies.contract import Array
 from ...policies.display import Progress, silent
@@ -297,7 +297,7 @@ def engine_features(
             f"token with the target's probability of it, got {labels[0]!r}; collect with --verification point"
         )
     names = tuple(requested) if requested else head.default_features(usual)
-    unknown = [name for name in names if not known_in_engines(feature(name).name, not sampled)]
+    unknown = [name for name in names if not is_available_in_engines(feature(name).name, not sampled)]
     states = [*hidden, *head.hidden]
     if states or (unknown and (requested or head.scalar_features is not None)):
         raise InputError(

@@ -23,7 +23,7 @@ from specstop.decode.drafters import (
     find_drafter,
     with_drafter,
 )
-from specstop.decode.drafters.spec import change_paths, needs_draft, parse_spec, paths_of
+from specstop.decode.drafters.spec import change_paths, needs_draft, parse_spec, spec_paths
 from specstop.decode.drafters.suffix import START, SuffixAutomaton
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator
@@ -202,7 +202,7 @@ def test_a_fallback_drafter_uses_its_first_drafter_where_it_is_confident(pair):
 def test_a_plus_sign_joins_drafters_or_is_part_of_a_path(spec, names, moved):
     assert [part.name for part in parse_spec(spec)] == names
     assert change_paths(spec, lambda path: f"/x/{path}") == (moved or spec)
-    assert len(paths_of(spec)) == moved.count("/x/")
+    assert len(spec_paths(spec)) == moved.count("/x/")
 
 
 def test_drafters_by_spec(pair, tmp_path):

@@ -18,7 +18,7 @@ from specstop.decode.drafters import (
     save_drafter,
     with_drafter,
 )
-from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapsed, collapsed_length, size
+from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapse_symbols, collapsed_length, count_candidates
 from specstop.decode.drafters.networks import LayerNetwork, output_layer, output_scale
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
@@ -182,9 +182,9 @@ def sequences(trie: Trie) -> set[tuple[int, ...]]:
 
 def without_place(trie: Trie, row: int = 0) -> int:
     """Return the number of nodes that the topology has no row for, large sub-tries first."""
-    rows, in_order = ROOM.children[row], sorted(trie.values(), key=size, reverse=True)
+    rows, in_order = ROOM.children[row], sorted(trie.values(), key=count_candidates, reverse=True)
     placed = sum(without_place(below, at) for below, at in zip(in_order, rows, strict=False))
-    return placed + sum(1 + size(below) for below in in_order[len(rows) :])
+    return placed + sum(1 + count_candidates(below) for below in in_order[len(rows) :])
 
 
 def test_released_candidates_are_medusas_paths_collapsed_and_all_have_a_place():
@@ -201,7 +201,7 @@ def test_released_candidates_are_medusas_paths_collapsed_and_all_have_a_place():
         for row, parent in enumerate(SYMBOLS.parent[1:], 1):
             paths.append((*paths[parent], symbols[len(paths[parent])][SYMBOLS.children[parent].index(row)]))
         expected = {tuple(s for s, _ in itertools.groupby(path) if s != BLANK) for path in paths} - {()}
-        trie = collapsed(symbols, BLANK)
+        trie = collapse_symbols(symbols, BLANK)
         assert sequences(trie) == expected
         assert without_place(trie) == 0
 

@@ -340,7 +340,7 @@ def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) ->
 
     draft.generate = counting  # type: ignore[method-assign]
     config = draft.generation_config.to_dict()
-    with criteria.riding(draft):
+    with criteria.attached_to(draft):
         text = stock(pair, [prompt], assistant_model=draft)
     assert draft.generation_config.to_dict() == config and "generate" not in vars(draft), "the assistant is restored"
     drafted = [drafted for drafted, _ in criteria.rounds[before:]]

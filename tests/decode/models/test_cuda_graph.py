@@ -16,7 +16,7 @@ from specstop.decode.models import cuda as cuda_module
 from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
-from specstop.decode.models.device import filled_up
+from specstop.decode.models.device import round_up_size
 from specstop.decode.models.pair import Pair, join
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.fixed import Confidence
@@ -180,7 +180,7 @@ def test_a_smaller_cache_takes_over_the_recordings_of_a_model(model: PreTrainedM
 
 
 def test_long_calls_are_filled_up_to_few_sizes() -> None:
-    sizes = [filled_up(count) for count in range(1, 1025)]
+    sizes = [round_up_size(count) for count in range(1, 1025)]
     assert sizes == sorted(sizes) and len(set(sizes)) < 32
     assert all(count <= size <= max(32, 1.25 * count) for count, size in enumerate(sizes, 1))
 

@@ -21,7 +21,7 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import open_cache
 from specstop.decode.models.device import download, upload, wide_linear
 from specstop.decode.models.pair import Pair, join, load_pair
-from specstop.decode.models.placement import call_from, copy_to_host, tensors
+from specstop.decode.models.placement import call_from, copy_to_host, iterate_tensors
 from specstop.policies import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
 from torch import nn
@@ -235,7 +235,8 @@ def test_a_quantised_target_keeps_its_types(quantised: Path, pair_folder: Path) 
     assert pair.target.dtype == torch.bfloat16 and pair.draft_model.dtype == torch.float32
     assert pair.target.model.layers[0].mlp.up_proj.weight.dtype == torch.int8 and pair.engines == ("plain", "compact")
     assert texts(pair) == [list(plain_texts(pair, [PROMPT], [key], 10, 0.7).tokens[0]) for key in range(3)]
-    assert load_pair(quantised, pair_folder / "draft", device_map="cpu").fingerprint == pair.fingerprint
+    for device_map in ("cpu", {"": "cpu"}, '{"": "cpu"}'):
+        assert load_pair(quantised, pair_folder / "draft", device_map=device_map).fingerprint == pair.fingerprint
     with pytest.raises(InputError, match="engine packed: its weights are quantised"):
         load_pair(quantised, pair_folder / "draft", engine="packed")
 
@@ -245,5 +246,5 @@ def test_composite_tensors_are_hashed_by_their_parts() -> None:
 
     layer = nn.Linear(2, 2, bias=False)
     layer.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)), requires_grad=False)
-    parts = {name: part.tolist() for name, part in tensors(layer)}
+    parts = {name: part.tolist() for name, part in iterate_tensors(layer)}
     assert parts == {"weight.a": [[1.0, 1.0], [1.0, 1.0]], "weight.b": [[0.0, 0.0], [0.0, 0.0]]}

@@ -13,7 +13,7 @@ from contract_policies import ReadsDraftStates, ReadsStates
 from small_drafters import small_drafter
 from specstop.decode.drafters import LookupDrafter, ModelDrafter
 from specstop.decode.loop import Speculator
-from specstop.decode.models.outputs import rounded, stored
+from specstop.decode.models.outputs import round_states, stored
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
@@ -129,4 +129,6 @@ def test_states_that_do_not_fit_are_refused(pair: Pair) -> None:
 def test_states_are_rounded_and_clipped_to_float16() -> None:
     states = torch.tensor([1.0 + 2.0**-12, 1e6, -1e6, 1e-9], dtype=torch.float64)
     assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]
-    assert rounded(states).dtype == torch.float32 and torch.equal(rounded(stored(states)), rounded(states))
+    assert round_states(states).dtype == torch.float32 and torch.equal(
+        round_states(stored(states)), round_states(states)
+    )

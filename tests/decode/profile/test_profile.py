@@ -29,9 +29,9 @@ from specstop.decode.profile import (
     missing_decisions,
 )
 from specstop.decode.profile.calibration import _affordable_tokens
-from specstop.decode.profile.decisions import device_of
+from specstop.decode.profile.decisions import profile_device
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.scripts import TWICE, BatchScript, ChainScript
+from specstop.decode.profile.scripts import REPEATS, BatchScript, ChainScript
 from specstop.decode.verify.sampler import Sampler
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
@@ -163,8 +163,8 @@ def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": [[6, 7], []]}, "none empty"),
-        ({"prompts": [[6] * 60], "new_tokens": 80}, "no room"),
+        ({"prompts": [[6, 7], []]}, "at least one prompt"),
+        ({"prompts": [[6] * 60], "new_tokens": 80}, "give shorter prompts"),
         ({"batch": (0, 2)}, "batch"),
     ],
 )
@@ -197,10 +197,10 @@ def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair
     orders = []
     for key in range(3):
         drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
-        decks = [drafted[at : at + 4 * TWICE] for at in range(0, len(drafted) - 4 * TWICE + 1, 4 * TWICE)]
-        assert all(deck[::TWICE] == deck[1::TWICE] and sorted(deck[::TWICE]) == [0, 1, 2, 3] for deck in decks)
+        decks = [drafted[at : at + 4 * REPEATS] for at in range(0, len(drafted) - 4 * REPEATS + 1, 4 * REPEATS)]
+        assert all(deck[::REPEATS] == deck[1::REPEATS] and sorted(deck[::REPEATS]) == [0, 1, 2, 3] for deck in decks)
         assert len({tuple(deck) for deck in decks}) > 1
-        orders.append(tuple(drafted[: 8 * TWICE]))
+        orders.append(tuple(drafted[: 8 * REPEATS]))
     assert len(set(orders)) == 3
 
 
@@ -221,7 +221,7 @@ def test_scripted_batches_draft_every_length_in_the_order_of_their_tokens() -> N
         assert len(set(drafting)) <= 1, "all streams that draft go equally deep"
         observed.append(deck.index((len(drafting), max(drafting, default=0))))
     assert set(observed) == set(range(len(deck)))
-    assert observed[::TWICE] == observed[1::TWICE] and {abs(a - b) for a, b in pairwise(observed[::TWICE])} == {1}
+    assert observed[::REPEATS] == observed[1::REPEATS] and {abs(a - b) for a, b in pairwise(observed[::REPEATS])} == {1}
 
 
 # Warm-up
@@ -233,7 +233,7 @@ def test_a_gpu_is_warmed_up_until_no_call_is_recorded(pair: Pair, monkeypatch: P
 
     def rounds(number: int) -> dict[Any, Any]:
         numbers.append(number)
-        Recorded.fresh += len(numbers) in recorded
+        Recorded.not_replayed += len(numbers) in recorded
         run._contexts[0].append(1.0)
         return {}
 
@@ -262,7 +262,7 @@ def test_the_budget_includes_the_warm_up(pair: Pair, monkeypatch: Patch, device:
         now[0] += 4.0  # half a second a token
 
     monkeypatch.setattr(probe, "play", play)
-    assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[0]) == tokens
+    assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, quiet_after=10), lambda: now[0]) == tokens
 
 
 # Decisions
@@ -324,7 +324,7 @@ def test_decisions_are_timed_on_the_device_of_the_profile(profile: Profile, monk
     profile = dataclasses.replace(profile, facts={"device": "H100"})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert device_of(profile) == torch.device("cuda:1")
+    assert profile_device(profile) == torch.device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.warns(SpecstopWarning, match="H100"):
-        assert device_of(profile) == torch.device("cpu")
+        assert profile_device(profile) == torch.device("cpu")

@@ -13,7 +13,6 @@ from specstop.policies.batch_rules import Batches, BatchPolicy, BatchStop, CostG
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.kernels.trees import best_budgets, draft_on
-from specstop.policies.learned import build_rule
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
@@ -25,14 +24,12 @@ from steps import draft_step, round_outcome
 
 
 def step(depth: int, values: Sequence[float], batch: Sequence[int] | None = None) -> DraftStep:
-    """Return the step of chains of one batch with one feature; a value below 0 = not alive."""
-    x = np.array(values, dtype=np.float32)[:, None, None]
-    alive = x[..., 0] >= 0 if depth else np.ones((len(x), 1), dtype=bool)
-    return draft_step(depth, x * alive[..., None], alive, batch=[0] * len(x) if batch is None else batch)
+    """Return the step of chains with one feature; by default all streams are in one batch."""
+    return draft_step(depth, np.reshape(values, (-1, 1, 1)), batch=[0] * len(values) if batch is None else batch)
 
 
 def chains(drawn: Sequence[int], depth: int, hidden: bool = False) -> DraftTree:
-    """Return chains with so many drawn tokens."""
+    """Return chains of a depth, given the number of drawn tokens of each."""
     at = np.tile(np.arange(1, depth + 1), (len(drawn), 1))
     marks = at <= np.array(drawn)[:, None]
     return DraftTree(np.where(marks & (not hidden), 7, -1), at - 2, at, marks)
@@ -46,28 +43,23 @@ def play(policy: StopPolicy, rows: Sequence[Sequence[float]], state: State = Non
     return state
 
 
-def sent(policy: StopPolicy, tree: DraftTree, state: State) -> list[int]:
-    mask = policy.select(tree, state)
-    assert mask is not None
-    return mask.sum(1).tolist()
-
-
-def test_tetris_sends_the_likeliest_paths_of_the_batch() -> None:
-    logs = [[-0.1, -0.2, -0.9], [-1.0, -1.1, -1.2], [-0.3, -2.0, -2.1]]
-    policy = Tetris(1, 2)
-    state = play(policy, [[0.0] * 3] * 3)  # the levels are replaced
-    state = (*state[:2], tuple(np.array(logs, dtype=np.float32).T[:, :, None]))
-    assert sent(policy, chains([3, 3, 3], 3), state) == [2, 0, 1]
-    assert sent(Tetris(2, 1), chains([3, 3, 3], 3), state) == [3, 2, 1]
-    assert sent(Tetris(1, 2, capacity=1), chains([3, 3, 3], 3), state) == [1, 0, 0]
-    assert sent(policy, chains([1, 3, 3], 3), state) == [1, 1, 1]
+@pytest.mark.parametrize(
+    ("policy", "drawn", "expected"),
+    [
+        (Tetris(1, 2), [3, 3, 3], [2, 0, 1]), (Tetris(2, 1), [3, 3, 3], [3, 2, 1]),
+        (Tetris(1, 2, capacity=1), [3, 3, 3], [1, 0, 0]), (Tetris(1, 2), [1, 3, 3], [1, 1, 1]),
+    ],
+)  # fmt: skip
+def test_tetris_sends_the_likeliest_paths_of_the_batch(policy: Tetris, drawn: list[int], expected: list[int]) -> None:
+    state = play(policy, [[-0.1, -0.2, -0.9], [-1.0, -1.1, -1.2], [-0.3, -2.0, -2.1]])
+    mask = policy.select(chains(drawn, 3), state)
+    assert mask is not None and mask.sum(1).tolist() == expected
 
 
 def test_a_length_by_batch_size() -> None:
     policy = LoadLength("1:5,2:3,4:0")
     kept = policy.keep(step(2, [1.0] * 8, [0, 1, 1, -1, 2, 2, 2, 2]), None)[0][:, 0]
-    assert kept.tolist() == [True, True, True, True, False, False, False, False]
-    assert policy.max_depth == 5
+    assert kept.tolist() == [True, True, True, True, False, False, False, False] and policy.max_depth == 5
     for table in ("2:1", "1:2,1:3", "4", "1:-1", "", "1:2,x:3"):
         with pytest.raises(PolicyError, match="load: expected"):
             LoadLength(table)
@@ -154,7 +146,7 @@ def test_adaptive_verification_takes_newton_steps() -> None:
     behind = type(state)(**{**{f: getattr(state, f) for f in state.__slots__}, "updates": np.array([0, 1])})
     behind.weights[0] = 9.0
     _, shared = policy.keep(step(0, [0.0, 0.0]), behind)
-    assert np.allclose(shared.weights, theta, rtol=1e-6)  # shared with a stream that was idle
+    assert np.allclose(shared.weights, theta, rtol=1e-6), "a stream that was idle has the weights of the batch"
 
 
 def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float) -> float:
@@ -222,24 +214,18 @@ def test_the_drafted_tokens_are_the_best_of_all_plans(verify_s: tuple[float, ...
     assert len(numbers) > 2
 
 
-def first_drafts(policy: BatchStop, streams: int = 4) -> int:
-    """Return how many of so many equal streams draft a first token."""
-    root = draft_step(0, np.zeros((streams, 1, 2)), batch=[0] * streams)
-    return int(policy.keep(root, policy.start(streams, np.arange(streams)))[0].sum())
-
-
-def test_drafting_begins_only_where_it_pays_for_verification_and_decisions() -> None:
-    free, policy = tuple(1.0 for _ in range(40)), batch_policy()
+@pytest.mark.parametrize(
+    ("token_s", "decision_s", "drafts"),
+    [(0.0, 0.0, 4), (1.0, 0.0, 0), (0.0, 0.05, 4), (0.0, 3.0, 0)],  # 1.0: a token costs as much as a stream
+)
+def test_drafting_begins_only_where_it_pays_for_verification_and_decisions(
+    token_s: float, decision_s: float, drafts: int
+) -> None:
+    policy, verify_s = batch_policy(), [1.0 + token_s * n for n in range(40)]
     assert policy.cost_name == "mine?rule=batch"
-    for verify_s, decision_s, drafts in (
-        (free, 0.0, 4), (tuple(1.0 + n for n in range(40)), 0.0, 0),  # a token costs as much as a stream
-        (free, 0.05, 4), (free, 3.0, 0),
-    ):  # fmt: skip
-        profile = synthetic_profile(verify_s).with_decisions({policy.cost_name: decision_s, "mine": 9.0})
-        priced = for_batches(policy, profile=profile)
-        assert first_drafts(priced) == drafts
-        if verify_s is free:
-            assert priced._grid.fit(2, 3).drafts[1, :3].tolist() == pytest.approx([0.0, *[0.02 + decision_s] * 2])
+    profile = synthetic_profile(verify_s).with_decisions({policy.cost_name: decision_s, "mine": 9.0})
+    root, priced = draft_step(0, np.zeros((4, 1, 2)), batch=[0] * 4), for_batches(policy, profile=profile)
+    assert priced.keep(root, priced.start(4, np.arange(4)))[0].sum() == drafts
 
 
 def test_rates_and_lengths_hold_for_their_batch_sizes() -> None:
@@ -253,21 +239,6 @@ def test_rates_and_lengths_hold_for_their_batch_sizes() -> None:
     assert for_batches(settled).unasked == settled.unasked and not for_batches(settled, profile=settled.profile).unasked
     far = for_batches(policy, rule=BatchRule("best", [], 1, [(1, 2), (9, 0)]))
     assert far.unasked == {1: 2, **dict.fromkeys(range(5, 10), 0)}
-    for rule in (rated.rule, settled.rule, policy.rule):
-        assert build_rule(rule.to_dict()).to_dict() == rule.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("entry", "value"),
-    [
-        *(("lengths", v) for v in ([(8, 1), (2, 1)], [(0, 1)], [(10**9, 1)], [(2, -1)], [3], "none")),
-        *(("rates", v) for v in ([(4, 1.0), (2, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, float("nan"))], [3], "none")),
-        ("send", "some"), ("first", -1),
-    ],
-)  # fmt: skip
-def test_an_invalid_batch_rule_is_refused(entry: str, value: object) -> None:
-    with pytest.raises(PolicyError, match="rule"):
-        build_rule({"kind": "batch", "send": "best", entry: value})
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -284,15 +255,14 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
 
 def test_costs_of_batches_and_of_single_streams() -> None:
     costs = synthetic_profile(STEPPED, 0.25)
-    assert costs.verify_s(4, [4, 5, 6], 50.0).tolist() == pytest.approx([STEPPED[3], STEPPED[4], STEPPED[5]])
+    assert costs.verify_s(4, [4, 5, 6], 50.0).tolist() == pytest.approx(STEPPED[3:6])
     assert costs.verify_s(1, 1, 50.0) == pytest.approx(STEPPED[0])
     assert costs.first_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.25])
     dips = synthetic_profile((1.0, 1.5, 1.2, 1.4))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4]), "padded"
     assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not padded"
-    assert synthetic_profile((1.0, 1.24, 1.2, 1.4)).verify_s(1, 2, 50.0) == pytest.approx(1.24), "no clear gain"
     grid = CostGrid(linear_costs(0.5, 0.1)).fit(20, 3)
-    assert len(grid.verify) > 20 and grid.verify[2, 5] == pytest.approx(1.4)
+    assert grid.verify[2, 5] == pytest.approx(1.4)
     assert grid.verify[4, 1] == pytest.approx(1.3), "the anchors are always sent"
 
 

@@ -1,24 +1,205 @@
-"""Published rules for trees, and the bandit, against brute force in plain Python."""
+"""Published rules on chains and trees, and the bandit, against the same rules in plain Python."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from sklearn.metrics import roc_curve
 from specstop.policies.contract import DraftTree, StopPolicy
+from specstop.policies.counter_rng import keyed_uniform, mix
 from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.published.adaedl import AdaEDL
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.published.c2t import C2T
 from specstop.policies.published.ddd import DDD
 from specstop.policies.published.eagle import Eagle, OptTree, keep_best
-from specstop.policies.published.hugging_face import Heuristic
+from specstop.policies.published.hugging_face import Heuristic, HeuristicTransient, Roc
+from specstop.policies.published.kangaroo import MaxProb
+from specstop.policies.published.online import Online
+from specstop.policies.published.specdecpp import Product
+from specstop.policies.published.svip import EntropyBound
 from specstop.policies.registry import load_policy
 from specstop.policies.tree_rules import UNSEEN, Gain
 from steps import draft_step, round_outcome
+
+STREAMS, ROUNDS, DEPTH = 6, 40, 5
+
+
+@dataclass(frozen=True)
+class ChainRound:
+    """One round of one stream: scores and answers by depth of decision, and the outcome."""
+
+    scores: list[float]
+    answers: list[bool]
+    verified: int
+    accepted: int
+    cut: bool
+
+
+def play_chains(policy: StopPolicy, low: float = 0.0, high: float = 1.0, digits: int = 9) -> list[list[ChainRound]]:
+    """Run chains with random scores and outcomes; return the rounds by stream."""
+    rng = random.Random(0)
+    state = policy.start(STREAMS, np.arange(STREAMS))
+    played: list[list[ChainRound]] = [[] for _ in range(STREAMS)]
+    for _ in range(ROUNDS):
+        active = [rng.random() > 0.1 for _ in range(STREAMS)]
+        scores: list[list[float]] = [[] for _ in range(STREAMS)]
+        answers: list[list[bool]] = [[] for _ in range(STREAMS)]
+        alive = list(active)
+        for depth in range(1, min(DEPTH, policy.max_depth)):
+            values = [float(np.float32(round(rng.uniform(low, high), digits))) if on else 0.0 for on in alive]
+            mask = np.array(alive)[:, None]
+            kept, state = policy.keep(draft_step(depth, np.array(values)[:, None, None], mask), state)
+            assert not (kept & ~mask).any()
+            for s in np.flatnonzero(alive).tolist():
+                scores[s].append(values[s])
+                answers[s].append(bool(kept[s, 0]))
+                alive[s] = answers[s][-1]
+        drafted = [sum(a) + 1 if on else 0 for a, on in zip(answers, active, strict=True)]
+        accepted = [min(d, rng.randrange(DEPTH + 1)) for d in drafted]
+        cut = [rng.random() < 0.1 for _ in range(STREAMS)]
+        state = policy.observe(round_outcome(accepted, drafted, cut=cut, active=active), state)
+        for s in np.flatnonzero(active).tolist():
+            played[s].append(ChainRound(scores[s], answers[s], drafted[s], accepted[s], cut[s]))
+    share = np.mean([answer for rounds in played for r in rounds for answer in r.answers])
+    assert 0.05 < share < 0.99, "the rule stops and continues"
+    return played
+
+
+Answers = Iterator[list[bool]]
+"""Of one stream, by round: what the rule in plain Python answers."""
+
+
+def threshold(keeps: Callable[[float], bool]) -> Callable[[list[ChainRound]], Answers]:
+    return lambda rounds: ([keeps(score) for score in r.scores] for r in rounds)
+
+
+def heuristic(rounds: list[ChainRound]) -> Answers:
+    length = 2
+    for r in rounds:
+        yield [depth < length for depth in range(1, len(r.scores) + 1)]
+        if not r.cut:
+            length = min(length + 2, DEPTH) if r.accepted == r.verified else max(1, length - 1)
+
+
+def adaedl(rounds: list[ChainRound]) -> Answers:
+    level, rate = 0.5, 0.0
+    for r in rounds:
+        yield [1 - math.sqrt(0.2 * h) >= level for h in r.scores]
+        if not r.cut:
+            rate = 0.5 * rate + 0.5 * r.accepted / r.verified
+            level = 0.9 * level + 0.1 * (level + 0.3 if rate <= 0.65 else level - 0.3)
+            level = min(max(level, 0.0), 1.0)
+
+
+def roc(rounds: list[ChainRound]) -> Answers:
+    """Hugging Face's, with the curve of scikit-learn."""
+    limit, probs, matches = 0.4, list[float](), list[int]()
+    for r in rounds:
+        yield [p >= limit for p in r.scores]
+        if not r.cut:
+            labels = [1] * r.accepted + [0] * (r.accepted < r.verified)
+            count = min(len(labels), len(r.scores))
+            probs += r.scores[:count]
+            matches += labels[:count]
+            if len(matches) > 5 and {0, 1} <= set(matches):
+                fpr, tpr, levels = roc_curve(matches, probs)
+                limit = levels[np.argmin(fpr + 3 * (1 - tpr))]
+
+
+def online(rounds: list[ChainRound]) -> Answers:
+    """One Newton step of a logistic regression per round."""
+    weights, precision = np.array([1.0, 0.0]), 3.0 * np.eye(2)
+    for r in rounds:
+        odds = [math.log(p / (1 - p)) for p in np.clip(np.array(r.scores), 1e-3, 1 - 1e-3)]
+        survival = np.cumprod([1 / (1 + math.exp(-(weights[0] * z + weights[1]))) for z in odds])
+        yield (survival >= 0.3).tolist()
+        observed = [] if r.cut else odds[: min(r.accepted + 1, r.verified)]
+        precision *= 0.9 if observed else 1.0
+        gradient = np.zeros(2)
+        for j, z in enumerate(observed):
+            basis = np.array([z, 1.0])
+            p = 1 / (1 + math.exp(-weights @ basis))
+            precision += p * (1 - p) * np.outer(basis, basis)
+            gradient += ((j < r.accepted) - p) * basis
+        weights = weights + np.linalg.solve(precision, gradient)
+
+
+RULES: list[
+    tuple[StopPolicy, Callable[[list[ChainRound]], Answers], float, float, int]
+] = [  # range and digits of the scores
+    (EntropyBound(0.6), threshold(lambda h: math.sqrt(0.15 * h) <= 0.3), 0.0, 2.0, 9),
+    (MaxProb(0.75), threshold(lambda p: p >= 0.75), 0.0, 1.0, 9),
+    (Product(0.3), threshold(lambda logp: math.exp(logp) >= 0.3), -3.0, 0.0, 9),
+    (Heuristic(2, max_depth=DEPTH), heuristic, 0.0, 1.0, 9),
+    (HeuristicTransient(2, max_depth=DEPTH), heuristic, 0.0, 1.0, 9),
+    (AdaEDL(0.5, eps=0.3, alpha=0.65, max_depth=DEPTH), adaedl, 0.0, 2.5, 9),
+    (Roc(max_depth=DEPTH + 1), roc, 0.0, 1.0, 9),
+    (Roc(max_depth=DEPTH + 1), roc, 0.0, 1.0, 1),  # equal probabilities are one point of the curve
+    (Online(0.3, prior=3.0, decay=0.9, max_depth=DEPTH), online, 0.02, 1.0, 9),
+]
+
+
+@pytest.mark.parametrize(("policy", "reference", "low", "high", "digits"), RULES)
+def test_a_rule_on_chains_answers_as_the_plain_rule(
+    policy: StopPolicy, reference: Callable[[list[ChainRound]], Answers], low: float, high: float, digits: int
+) -> None:
+    for rounds in play_chains(policy, low, high, digits):
+        assert [r.answers for r in rounds] == list(reference(rounds))
+
+
+def test_the_heuristics_have_the_published_defaults() -> None:
+    for kind, carries in ((Heuristic, True), (HeuristicTransient, False)):
+        policy = kind()
+        assert (policy.first_length, policy.up, policy.down, policy.max_depth, kind.carries) == (20, 2, 1, 20, carries)
+
+
+def splitmix(value: int) -> int:
+    mask = (1 << 64) - 1
+    value &= mask
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+    return value ^ (value >> 31)
+
+
+def test_draws_depend_on_their_key_and_number_only() -> None:
+    key, number = np.array([5, -7, 1 << 62]), np.array([0, 3, 99])
+    drawn = keyed_uniform(key, number, 4)
+    golden = 0x9E3779B97F4A7C15
+    for s in range(3):
+        row = splitmix(splitmix(int(number[s]) * golden + 1) ^ int(key[s]) & ((1 << 64) - 1))
+        assert drawn[s].tolist() == [(splitmix(row + at * golden) >> 11) * 2.0**-53 for at in range(1, 5)]
+    assert np.array_equal(keyed_uniform(key[1:2], number[1:2], 4), drawn[1:2])
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_counters_are_mixed_alike_in_arrays_and_tensors(kind: Callable[[list[int]], Any]) -> None:
+    values = [0, 1, -1, 12345, (1 << 63) - 1, -(1 << 63), 0x9E3779B97F4A7C15 - (1 << 64)]
+    counters = kind(values)
+    assert [v & ((1 << 64) - 1) for v in mix(counters).tolist()] == [splitmix(v) for v in values]
+    assert counters.tolist() == values, "unchanged"
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.4, 0.75])
+def test_a_value_at_the_threshold_is_compared_in_single_precision(threshold: float) -> None:
+    at = np.float32(threshold)
+    values = np.array([np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(1))])[:, None, None]
+    for policy in (Confidence(threshold), MaxProb(threshold), Roc(threshold)):
+        kept, _ = policy.keep(draft_step(1, values), policy.start(3, np.zeros(3, dtype=np.int64)))
+        assert kept[:, 0].tolist() == [False, True, True], policy.name
+    kept, _ = EntropyBound(threshold).keep(draft_step(1, values), None)
+    assert kept[:, 0].tolist() == [True, True, False]
+
+
+# Trees
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""
@@ -30,7 +211,7 @@ LEVELS = [[n for n, d in enumerate(DEPTHS) if d == depth] for depth in (1, 2, 3,
 
 
 @dataclass
-class Played:
+class TreeRound:
     """One round of one stream.
 
     Attributes:
@@ -51,10 +232,10 @@ class Played:
         return [n for n in LEVELS[depth - 1] if n in self.drawn]
 
 
-def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[Played]:
+def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[TreeRound]:
     """Let a policy grow trees with random probabilities; return one round of each stream."""
     rng = random.Random(seed)
-    played = [Played() for _ in range(streams)]
+    played = [TreeRound() for _ in range(streams)]
     for one in played:
         for node, parent in enumerate(PARENTS):
             inherited = one.values[parent] if parent >= 0 else 0.0
@@ -87,7 +268,7 @@ def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[Played]:
     return played
 
 
-def valued(one: Played, power: float = 1.0) -> dict[int, float]:
+def valued(one: TreeRound, power: float = 1.0) -> dict[int, float]:
     """Return the values of the drawn nodes, estimated at depths without a decision."""
     estimate: dict[int, float] = {}
     for node in sorted(one.drawn):
@@ -241,13 +422,6 @@ def test_a_bandit_finds_the_fastest_arm(kind: str) -> None:
     for picked in simulate(Bandit(0.5 if kind == "ucb" else 1.0, kind, ARMS), 600)[0]:
         late = picked[300:]
         assert late.count(1) > 0.6 * len(late)
-
-
-def test_thompson_draws_by_the_key_of_the_stream() -> None:
-    policy = Bandit(kind="thompson", arms=ARMS)
-    one, other = simulate(policy, 40)[0], simulate(policy, 40)[0]
-    assert one == other
-    assert one[0] != one[1] or one[1] != one[2]
 
 
 def test_only_the_arm_of_the_round_decides_and_observes() -> None:

@@ -1,21 +1,18 @@
-"""The learned tree policy from the formulas in plain numpy, and random steps for both."""
+"""The learned tree policy: its decisions against the formulas in plain numpy."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+import pytest
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.costs import extend
 from specstop.policies.learned import TreeGain
-from specstop.policies.tree_rules import TreeRule
 from steps import draft_step
 from trees import BELOW, make_tree_policy
 
-Array = np.ndarray[Any, Any]
 Levels = list[tuple[Array, Array]]
 """By depth of decision: survival [S, B], -1 where a branch was not read, and next."""
 
@@ -25,15 +22,6 @@ OTHER = np.array([-1, -1, 1, 0, 1, 0, 0, 2, 2, 6])
 
 NEAR = 1e-9
 """Between survivals of kernels and of numpy, whose exponentials differ in the last place."""
-
-
-def rule(rate: float = 100.0, verify_s: float = 1e-3, step_s: float = 1e-3, **more: object) -> TreeRule:
-    entries = {
-        "rate": rate, "opening_s": step_s, "draft_s": [step_s, 1.2 * step_s],
-        "verify_s": [2e-3 + verify_s * n for n in range(12)], "acceptance": [0.7] * 5,
-        "shares": [(-1.5, 0.1), (-2.5, 0.1)], "children": [list(level) for level in BELOW], **more,
-    }  # fmt: skip
-    return TreeRule(**entries)  # type: ignore[arg-type]
 
 
 def depths_of(parent: Array) -> Array:
@@ -71,23 +59,17 @@ def make_drawn(seed: int, streams: int = 1, parent: Array = PARENT) -> DraftTree
     return DraftTree(*(np.tile(values, (streams, 1)) for values in (parent, parent, depths_of(parent))), drawn)
 
 
-def rows_of(step: DraftStep, at: slice) -> DraftStep:
-    """Return the step of a subset of the streams."""
-    return replace(step, **{name: getattr(step, name)[at].copy() for name in ("alive", "parent", "features", "batch")})
-
-
-def play_steps(policy: TreeGain, steps: Sequence[DraftStep]) -> tuple[list[Array], State]:
-    """Return the kept branches of each depth, and the state after the last one."""
+def play_steps(policy: TreeGain, steps: Sequence[DraftStep]) -> State:
+    """Return the state after the last step."""
     streams = len(steps[0].alive)
-    state, kept = policy.start(streams, np.arange(streams)), []
+    state = policy.start(streams, np.arange(streams))
     for step in steps:
-        mask, state = policy.keep(step, state)
-        kept.append(mask)
-    return kept, state
+        _, state = policy.keep(step, state)
+    return state
 
 
 class Reference:
-    """The same decisions from the formulas in plain numpy."""
+    """The decisions of a policy from the formulas in plain numpy."""
 
     def __init__(self, policy: TreeGain) -> None:
         self.policy, self.rule = policy, policy.rule
@@ -224,7 +206,7 @@ def random_policy(seed: int, parent: Array) -> TreeGain:
     rng = np.random.default_rng(seed)
     verify = np.cumsum(rng.random(int(rng.integers(2, 14)))) * rng.choice([5e-4, 4e-3, 1.5e-2])
     changes = {
-        "rate": float(rng.uniform(20.0, 250.0)),
+        "rate": rng.integers(20, 250).item() if seed % 4 else float(rng.uniform(20.0, 250.0)),
         "draft_s": (np.cumsum(rng.random(int(rng.integers(1, 5)))) * 5e-4).tolist(),
         "verify_s": verify.tolist(),
         "acceptance": rng.uniform(0.3, 0.95, 5).tolist(),
@@ -237,3 +219,35 @@ def random_policy(seed: int, parent: Array) -> TreeGain:
     }
     policy = make_tree_policy()
     return policy.with_rule(dataclasses.replace(policy.rule, **changes))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_decisions_follow_the_formulas_for_random_prices_trees_and_ties(seed: int) -> None:
+    parent, streams = (PARENT, OTHER)[seed // 2 % 2], 60
+    policy = random_policy(seed, parent)
+    reference, levels = Reference(policy), Levels()
+    state = policy.start(streams, np.arange(streams))
+    steps = make_steps(policy, seed, streams, parent, digits=(0, 1, 9)[seed % 3])
+    for step in steps:
+        mask, state = policy.keep(step, state)
+        assert np.array_equal(mask, reference.keep(step, levels) & step.alive)
+    assert state[0] == pytest.approx(np.concatenate([np.stack(level, 1) for level in levels], 2), abs=NEAR)
+    tree = make_drawn(seed, streams, parent)
+    values = policy.node_survival(tree, state)
+    assert values == pytest.approx(reference.values(tree, levels), abs=NEAR)
+    chosen = policy.select(tree, state)
+    assert np.array_equal(chosen, reference.select(values))
+    # A part of the batch has the same bits.
+    at, names = slice(7, 9), ("alive", "parent", "features", "batch")
+    parts = [dataclasses.replace(step, **{name: getattr(step, name)[at].copy() for name in names}) for step in steps]
+    part_state = play_steps(policy, parts)
+    assert all(np.array_equal(one, many[at]) for one, many in zip(part_state, state, strict=True))
+    part = DraftTree(*(values[at].copy() for values in (tree.tokens, tree.parent, tree.depth, tree.drawn)))
+    assert np.array_equal(policy.node_survival(part, part_state), values[at])
+    assert np.array_equal(policy.select(part, part_state), chosen[at])
+
+
+def test_the_state_of_another_tree_is_not_used() -> None:
+    policy, tree = make_tree_policy(), make_drawn(2)
+    state = play_steps(policy, make_steps(policy, 1, parent=np.array([-1, -1, -1, -1, 0])))
+    assert np.array_equal(policy.node_survival(tree, state), policy.node_survival(tree, None))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from feature_head import feature_policy, kept_by
-from head_tensors import NAMES, TENSORS, features, knots, zeros
-from learned_policies import learned
-from random_heads import DRAFT, random_policy, scalars
-from specstop.policies.contract import Array, DraftStep
+from head_tensors import DRAFT, NAMES, TENSORS, draw, features, knots, random_policy, zeros
+from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, TrainingMetadata, build_rule
-from specstop.policies.rules import Derived, Rule, Threshold
+from specstop.policies.rules import BatchRule, Derived, Rule, Threshold
 from specstop.train.fit.rules import derived_thresholds
 from steps import draft_step
+from trees import make_tree_policy
 
 # Calibration
 
@@ -67,85 +66,46 @@ def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
         Calibrator(kind, temperature, None if table is None else np.array(table, dtype=np.float32))
 
 
-@pytest.mark.parametrize("maps", [("temperature", "identity"), ("identity", "isotonic"), ("isotonic", "identity")])
-def test_probabilities_are_the_calibrated_scores(maps: tuple[str, str]) -> None:
-    accept, next_ = (Calibrator(k, 1.7 if k == "temperature" else 1.0, knots() if k == "isotonic" else None)
-                     for k in maps)  # fmt: skip
-    head = build_head("mlp", NAMES, TENSORS["mlp"]())
+def test_each_output_has_its_calibration_map() -> None:
+    accept, next_ = Calibrator("temperature", 1.7), Calibrator("isotonic", knots=knots())
+    head, x = build_head("mlp", NAMES, TENSORS["mlp"]), features(9, 2)
     policy = LearnedPolicy("mine", NAMES, head, accept, next_, Derived([0.1]), 4)
-    x = features(9, 2)
     for depth in (0, 1):
-        scores = head.scores(x.reshape(-1, x.shape[-1]), depth).reshape(9, 2, 2)
-        probabilities = policy.probabilities(x, depth)
-        assert np.array_equal(probabilities[0], accept(scores[..., 0]))
-        assert np.array_equal(probabilities[1], next_(scores[..., 1]))
+        scores = head.scores(x.reshape(18, -1), depth).reshape(9, 2, 2)
+        assert np.array_equal(policy.probabilities(x, depth), [accept(scores[..., 0]), next_(scores[..., 1])])
 
 
 # Survival
 
 
-def survivals(first: int, accepts: Sequence[Sequence[float]], parents: list[list[int]]) -> list[Array]:
-    """Return S_1, S_2, ... by branch of one stream whose branches at each depth have these parents."""
-    rule = Rule()
+@pytest.mark.parametrize("first", [0, 1])
+def test_survival_is_the_product_along_the_parents_of_live_branches(first: int) -> None:
+    rng, widths, rule, expected = np.random.default_rng(first), (1, 3, 4, 3), Rule(), np.ones((7, 1))
     rule.first = first
     policy = feature_policy(rule, 4)
-    state, result = policy.start(1, np.zeros(1, dtype=np.int64)), []
-    for depth in range(first, len(accepts) + 1):
-        accept = np.array([1.0] if depth == 0 else accepts[depth - 1])
-        parent = [[0]] if depth == 0 else [parents[depth - 1]]
-        keep, state = policy.keep(
-            draft_step(depth, np.stack([accept, np.full_like(accept, 0.5)], -1)[None], parent=parent), state
-        )
-        assert keep.all()
-        result.append(state[0])
-    return result[1 - first :]
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_survival_is_the_product_along_the_parents(first: int) -> None:
-    accepts = [[0.9, 0.5, 0.25], [0.5, 1.0, 0.5], [0.5, 0.25, 1.0]]
-    parents = [[0, 0, 0], [2, 0, 0], [1, 1, 0]]
-    expected = [[0.9, 0.5, 0.25], [0.125, 0.9, 0.45], [0.45, 0.225, 0.125]]
-    np.testing.assert_allclose(survivals(first, accepts, parents), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["logistic", "resnet"])
-def test_dead_branches_do_not_change_the_others(kind: str) -> None:
-    """Only live branches are scored."""
-    policy = learned(kind)
-    x, parent = features(40, 3), np.random.default_rng(1).integers(0, 3, (40, 3))
-    alive = np.random.default_rng(2).random((40, 3)) < 0.6
-    state = policy.keep(draft_step(1, x), policy.keep(draft_step(0, x[:, :1]), None)[1])[1]
-    values, _ = policy.survive(draft_step(2, x, parent=parent), state)
-    policy = policy.with_rule(Derived([float(np.median(values[0] * values[2]))] * 4))
-    whole, survival = policy.keep(draft_step(2, x, parent=parent), state)
-    kept, partial = policy.keep(draft_step(2, x * alive[..., None], alive, parent), state)
-    assert np.array_equal(kept, whole & alive) and 0 < kept.sum() < alive.sum()
-    np.testing.assert_allclose(partial, survival * alive, rtol=1e-6 if kind == "resnet" else 0)
+    state = policy.start(7, np.arange(7))
+    for depth in range(first, 4):
+        shape = (7, widths[depth])
+        parent = rng.integers(0, widths[depth - 1] if depth > 1 else 1, shape)
+        alive, accept = rng.random(shape) < (0.7 if depth else 1.0), rng.random(shape) if depth else np.ones(shape)
+        features = np.stack([accept, np.full(shape, 0.5)], -1) * alive[..., None]
+        kept, state = policy.keep(draft_step(depth, features, alive, parent), state)
+        expected = (np.take_along_axis(expected, parent, 1) if depth > 1 else 1.0) * accept * alive
+        assert np.array_equal(kept, alive)
+        np.testing.assert_allclose(state, expected, rtol=1e-6)
 
 
 def test_a_lagging_head_scores_the_token_before() -> None:
     """S at depth j is the product over x_1 .. x_{j-1}: SpecDec++'s sum starts at the second step."""
-
-    def step(depth: int) -> DraftStep:
-        hidden = {"draft_hidden": np.random.default_rng(depth).standard_normal((7, 1, DRAFT)).astype(np.float32)}
-        return draft_step(depth, scalars((), 7)[:, None], hidden=hidden)
-
-    def accept(policy: LearnedPolicy, step: DraftStep) -> Array:
-        return policy.accept(
-            policy.head.scores(zeros(7, 0), step.depth, {"draft_hidden": step.hidden["draft_hidden"][:, 0]})
-        )
-
-    policy, state, product = random_policy("specdec", Threshold("survival", 0.0)), None, np.ones(7)
+    policy, state, product = random_policy("specdec", Threshold("survival", 0.9999)), None, np.ones(7)
     for depth in range(1, 5):
-        if depth > 1:
-            product = product * accept(policy, step(depth))[:, 0]
-        _, state = policy.keep(step(depth), state)
+        hidden = draw(7, 1, DRAFT, seed=depth)
+        kept, state = policy.keep(draft_step(depth, zeros(7, 1, 0), hidden={"draft_hidden": hidden}), state)
+        if depth == 1:
+            assert kept.all(), "at least two tokens are drafted"
+        else:
+            product *= policy.accept(policy.head.scores(zeros(7, 0), depth, {"draft_hidden": hidden[:, 0]}))[:, 0]
         np.testing.assert_allclose(state[:, 0], product, rtol=1e-6)
-    strict = random_policy("specdec", Threshold("survival", 0.9999))
-    assert strict.keep(step(1), None)[0].all(), "at least two tokens are drafted"
-    plain = random_policy("dynasd-soft", Threshold("survival", 0.0))
-    np.testing.assert_allclose(plain.keep(step(1), None)[1][:, 0], accept(plain, step(1))[:, 0], rtol=1e-6)
 
 
 # Recalibration of survival by depth
@@ -163,43 +123,24 @@ def survival_tables(starts: int = 3, depth: int = DEPTH, power: float = 0.0) -> 
     return tables
 
 
-def recalibrated(rule: Rule, tables: Array | None) -> LearnedPolicy:
-    maps = None if tables is None else SurvivalMaps(tables)
-    head = build_head("logistic", NAMES, TENSORS["logistic"]())
-    return LearnedPolicy("mine", NAMES, head, Calibrator(), Calibrator(), rule, DEPTH, survival=maps)
-
-
-def play(policy: LearnedPolicy, x: Array) -> list[Array]:
-    """Return S_j of chains from the first decision on; features [R, K + 1, F]."""
-    state, result = policy.start(len(x), np.zeros(len(x), dtype=np.int64)), []
-    for depth in range(policy.first, DEPTH + 1):
-        _, state = policy.keep(draft_step(depth, x[:, depth, None]), state)
-        result.append(state[:, 0])
-    return result
-
-
+@pytest.mark.parametrize("power", [0.0, 0.2])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_each_depth_is_recalibrated_before_the_next_factor(first: int) -> None:
-    policy, x = recalibrated(Derived([0.1] * DEPTH, first), survival_tables(power=0.2)), features(5, DEPTH + 1)
-    played, survival, start = play(policy, x), np.ones(5), max(first, 1)
-    for depth in range(start, DEPTH + 1):
-        survival = survival * policy.probabilities(x[:, depth], depth)[0]
-        if depth != 2:
-            grid = np.linspace(0, 1, KNOTS)
-            survival = np.interp(survival, grid, grid ** (1.0 + 0.2 * (depth + start - 1)))
-        np.testing.assert_allclose(played[depth - first], survival, atol=1e-6, rtol=1e-6)
-    row = play(policy, x[2:3])
-    assert all(np.array_equal(one, many[2:3]) for one, many in zip(row, played, strict=True))
-
-
-def test_identity_tables_change_nothing_and_stay_under_another_rule() -> None:
-    x, rule = features(20, DEPTH + 1), Threshold("survival", 0.3)
-    policy = recalibrated(rule, survival_tables())
-    assert policy.survival is not None and policy.survival.changed == []
-    assert policy.with_rule(Derived([0.1])).survival is policy.survival
-    for one, bare in zip(play(policy, x), play(recalibrated(rule, None), x), strict=True):
-        assert np.array_equal(one, bare)
-    assert SurvivalMaps(survival_tables(power=0.2)).changed == [1, 3, 4]
+def test_each_depth_is_recalibrated_before_the_next_factor(first: int, power: float) -> None:
+    maps, head = SurvivalMaps(survival_tables(power=power)), build_head("logistic", NAMES, TENSORS["logistic"])
+    rule = Derived([0.1] * DEPTH, first)
+    policy = LearnedPolicy("mine", NAMES, head, Calibrator(), Calibrator(), rule, DEPTH, survival=maps)
+    assert maps.changed == ([1, 3, 4] if power else [])
+    x, survival, start, grid = features(5, DEPTH + 1), np.ones(5), max(first, 1), np.linspace(0, 1, KNOTS)
+    state, alone = policy.start(5, np.arange(5)), policy.start(1, np.arange(1))
+    for depth in range(first, DEPTH + 1):
+        _, state = policy.keep(draft_step(depth, x[:, depth, None]), state)
+        _, alone = policy.keep(draft_step(depth, x[2:3, depth, None]), alone)
+        if depth:
+            survival = survival * policy.probabilities(x[:, depth], depth)[0]
+        if depth and depth != 2:
+            survival = np.interp(survival, grid, grid ** (1.0 + power * (depth + start - 1)))
+        np.testing.assert_allclose(state[:, 0], survival, atol=1e-6, rtol=1e-6)
+        assert np.array_equal(alone, state[2:3])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +156,7 @@ def test_survival_tables_that_are_no_monotone_maps_are_refused(damage: Any) -> N
         SurvivalMaps(damage(survival_tables(power=0.2)))
 
 
-def test_the_temperatures_of_training_cover_what_lies_between() -> None:
+def test_a_policy_covers_all_temperatures_between_those_of_its_traces() -> None:
     several, one = TrainingMetadata(temperature=(0.0, 0.7, 1.0)), TrainingMetadata(temperature=0.7)
     assert [several.covers(t) for t in (0.0, 0.3, 1.0, 1.2)] == [True, True, True, False]
     assert one.covers(0.7) and not one.covers(0.0)
@@ -276,7 +217,12 @@ def test_thresholds_are_multiplied_by_the_factor_of_the_batch_size() -> None:
     assert Derived([0.2, 0.4], 1).threshold_at(1, batch).tolist() == [0.4]
 
 
-DERIVED = {"kind": "derived", "thresholds": [0.1], "first": 0}
+def altered(rule: Rule, **entries: Any) -> dict[str, Any]:
+    return {**json.loads(json.dumps(rule.to_dict())), **entries}
+
+
+DERIVED, TREE, NAN = Derived([0.1]), make_tree_policy().rule, math.nan
+BAD_RATES: list[Any] = [[(2, 1.0), (1, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, math.inf)], [(1, NAN)], [3], "none"]
 
 
 @pytest.mark.parametrize(
@@ -285,13 +231,22 @@ DERIVED = {"kind": "derived", "thresholds": [0.1], "first": 0}
         ({"kind": "guess"}, "guess"), ({}, "kind"), ([], "rule"), ({"kind": "step"}, "threshold"),
         ({"kind": "step", "threshold": 1.5}, "threshold"), ({"kind": "any", "threshold": -0.1}, "threshold"),
         ({"kind": "survival", "threshold": math.nan}, "threshold"), ({"kind": "step", "threshold": "x"}, "step"),
-        ({**DERIVED, "thresholds": []}, "depth"), ({**DERIVED, "thresholds": [math.nan]}, "depth"),
-        ({**DERIVED, "thresholds": 3}, "derived"), ({"kind": "derived", "thresholds": [0.1], "last": 0}, "last"),
-        ({**DERIVED, "first": 2}, "first"), ({**DERIVED, "first": "0"}, "first"),
-        *(({**DERIVED, "scales": scales}, "streams") for scales in (
-            [(2, 1.0), (1, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, math.inf)], [(1, math.nan)])),
+        (altered(DERIVED, thresholds=[]), "depth"), (altered(DERIVED, thresholds=[NAN]), "depth"),
+        (altered(DERIVED, thresholds=3), "derived"), (altered(DERIVED, last=0), "last"),
+        (altered(DERIVED, first=2), "first"), (altered(DERIVED, first="0"), "first"),
+        *((altered(DERIVED, scales=rates), "rule") for rates in BAD_RATES),
+        *((altered(BatchRule(), rates=rates), "rule") for rates in BAD_RATES),
+        *((altered(BatchRule(), lengths=lengths), "rule") for lengths in (
+            [(8, 1), (2, 1)], [(0, 1)], [(10**9, 1)], [(2, -1)], [3], "none")),
+        (altered(BatchRule(), send="some"), "send"), (altered(BatchRule(), first=-1), "first"),
+        *((altered(TREE, **{name: value}), "gain") for name, value in (
+            ("rate", 0.0), ("rate", NAN), ("draft_s", []), ("verify_s", [-1.0]), ("acceptance", ["x"]),
+            ("shares", [(1.0,)]), ("shares", [(1.0, math.inf)]), ("children", [[3], [1]]), ("children", [[2000]]),
+            ("first", 9), ("first", True), ("width", 0), ("unknown", 1))),
     ],
 )  # fmt: skip
 def test_an_invalid_rule_is_refused(raw: Any, noun: str) -> None:
+    for valid in (DERIVED, TREE, BatchRule()):
+        assert build_rule(altered(valid)).to_dict() == valid.to_dict()
     with pytest.raises(PolicyError, match=noun):
         build_rule(raw)

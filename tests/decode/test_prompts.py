@@ -1,0 +1,110 @@
+"""Prompts as lists, tensors and arrays are the same prompts, for all drafters and entry points."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from specstop.decode.benchmark import bench
+from specstop.decode.drafters import find_drafter
+from specstop.decode.loop import Request, Speculator
+from specstop.decode.plain import plain_texts
+from specstop.decode.prompts import encode_prompts
+from specstop.decode.run import decode
+from specstop.decode.settings import Settings
+from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
+
+TYPES = {
+    "list": list,
+    "tuple": tuple,
+    "tensor": torch.tensor,
+    "int32 tensor": lambda ids: torch.tensor(ids, dtype=torch.int32),
+    "list of 0-d tensors": lambda ids: list(torch.tensor(ids)),
+    "array": np.array,
+    "uint16 array": lambda ids: np.array(ids, dtype=np.uint16),
+    "list of numpy integers": lambda ids: list(np.array(ids)),
+}
+OTHERS = {
+    "text": "w7 w8",
+    "bytes": b"ab",
+    "floats": [7.0, 8.0],
+    "float tensor": torch.tensor([7.0, 8.0]),
+    "batch": torch.tensor([[7, 8]]),
+    "nested list": [[7, 8]],
+    "mapping": {7: 1, 8: 1},
+    "one id": 7,
+    "0-d tensor": torch.tensor(7),
+    "nothing": None,
+}
+DRAFTERS = ("model", "lookup", "suffix", "suffix?keep=1", "suffix+model", "lookup+model")
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_type_of_a_prompt_changes_neither_text_nor_rounds(pair, drafter, kind):
+    """The prompts repeat themselves, so that drafters that search the text find candidates in it."""
+    settings, policy = Settings(0.7, 10, verification="match", ignore_eos=True), FixedLength(3)
+    prompts = [[7, 9, 11, 8, 7, 9, 11, 8, 7, 9], [8, 20, 21, 8, 20, 21, 8]]
+    converted = [TYPES[kind](ids) for ids in prompts]
+
+    def counted(texts):
+        return [(text.tokens, [(one.drafted, one.accepted) for one in text.rounds]) for text in texts]
+
+    def run(given):
+        return Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair)).run(
+            [Request(ids) for ids in given]
+        )
+
+    expected = counted(run(prompts))
+    assert sum(drafted for _, rounds in expected for drafted, _ in rounds)
+    assert counted(run(converted)) == expected
+    speculator = Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair))
+    assert counted([speculator.generate(ids) for ids in converted]) == expected
+    options = {"settings": settings, "drafter": drafter}
+    assert counted(decode(pair, converted, policy, **options)) == counted(decode(pair, prompts, policy, **options))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_plain_decoding_and_bench_accept_all_types(pair, prompt_ids, kind):
+    prompts = [TYPES[kind](ids) for ids in prompt_ids[:2]]
+    assert plain_texts(pair, prompts, [1, 2], 6).tokens == plain_texts(pair, prompt_ids[:2], [1, 2], 6).tokens
+    assert bench(pair, prompts, "fixed:2", settings=Settings(0.0, 4))
+    encoded = [ids for _, ids in encode_prompts(pair, prompts)]
+    assert encoded == prompt_ids[:2] and all(type(token) is int for ids in encoded for token in ids)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_prompts_are_refused(pair, kind):
+    prompt = OTHERS[kind]
+    speculator = Speculator(pair, FixedLength(2), Settings(0.0, 4))
+    functions = [Request, speculator.generate, lambda one: plain_texts(pair, [one], [0], 4)]
+    if kind != "text":
+        functions.append(lambda one: encode_prompts(pair, [one]))
+    for function in functions:
+        with pytest.raises(InputError, match=r"^prompts: expected"):
+            function(prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keys", "options"),
+    [
+        ([], [], {}),
+        ([[]], [0], {}),
+        ([[7], []], [0, 1], {}),
+        ([[7], [8]], [0], {}),
+        ([[7]], [0, 1], {}),
+        ([[7]], [0], {"max_new_tokens": 0}),
+        ([[7]], [0], {"max_new_tokens": -1}),
+        ([[7]], [0], {"temperature": -1.0}),
+        ([[7]], [0], {"temperature": float("nan")}),
+    ],
+)
+def test_plain_decoding_refuses_invalid_arguments(pair, prompts, keys, options):
+    """With too few keys all texts had the noise of the first one; without new tokens a variable was undefined."""
+    with pytest.raises(InputError, match="expected"):
+        plain_texts(pair, prompts, keys, **{"max_new_tokens": 4, "temperature": 0.7, **options})
+
+
+def test_one_token_of_one_prompt(pair):
+    assert [len(text) for text in plain_texts(pair, [[7]], [0], 1, 0.7).tokens] == [1]
