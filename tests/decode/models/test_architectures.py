@@ -22,26 +22,14 @@ from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from torch import Tensor, nn
 
-PROMPTS = [list(prompt) for prompt in table.PROMPTS]
 NEW = 12
-TREE_POLICIES: list[StopPolicy] = [
-    FixedLength(4),
-    Confidence(0.2),
-    TEST_POLICIES["selecting"],
-    TEST_POLICIES["from-anchor"],
-]
+TREE_POLICIES: list[StopPolicy] = [*table.POLICIES, TEST_POLICIES["selecting"], TEST_POLICIES["from-anchor"]]
 CHAIN_POLICIES: list[StopPolicy] = [*TREE_POLICIES, FixedLength(1), TEST_POLICIES["reads-history"]]
 
 
-def build(name: str, **options: Any) -> hub.PreTrainedModel:
-    model: hub.PreTrainedModel = table.build_class(name, options)
-    return model.float() if name == "granitemoehybrid" else model  # it computes in float32
-
-
 def texts(
-    pair: Pair, depth: int, tree: str | None = None, batch: int = 3, verification: str = "auto", new: int = table.NEW,
-    prompts: Sequence[list[int]] = PROMPTS,
-) -> list[list[int]]:  # fmt: skip
+    pair: Pair, prompts: Sequence[list[int]], new: int, depth: int, tree: str | None, batch: int, verification: str
+) -> list[list[int]]:
     settings = Settings(0.0, new, tree=tree, verification=verification)
     speculator = Speculator(pair, FixedLength(depth), settings, batch=batch)
     return [list(text.tokens) for text in speculator.run([Request(prompt) for prompt in prompts])]
@@ -69,62 +57,42 @@ def test_greedy_text_is_that_of_generate(number: int, engine: str) -> None:
     assert 0.0 < cell.accepted < 1.0, "some drafts are accepted and some are not"
 
 
-@pytest.mark.parametrize("name", ["gptj", "falcon", "gpt_neo", "bloom"])
-@pytest.mark.filterwarnings("ignore::specstop.policies.errors.SpecstopWarning")
-def test_models_with_separate_attention_code_give_the_text_of_generate_or_are_refused_by_name(name: str) -> None:
-    target = build(name)
-    expected, pair = table.expected_texts(target), join(target, table.noisy(target))
-    assert texts(pair, 0) == texts(pair, 3) == expected
-    assert plain_texts(pair, PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
-    try:
-        assert texts(pair, 2, "2,2", 1) == expected
-    except PairError as error:
-        assert type(target).__name__ in str(error) and "tree" in str(error)
-
-
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("llama4_text", {}), ("falcon alibi", {}), ("roberta", {}),
-     ("granitemoehybrid", {"layer_types": ["full_attention"] * 2})],
-)  # fmt: skip
-def test_unusual_attention_and_layer_types_give_the_text_of_generate(name: str, options: dict[str, object]) -> None:
-    """Chunked attention, ALiBi, an encoder used as decoder, a hybrid without recurrent layers."""
-    target = build(name, **options)
-    assert texts(join(target, table.noisy(target)), 3, batch=1) == table.expected_texts(target)
+    ("name", "refused"),
+    [
+        *((name, ()) for name in ("gptj", "falcon", "llama4_text", "roberta", "hybrid of attention layers")),
+        *((name, ("tree",)) for name in ("gpt_neo", "bloom", "falcon alibi")),
+        *((name, tuple(table.METHODS)) for name in ("mamba", "rwkv", "roberta encoder")),
+    ],
+)
+def test_unusual_classes_give_the_text_of_generate_or_are_refused_by_name(
+    name: str, refused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Classes with separate attention code, chunked attention, ALiBi, recurrent layers, and encoders used as decoders."""
+    hybrid = "granitemoehybrid", {"layer_types": ["full_attention"] * 2}
+    monkeypatch.setitem(table.VARIANTS, "hybrid of attention layers", hybrid)
+    row = table.sweep_class(name)
+    assert row.cells == {method: "refused" if method in refused else "equal" for method in table.METHODS}
+    assert not refused or row.cls in row.note
 
 
 def test_a_router_that_reads_the_weight_of_its_layer_is_not_packed() -> None:
-    target = build("hunyuan_v1_moe", num_key_value_heads=4, head_dim=4).float()
+    target = table.build_class("hunyuan_v1_moe", {"num_key_value_heads": 4, "head_dim": 4}).float()
     expected = table.expected_texts(target)
     pair = with_engine(join(target, None), "packed")
-    assert plain_texts(pair, PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
+    assert plain_texts(pair, table.PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
 
 
-def flex() -> hub.PreTrainedModel:
-    model = build_model()
-    model.config._attn_implementation = "flex_attention"
-    return model
-
-
-def mamba() -> hub.PreTrainedModel:
-    return hub.MambaForCausalLM(hub.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4))
-
-
-REFUSED = {
-    "mamba": (mamba, "linear_attention layers"),
-    "flex": (flex, "flex_attention attention; expected sdpa or eager"),
-    "roberta encoder": (lambda: build("roberta encoder"), "RobertaForCausalLM"),
-    "rwkv": (lambda: build("rwkv"), "RwkvForCausalLM"),
-}
-
-
-@pytest.mark.parametrize(("name", "role"), [(name, ("target", "draft")[at % 2]) for at, name in enumerate(REFUSED)])
-def test_unsupported_models_are_refused_by_name(name: str, role: str) -> None:
-    create, message = REFUSED[name]
-    models = {"target": build_model(), "draft": build_model(), role: create()}
-    with pytest.raises(PairError, match=f"the {role} .*({message})") as error:
-        join(models["target"], models["draft"])
-    assert "\n" not in str(error.value)
+def test_a_draft_and_an_attention_that_are_not_supported_are_refused_by_name() -> None:
+    flex, target = build_model(), build_model()
+    flex.config._attn_implementation = "flex_attention"
+    for models, message in (
+        ((target, table.build_class("mamba", {})), "the draft .*linear_attention layers"),
+        ((flex, target), "the target .*flex_attention attention; expected sdpa or eager"),
+    ):
+        with pytest.raises(PairError, match=message) as error:
+            join(*models)
+        assert "\n" not in str(error.value)
 
 
 def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path: Any, tokenizer: Any) -> None:
@@ -139,7 +107,7 @@ def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path: Any, toke
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.002), (torch.bfloat16, 0.3)])
 def test_weights_of_any_size_and_type_pass_the_check(dtype: torch.dtype, spread: float) -> None:
     for name in ("qwen2_moe", "gptj"):
-        target = build(name, initializer_range=spread).to(dtype)
+        target = table.build_class(name, {"initializer_range": spread}).to(dtype)
         assert join(target, None).readings[0].side_by_side == (name != "gptj")
 
 
@@ -150,7 +118,7 @@ def rounded(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
 
 
 def test_logits_that_depend_on_the_tokens_of_a_call_are_warned_of_once() -> None:
-    target = build("llama")
+    target = table.build_class("llama", {})
     for layer in target.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(rounded)
     with pytest.warns(SpecstopWarning, match="depend on how many tokens"):
@@ -165,11 +133,7 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 6.0, 8.0],
     "original_max_position_embeddings": ORIGINAL,
 }  # fmt: skip
-SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 200, "initializer_range": 0.4, "bos_token_id": 1,
-    "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+SIZES: dict[str, Any] = {**table.WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 AROUND = [[7, 7, 9, 41, 22, 60, 12, 30, 31, 5, 44, 18], [3 + at * at % 60 for at in range(27)]]
 """A prompt whose text reaches the length where the factors change, and one that is longer."""
 
@@ -198,13 +162,13 @@ def test_position_encodings_that_change_with_the_length_give_the_text_of_generat
         (2, "2,2", 2, "match"),
         (3, "3,2,1", 1, "rejection"),
     ):
-        assert texts(pair, *options, new=20, prompts=AROUND) == expected, options
+        assert texts(pair, AROUND, 20, *options) == expected, options
 
 
 def test_dynamic_factors_are_refused_beyond_the_length_where_they_change() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     target = rotated("llama", max_position_embeddings=30, rope_parameters=rope)
     pair, prompts = join(target, table.noisy(target)), [[5, 9, 17, 33, 3, 8]]
-    assert texts(pair, 4, batch=1, new=24, prompts=prompts) == [table.plain(target, prompts[0], 24)]
+    assert texts(pair, prompts, 24, 4, None, 1, "auto") == [table.plain(target, prompts[0], 24)]
     with pytest.raises(InputError, match="reads at most 30"):
-        texts(pair, 4, batch=1, new=25, prompts=prompts)
+        texts(pair, prompts, 25, 4, None, 1, "auto")
