@@ -19,7 +19,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.fixed import FixedLength
 from torch import Tensor, nn
 
 NEW = 12

@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from contract_policies import ReadsDraftStates, ReadsStates
+from contract_policies import ReadsDraftStates
 from small_drafters import small_drafter
-from specstop.decode.drafters import LookupDrafter, ModelDrafter
+from specstop.decode.drafters import LookupDrafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.outputs import rounded, stored
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import HIDDEN_STATES
-from specstop.policies.fixed import FixedLength
 from torch import Tensor
 
 Prompts = list[list[int]]
@@ -70,14 +68,15 @@ def assert_near_half(observed: Array, model: Any, prefix: Sequence[int]) -> None
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_states_are_those_of_a_whole_forward_pass(
+def test_states_are_those_of_a_whole_forward_pass_and_do_not_change_the_text(
     pair: Pair, prompt_ids: Prompts, tree: str | None, temperature: float
 ) -> None:
     compared = 0
     for s, prompt in enumerate(prompt_ids[2:5]):
         policy = Recording()
         speculator = Speculator(pair, policy, Settings(temperature, NEW, 5, tree=tree, verification="match"))
-        text = speculator.generate(prompt, stream_key(0, f"p{s}"))
+        text = speculator.generate(prompt, s)
+        assert [list(text.tokens)] == plain_texts(pair, [prompt], [s], NEW, temperature).tokens
         for (steps, nodes), record in list(zip(policy.rounds, text.rounds, strict=True))[::3]:
             prefix = [*prompt, *text.tokens[: record.anchor]]
             for step in steps:
@@ -94,29 +93,9 @@ def test_states_are_those_of_a_whole_forward_pass(
     assert compared > 15
 
 
-@pytest.mark.parametrize("policy", [ReadsStates(), ReadsDraftStates()], ids=lambda p: p.name)
-@pytest.mark.parametrize(("verification", "tree"), [("match", None), ("match", "3,2,1"), ("rejection", "3,2,1")])
-def test_policies_that_read_states_do_not_change_the_text_under_match(
-    pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy, verification: str, tree: str | None
-) -> None:
-    """Under rejection, a trimming policy may read them as well: they are PRE and ANCHOR values."""
-    speculator = Speculator(pair, policy, Settings(0.7, NEW, tree=tree, verification=verification))
-    texts = [speculator.generate(ids, key) for key, ids in enumerate(prompt_ids[1::3])]
-    assert type(speculator.policy) is type(policy), "it did not fail"
-    if verification == "match":
-        assert [list(text.tokens) for text in texts] == plain_texts(pair, prompt_ids[1::3], range(3), NEW, 0.7).tokens
-        assert len({(r.drafted, r.verified) for text in texts for r in text.rounds}) > 2
-
-
-def test_only_declared_states_are_computed(pair: Pair, prompt_ids: Prompts) -> None:
-    drafter = ModelDrafter(pair)
-    for policy, has_states in ((FixedLength(2), False), (ReadsDraftStates(), True)):
-        speculator = Speculator(pair, policy, Settings(0.0, 6), drafter=drafter)
-        speculator.generate(prompt_ids[3])
-        assert (drafter._model.states is not None) == has_states and speculator._source.target.states is None
-
-
 def test_states_that_do_not_fit_are_refused(pair: Pair) -> None:
+    trimming = Speculator(pair, ReadsDraftStates(), Settings(0.7, NEW, tree="3,2,1", verification="rejection"))
+    assert trimming.generate([5, 6]).tokens, "a policy that trims may read states of the draft"
     for drafter in (LookupDrafter(pair), small_drafter("ctc", pair)):  # a path of CTC has no state
         with pytest.raises(PolicyError, match=f"reads-draft-states: .*draft_hidden.*{type(drafter).__name__}"):
             Speculator(pair, ReadsDraftStates(), drafter=drafter)
