@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -23,11 +22,10 @@ from specstop.decode import (
     specstop_generate,
     stream_key,
 )
-from specstop.decode.hf import arguments
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
 from specstop.decode.loop import Request
 from specstop.decode.models.pair import Pair, join
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, PairError, PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
 from torch import Tensor
@@ -67,9 +65,14 @@ def ours(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
      {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"}],
     ids=lambda options: ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in options.items()) or "default",
 )  # fmt: skip
-def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: Prompts, options: dict[str, Any]) -> None:
+def test_greedy_text_is_that_of_generate_and_statistics_are_returned(
+    pair: Pair, prompt_ids: Prompts, options: dict[str, Any]
+) -> None:
     assert torch.equal(ours(pair, prompt_ids[4:5], **options), stock(pair, prompt_ids[4:5]))
-    assert torch.equal(ours(pair, prompt_ids, **options), stock(pair, prompt_ids)), "a batch, padded on the left"
+    out = ours(pair, prompt_ids, **options, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, stock(pair, prompt_ids)), "a batch, padded on the left"
+    assert out.statistics["texts"] == len(prompt_ids) and out.statistics["drafted"] >= out.statistics["accepted"] > 0
+    assert out.statistics["acceptance"][0][0] == 1 and 0.0 < out.statistics["acceptance"][0][1] <= 1.0
 
 
 SUPPORTED: list[dict[str, Any]] = [
@@ -136,13 +139,6 @@ def test_a_sampled_row_is_plain_sampling_with_its_key(
         assert row[longest:] == text + [0] * (out.shape[1] - longest - len(text))
 
 
-def test_statistics_are_returned_with_the_sequences(pair: Pair, prompt_ids: Prompts) -> None:
-    out = ours(pair, prompt_ids[:2], return_dict_in_generate=True)
-    assert torch.equal(out.sequences, stock(pair, prompt_ids[:2]))
-    assert out.statistics["texts"] == 2 and out.statistics["drafted"] >= out.statistics["accepted"] > 0
-    assert out.statistics["acceptance"][0][0] == 1 and 0.0 < out.statistics["acceptance"][0][1] <= 1.0
-
-
 class Until(hub.StoppingCriteria):
     """Stops at a length."""
 
@@ -163,10 +159,9 @@ def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prom
         *((prompts, [Until(longest + more)]) for more in (2, 8)),
         *((prompts[:1], items) for items in ([by_end], [by_length], [by_end, by_length])),
     ):
-        expected = stock(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria))
+        options = {"stopping_criteria": hub.StoppingCriteriaList(criteria)}
         for tree in (None, "2,2"):
-            out = ours(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria), tree=tree)
-            assert torch.equal(out, expected)
+            assert torch.equal(ours(pair, batch, tree=tree, **options), stock(pair, batch, **options))
     assert ours(pair, prompts, max_time=1e-9).shape[1] == longest + 1
 
 
@@ -193,6 +188,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"verification": "matsch"}, "did you mean 'match'"),
     ({"tree": "3,2", "verification": "block", "do_sample": True}, "block.*chain"),
     ({"generation_config": hub.GenerationConfig(max_new_tokens=4, my_field=1)}, "my_field"),
+    ({"assistant_model": build_model()}, "assistant_model|draft_model="),
+    ({"streamer": hub.TextStreamer(None)}, "text_streamer="),
+    ({"text_streamer": hub.TextStreamer(None)}, "batch of one"),
 ]  # fmt: skip
 
 
@@ -202,43 +200,24 @@ def test_unsupported_arguments_are_refused_by_name(
 ) -> None:
     more = {"return_dict_in_generate": True} if next(iter(options)).startswith("output_") else {}
     with pytest.raises(InputError, match=message) as error:
-        ours(pair, prompt_ids[:1], **options, **more)
+        ours(pair, prompt_ids[: 2 if message == "batch of one" else 1], **options, **more)
     assert "\n" not in str(error.value)
 
 
-def test_unsupported_objects_are_refused_by_name(
-    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
-) -> None:
-    for options, message in (
-        ({"assistant_model": pair.draft}, "assistant_model|draft_model="),
-        ({"streamer": hub.TextStreamer(tokenizer)}, "text_streamer="),
+def test_unsupported_caches_and_models_are_refused_by_name(pair: Pair, prompt_ids: Prompts) -> None:
+    for cache in (
+        hub.StaticCache(config=pair.target.config, max_cache_len=64),
+        hub.DynamicCache(config=pair.target.config),
     ):
-        with pytest.raises(InputError, match=message):
-            ours(pair, prompt_ids[:1], **options)
-    with pytest.raises(InputError, match="batch of one"):
-        ours(pair, prompt_ids[:2], text_streamer=hub.TextStreamer(tokenizer))
-    caches = hub.StaticCache(config=pair.target.config, max_cache_len=64), hub.DynamicCache(config=pair.target.config)
-    for cache in caches:
         with torch.no_grad():
             pair.target(torch.tensor([[3, 4]]), past_key_values=cache)
         cache.offloading = True
         with pytest.raises(InputError, match="past_key_values: expected a DynamicCache"):
             ours(pair, prompt_ids[4:5], past_key_values=cache)
-    t5 = hub.T5ForConditionalGeneration(
-        hub.T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    )
+    sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = hub.T5ForConditionalGeneration(hub.T5Config(**sizes, decoder_start_token_id=0))
     with pytest.raises(PairError, match="T5ForConditionalGeneration"):
         t5.generate(torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup")
-
-
-def test_every_field_and_parameter_of_the_installed_generate_is_in_one_table() -> None:
-    fields = [
-        name for name in vars(hub.GenerationConfig()) if not name.startswith("_") and name != "transformers_version"
-    ]
-    tables = [arguments.SUPPORTED - {"transformers_version"}, arguments.REFUSED, arguments.REFUSED_IN_CALLS]
-    assert sorted(fields) == sorted(name for table in tables for name in table)
-    names = list(inspect.signature(hub.GenerationMixin.generate).parameters)
-    assert sorted(names) == sorted([*arguments.PARAMETERS, *arguments.DROPPED])
 
 
 def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
@@ -251,23 +230,20 @@ def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
         ours(pair, prompt_ids[:1], num_assistant_tokens=6)
 
 
-@pytest.mark.parametrize("setting", [PLAIN, SETTINGS[0], SETTINGS[-1]], ids=lambda setting: setting.name)
-def test_the_baseline_of_transformers_writes_the_targets_text_and_restores_the_assistant(
-    pair: Pair, prompt_ids: Prompts, setting: AssistedSetting
+@pytest.mark.parametrize(("setting", "batch"), [(PLAIN, 1), (PLAIN, 2), (SETTINGS[0], 1), (SETTINGS[-1], 1)])
+def test_the_baseline_of_transformers_writes_the_targets_texts_and_restores_the_assistant(
+    pair: Pair, prompt_ids: Prompts, setting: AssistedSetting, batch: int
 ) -> None:
-    before = pair.draft_model.generation_config.to_dict()
-    text = Assisted(pair, setting, Settings(max_new_tokens=12)).run([Request(prompt_ids[3])])[0]
-    assert list(text.tokens) == plain_texts(pair, [prompt_ids[3]], [0], 12).tokens[0] and text.seconds > 0.0
+    before, prompts = pair.draft_model.generation_config.to_dict(), prompt_ids[1:4]
+    requests = [Request(tokens, at) for at, tokens in enumerate(prompts)]
+    texts = Assisted(pair, setting, Settings(max_new_tokens=12, ignore_eos=True), batch).run(requests)
+    assert [list(t.tokens) for t in texts] == plain_texts(pair, prompts, [0] * 3, 12, ignore_eos=True).tokens
+    assert min(t.seconds for t in texts) > 0.0
+    assert (texts[0].seconds == texts[1].seconds) == (batch == 2), "texts of one call share its time"
     assert pair.draft_model.generation_config.to_dict() == before
 
 
-def test_the_baseline_decodes_batches_and_refuses_an_assistant_of_another_vocabulary(
-    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
-) -> None:
-    requests = [Request(tokens, at) for at, tokens in enumerate(prompt_ids[1:4])]
-    texts = Assisted(pair, PLAIN, Settings(max_new_tokens=6, ignore_eos=True), batch=2).run(requests)
-    assert [list(t.tokens) for t in texts] == plain_texts(pair, prompt_ids[1:4], [0] * 3, 6, ignore_eos=True).tokens
-    assert texts[0].seconds == texts[1].seconds != texts[2].seconds, "texts of one call share its time"
+def test_the_baseline_refuses_an_assistant_of_another_vocabulary(tokenizer: hub.PreTrainedTokenizerFast) -> None:
     wide = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
     assert len(Assisted(wide, PLAIN, Settings(max_new_tokens=4, ignore_eos=True)).run([Request([7])])[0].tokens) == 4
     with pytest.raises(PairError, match="target scores 56 tokens and the draft 48"):
@@ -296,35 +272,10 @@ READS_STATES = Decides("states", lambda step: True, hidden=("draft_hidden",))
 READS_NOISE = Decides("noise", lambda step: True, features=("noisy_margin",))
 
 
-class FollowsOutcomes(StopPolicy):
-    """Drafts a length that depends on the outcome of the last round, and at least one token."""
-
-    name, first, max_depth = "follows-outcomes", 0, 5
-
-    def start(self, streams: int, keys: Array) -> State:
-        return np.ones(streams, dtype=np.int64)
-
-    def keep(self, step: Any, state: State) -> tuple[Array, State]:
-        state = state % self.max_depth + 1 if step.depth == 0 else state
-        return step.alive & (step.depth < state)[:, None], state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        return state + 2 * outcome.accepted + outcome.verified - outcome.drafted
-
-
 @pytest.fixture(scope="module")
-def endless(pair: Pair) -> Pair:
-    """The pair without an end of text: in assisted generation, a draft ends at that of the draft model."""
-    models = [copy.deepcopy(model) for model in (pair.target, pair.draft_model)]
-    for model in models:
-        model.generation_config.eos_token_id = None
-    return join(*models)
-
-
-@pytest.fixture(scope="module")
-def begun(endless: Pair, prompt_ids: Prompts) -> list[list[int]]:
+def begun(endless_pair: Pair, prompt_ids: Prompts) -> list[list[int]]:
     """Prompts that end with a token of the target, as each round of our loop begins."""
-    return [stock(endless, [prompt], max_new_tokens=3)[0].tolist() for prompt in prompt_ids[4:6]]
+    return [stock(endless_pair, [prompt], max_new_tokens=3)[0].tolist() for prompt in prompt_ids[4:6]]
 
 
 def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) -> tuple[Tensor, list[int]]:
@@ -350,18 +301,19 @@ def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) ->
 
 @pytest.mark.parametrize(
     "policy",
-    [FixedLength(3), Confidence(0.3, 6), BY_TOKENS, BY_PATH, BY_HISTORY, KNOWN_LENGTH, FollowsOutcomes()],
+    [FixedLength(3), Confidence(0.3, 6), BY_TOKENS, BY_PATH, BY_HISTORY, KNOWN_LENGTH, TEST_POLICIES["adaptive"]],
     ids=lambda p: p.name,
 )
 def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
-    endless: Pair, begun: list[list[int]], policy: StopPolicy
+    endless_pair: Pair, begun: list[list[int]], policy: StopPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second prompt is a new text for the same criterion."""
-    speculator, observed = Speculator(endless, policy, Settings(0.0, NEW + 1)), set[int]()
+    """The second prompt is a new text for the same criterion. In assisted generation, an end of text would end a draft."""
+    monkeypatch.setattr(endless_pair.draft_model.generation_config, "eos_token_id", None)
+    speculator, observed = Speculator(endless_pair, policy, Settings(0.0, NEW + 1)), set[int]()
     criteria = PolicyStoppingCriteria(policy)
     for prompt in begun:
-        text, drafts = assisted(endless, prompt, criteria)
-        assert torch.equal(text, stock(endless, [prompt]))
+        text, drafts = assisted(endless_pair, prompt, criteria)
+        assert torch.equal(text, stock(endless_pair, [prompt]))
         assert drafts == [r.drafted for r in speculator.generate(prompt[:-1]).rounds if r.drafted]
         observed |= set(drafts[:-3])
     assert len(observed) > 1 or policy.name in ("fixed:3", "known")

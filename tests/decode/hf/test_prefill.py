@@ -30,17 +30,13 @@ DRAFTING: list[dict[str, Any]] = [
     {"policy": "fixed:2", "verification": "rejection", "tree": "2,2"}, {"policy": "fixed:5", "draft": "target"},
 ]  # fmt: skip
 VOCABULARY, IMAGE = table.CLASS_VOCABULARY, 7
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.4, "eos_token_id": None,
-    "bos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
 
 
 def qwen2_vl() -> PreTrainedModel:
     """Return a model with positions of three dimensions for tokens of images."""
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = {**table.WIDE, "vocab_size": VOCABULARY, "num_key_value_heads": 1, "rope_parameters": rope}
     tokens = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 5, "vision_end_token_id": 4}
     torch.manual_seed(0)
     config = hub.Qwen2VLConfig(vision_config=vision, text_config=text, **tokens)
@@ -48,9 +44,23 @@ def qwen2_vl() -> PreTrainedModel:
 
 
 @functools.cache
-def small_model(name: str) -> PreTrainedModel:
-    """Return a small model in float64. Tests that change it copy it."""
-    return qwen2_vl() if name == "qwen2-vl" else table.build_class(name, {})  # the window of Mistral has 8 tokens
+def small_model(kind: str) -> Any:
+    """Return a small model in float64, such as "gpt2", or "gpt2+lora" under an adapter. Tests that change it copy it."""
+    name, _, adapter = kind.partition("+")
+    if not adapter:
+        return qwen2_vl() if name == "qwen2-vl" else table.build_class(name, {})  # the window of Mistral has 8 tokens
+    options: dict[str, Any] = {"task_type": peft.TaskType.CAUSAL_LM}
+    config = {
+        "prompt": lambda: peft.PromptTuningConfig(**options, num_virtual_tokens=4),
+        "prefix": lambda: peft.PrefixTuningConfig(**options, num_virtual_tokens=4),
+        "lora": lambda: peft.LoraConfig(**options, r=4),
+    }[adapter]()
+    wrapped = peft.get_peft_model(copy.deepcopy(small_model(name)), config).double().eval()
+    torch.manual_seed(2)
+    for key, parameter in wrapped.named_parameters():
+        if "lora_B" in key or "prompt" in key:
+            parameter.data.normal_(0, 0.4)
+    return wrapped
 
 
 def draft() -> PreTrainedModel:
@@ -114,23 +124,6 @@ def images() -> dict[str, Any]:
     return {"input_ids": tokens, "attention_mask": mask(2, 16, LEFT[0]), "pixel_values": pixels, **more}
 
 
-def adapted(name: str, kind: str) -> Any:
-    """Return a model under a PEFT adapter that changes its text."""
-    options: dict[str, Any] = {"task_type": peft.TaskType.CAUSAL_LM}
-    virtual = {**options, "num_virtual_tokens": 4}
-    config = {
-        "prompt": lambda: peft.PromptTuningConfig(**virtual),
-        "prefix": lambda: peft.PrefixTuningConfig(**virtual),
-        "lora": lambda: peft.LoraConfig(**options, r=4),
-    }[kind]()
-    wrapped = peft.get_peft_model(copy.deepcopy(small_model(name)), config).double().eval()
-    torch.manual_seed(2)
-    for key, parameter in wrapped.named_parameters():
-        if "lora_B" in key or "prompt" in key:
-            parameter.data.normal_(0, 0.4)
-    return wrapped
-
-
 def one_row(arguments: dict[str, Any], row: int) -> dict[str, Any]:
     for value in arguments.values():
         if isinstance(value, DynamicCache):
@@ -156,30 +149,34 @@ def plain(model: Any, arguments: dict[str, Any]) -> Tensor:
     return out
 
 
+LLAMA_PROCESSORS = (
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 9, "eos_token_id": [50, 51]},
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [*(("llama", name) for name in PROMPTS), ("mistral", "gaps"), ("mistral", "positions"),
-     ("mistral", "a cache and the rest, masked"), ("mistral", "a cache and the whole text"),
-     ("gpt2", "a cache and the rest, masked"), ("gpt2", "embeddings")],
+    ("kind", "name", "options"),
+    [
+        *(("llama", name, {}) for name in PROMPTS),
+        *(("mistral", name, {}) for name in PROMPTS if name in ("gaps", "positions") or "cache" in name),
+        ("gpt2", "a cache and the rest, masked", {}), ("gpt2", "embeddings", {}),
+        ("llama+prompt", "left", {}), ("llama+prefix", "gaps", {}), ("gpt2+prefix", "right", {}), ("gpt2+lora", "gaps", {}),
+        *(("llama", "a cache and the rest, masked", options) for options in LLAMA_PROCESSORS),
+    ],
 )  # fmt: skip
-def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind: str, name: str) -> None:
+def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind: str, name: str, options: dict[str, Any]) -> None:
+    """Processors receive the prompt that `generate` gives them."""
     model = small_model(kind)
-    expected, arguments = plain(model, prompt_of(name, model)), prompt_of(name, model)
+    expected, arguments = plain(model, prompt_of(name, model) | options), prompt_of(name, model) | options
+    if "+" in kind:
+        base = small_model(kind.partition("+")[0])
+        assert not torch.equal(expected, plain(base, prompt_of(name, base))), "the adapter matters"
     for drafting in DRAFTING if kind == "llama" and name in ("gaps", "a cache and the rest") else DRAFTING[:2]:
         assert torch.equal(ours(model, arguments, drafting), expected), drafting
-    expected = plain(model, one_row(prompt_of(name, model), 1))
+    expected = plain(model, one_row(prompt_of(name, model) | options, 1))
     assert torch.equal(ours(model, one_row(arguments, 1)), expected)
-
-
-@pytest.mark.parametrize(
-    "options", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9, "eos_token_id": [50, 51]}],
-    ids=lambda options: next(iter(options)),
-)  # fmt: skip
-def test_processors_receive_the_prompt_that_generate_gives_them(options: dict[str, Any]) -> None:
-    model, name = small_model("llama"), "a cache and the rest, masked"
-    expected = plain(model, prompt_of(name, model) | options)
-    for drafting in DRAFTING[:2]:
-        assert torch.equal(ours(model, prompt_of(name, model) | options, drafting), expected), drafting
 
 
 def test_a_prompt_with_images_is_read_by_the_target() -> None:
@@ -193,23 +190,11 @@ def test_a_prompt_with_images_is_read_by_the_target() -> None:
     assert torch.equal(ours(model, text), plain(model, text))
 
 
-@pytest.mark.parametrize(
-    ("kind", "adapter", "name"),
-    [("llama", "prompt", "left"), ("llama", "prefix", "gaps"), ("gpt2", "prefix", "right"), ("gpt2", "lora", "gaps")],
-)
-def test_an_adapter_is_applied(kind: str, adapter: str, name: str) -> None:
-    model = adapted(kind, adapter)
-    expected = plain(model, prompt_of(name, model))
-    assert not torch.equal(expected, plain(small_model(kind), prompt_of(name, model))), "the adapter matters"
-    for drafting in DRAFTING[:2]:
-        assert torch.equal(ours(model, prompt_of(name, model), drafting), expected), drafting
-
-
 def test_adapters_of_single_rows_are_refused_by_name() -> None:
     arguments = {"input_ids": ids(2, 11)}
     with pytest.raises(InputError, match=r"adapter_names.*set_adapter"):
-        ours(adapted("llama", "lora"), {**arguments, "adapter_names": ["default", "__base__"]})
-    row, model = one_row(arguments, 0), adapted("llama", "lora")  # peft leaves its hooks behind an error
+        ours(copy.deepcopy(small_model("llama+lora")), {**arguments, "adapter_names": ["default", "__base__"]})
+    row, model = one_row(arguments, 0), small_model("llama+lora")  # peft leaves its hooks behind an error
     assert torch.equal(ours(model, {**row, "adapter_names": ["default"]}), plain(model, row))
 
 
@@ -236,13 +221,10 @@ def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch: 
         with pytest.raises((InputError, PairError), match=message) as error:
             ours(model, arguments)
         assert "\n" not in str(error.value)
-    whole = {"input_ids": ids(1, 11)}
-    assert torch.equal(ours(git, whole), plain(git, whole)), "without padding"
-
-    # A model of a later version may prepare its later steps differently.
     stock = llama.prepare_inputs_for_generation
 
     def prepare(*args: Any, is_first_iteration: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """Prepare later steps differently, as a later version of a model may."""
         inputs: dict[str, Any] = stock(*args, is_first_iteration=is_first_iteration, **kwargs)
         if not is_first_iteration:
             inputs["inputs_embeds"] = 2 * llama.get_input_embeddings()(inputs.pop("input_ids"))
