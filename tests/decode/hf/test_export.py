@@ -14,17 +14,13 @@ import specstop.train.export.deploy as deploy_module
 import torch
 from learned_policies import learned
 from small_drafters import small_network
-from specstop.decode.drafters import TrainedDrafter, save_drafter
+from specstop.decode import Pair, Speculator, save_drafter, specstop_generate
+from specstop.decode.drafters import TrainedDrafter
 from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.hf import exported
 from specstop.decode.hf.exported import generate_exported
-from specstop.decode.hf.generate import specstop_generate
-from specstop.decode.loop import Speculator
-from specstop.decode.models.pair import Pair
-from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.fixed import FixedLength
+from specstop.policies import FixedLength, InputError, PolicyError, save_policy
 from specstop.policies.rules import Threshold
-from specstop.policies.storage import save_policy
 from specstop.train.export.deploy import deploy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 

@@ -13,13 +13,9 @@ import transformers as hub
 from conftest import build_model
 from contract_policies import TEST_POLICIES
 from small_models import table
-from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.pair import Pair, join, load_pair, with_engine
-from specstop.decode.plain import plain_texts
-from specstop.decode.settings import Settings
-from specstop.policies.contract import StopPolicy
-from specstop.policies.errors import InputError, PairError, SpecstopWarning
-from specstop.policies.fixed import FixedLength
+from specstop.decode import Pair, Settings, Speculator, join, load_pair, plain_texts, with_engine
+from specstop.decode.loop import Request
+from specstop.policies import FixedLength, InputError, PairError, SpecstopWarning, StopPolicy
 from torch import Tensor, nn
 
 NEW = 12

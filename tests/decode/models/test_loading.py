@@ -1,4 +1,4 @@
-"""Loading a pair from folders and hub names: it is the saved pair, or it is refused in one line with the reason."""
+"""Loading a pair from folders and hub names, and PEFT adapters: the saved models, or refused in one line with the reason."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import peft
 import pytest
 import torch
 from attacks import configs
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from safetensors.torch import load_file, save_file
-from specstop.decode.loop import Settings, Speculator
+from specstop.decode import Pair, Settings, Speculator, decode, join, load_pair, with_engine
 from specstop.decode.models import loading
-from specstop.decode.models.pair import Pair, join, load_pair, model_hash
-from specstop.policies.errors import InputError, PairError, SpecstopError
-from specstop.policies.fixed import FixedLength
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from specstop.decode.models.pair import model_hash
+from specstop.policies import FixedLength, InputError, PairError, SpecstopError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 Patch = pytest.MonkeyPatch
 
@@ -40,25 +41,18 @@ def load(folder: Path, **options: Any) -> Pair:
     return load_pair(folder / "target", folder / "draft", **options)
 
 
-def test_a_loaded_pair_is_the_saved_one(plain_pair: Pair) -> None:
+def test_a_loaded_pair_is_the_saved_one_and_its_fingerprint_follows_weights_and_tokenizer(
+    plain_pair: Pair, pair_folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     target = build_model()
     assert plain_pair.fingerprint["target"] == model_hash(target)
     assert plain_pair.fingerprint["draft"] == model_hash(build_draft(target))
-    assert set(plain_pair.fingerprint) == {"target", "draft", "tokenizer"}
     assert (plain_pair.vocabulary, plain_pair.eos, plain_pair.logits_dtype) == (VOCABULARY, (EOS,), torch.float64)
     assert not plain_pair.target.training and not plain_pair.draft_model.training
-
-
-def test_a_checkpoint_has_one_fingerprint_in_every_dtype(plain_pair: Pair, pair_folder: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         pair = load(pair_folder, dtype=dtype)
         assert (str(pair.target.dtype), pair.logits_dtype) == (f"torch.{dtype}", torch.float32)
         assert pair.fingerprint == plain_pair.fingerprint
-
-
-def test_fingerprints_of_other_weights_and_tokenizers_differ(
-    plain_pair: Pair, tokenizer: PreTrainedTokenizerFast
-) -> None:
     for name in ("model.embed_tokens.weight", UP, "model.norm.weight"):
         changed = copy.deepcopy(plain_pair.target)
         with torch.no_grad():
@@ -70,7 +64,7 @@ def test_fingerprints_of_other_weights_and_tokenizers_differ(
     assert wide.fingerprint["tokenizer"] != plain_pair.fingerprint["tokenizer"]
 
 
-def test_the_end_of_text_is_that_of_the_generation_config_or_else_of_the_tokenizer(
+def test_the_end_of_text_is_that_of_the_generation_config_or_of_the_tokenizer(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     target = build_model()
@@ -103,15 +97,12 @@ def test_vocabularies_may_differ_by_padding_or_further_tokens(folder: Path, toke
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "float8"}, "dtype: .*'float8'"), ({"device": "abacus"}, "device: 'abacus'"),
-        *(({"device_map": text}, "device") for text in ("{", '{"model": "no"}')),
-    ],
-)  # fmt: skip
-def test_invalid_arguments_are_refused(pair_folder: Path, options: dict[str, str], message: str) -> None:
-    with pytest.raises(SpecstopError, match=message):
-        load(pair_folder, **options)
+    ("name", "value"),
+    [("dtype", "float8"), ("device", "abacus"), ("device_map", "{"), ("device_map", '{"model": "no"}')],
+)
+def test_invalid_arguments_are_refused(pair_folder: Path, name: str, value: str) -> None:
+    with pytest.raises(SpecstopError, match=name.partition("_")[0]):
+        load(pair_folder, **{name: value})
 
 
 def change_json(file: str, **changes: Any) -> Damage:
@@ -122,8 +113,7 @@ def change_json(file: str, **changes: Any) -> Damage:
     return damage
 
 
-def config(**changes: Any) -> Damage:
-    return change_json("config.json", **changes)
+config = partial(change_json, "config.json")
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
@@ -293,3 +283,160 @@ def test_a_name_without_a_model_is_refused_with_a_remedy(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(PairError, match=f"target: .*{message}"):
         load_pair(name)
+
+
+# PEFT adapters
+
+PROMPT, NEW = [5, 9, 30, 11, 7], 12
+MLP = ["gate_proj", "up_proj", "down_proj"]
+CONFIGS: dict[str, peft.PeftConfig] = {
+    "lora": peft.LoraConfig(r=2, target_modules="all-linear"),
+    "lora of the last layer": peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
+    "dora with bias": peft.LoraConfig(r=2, target_modules=MLP, use_dora=True),
+    "lora and a whole head": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "norms": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[5, 9, 11, 30], target_modules=["embed_tokens"]),
+}
+OUTSIDE_THE_LAYERS: dict[str, peft.PeftConfig] = {
+    "PROMPT_TUNING": peft.PromptTuningConfig(num_virtual_tokens=3),
+    "activated LoRA": peft.LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[5]),
+}
+
+
+def base_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype)
+
+
+def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> peft.PeftModel:
+    """Return a model with an adapter of random weights, as after training."""
+    config = type(config)(**{**config.to_dict(), "task_type": "CAUSAL_LM"}) if config.task_type is None else config
+    torch.manual_seed(1)
+    wrapped = peft.get_peft_model(model, config)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
+    return wrapped.eval()
+
+
+def greedy(model: PreTrainedModel, adapter: Path | None = None) -> list[int]:
+    """Return the text of a model, or of its adapter with peft."""
+    model = peft.PeftModel.from_pretrained(model, adapter) if adapter else model
+    ids = model.generate(input_ids=torch.tensor([PROMPT]), do_sample=False, max_new_tokens=NEW)
+    return ids[0, len(PROMPT) :].tolist()
+
+
+def text_of(pair: Pair) -> list[int]:
+    return list(decode(pair, [PROMPT], FixedLength(3), settings=Settings(max_new_tokens=NEW))[0].tokens)
+
+
+@pytest.fixture(scope="module")
+def adapters(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name, config in (CONFIGS | OUTSIDE_THE_LAYERS).items():
+        adapted(base_model(pair_folder), config).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_text_of_an_adapter_folder_is_that_of_peft(pair_folder: Path, adapters: Path, name: str) -> None:
+    plain, expected = greedy(base_model(pair_folder)), greedy(base_model(pair_folder), adapters / name)
+    assert plain != expected, "the adapter matters"
+    if name == "lora":
+        pair = load_pair(pair_folder / "target", adapters / name)
+        assert text_of(pair) == plain and pair.draft_name == str(adapters / name), "the adapter of a draft"
+    engines = {"auto": "compact", **({"plain": "plain", "packed": "packed"} if name == "lora" else {})}
+    pairs = [load_pair(adapters / name, pair_folder / "draft", engine=engine) for engine in engines]
+    assert [pair.engines[0] for pair in pairs] == list(engines.values())
+    assert len({pair.fingerprint["target"] for pair in pairs}) == 1
+    for pair in pairs:
+        assert text_of(pair) == expected and pair.target.config.name_or_path == str(adapters / name)
+
+
+def test_half_precision_keeps_the_layers_of_an_adapter_and_its_fingerprint(pair_folder: Path, adapters: Path) -> None:
+    """Merged in bfloat16, small changes would be rounded away."""
+    adapter, draft = adapters / "lora", pair_folder / "draft"
+    half = load_pair(adapter, draft, dtype="bfloat16")
+    assert text_of(half) == greedy(base_model(pair_folder, torch.bfloat16), adapter)
+    assert half.fingerprint == load_pair(adapter, draft).fingerprint
+    with pytest.raises(InputError, match="compact"):
+        load_pair(adapter, draft, dtype="bfloat16", engine="compact")
+
+
+def hooked(model: PreTrainedModel, _: Path) -> PreTrainedModel:
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output + 0.5)
+    return model
+
+
+def disabled(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    wrapped = peft.PeftModel.from_pretrained(model, folder)
+    wrapped.base_model.disable_adapter_layers()
+    return wrapped
+
+
+def test_fingerprints_of_different_adapters_differ(pair_folder: Path, adapters: Path, tmp_path: Path) -> None:
+    scaled = Path(shutil.copytree(adapters / "lora", tmp_path / "scaled"))
+    change_json("adapter_config.json", lora_alpha=9)(scaled)
+    loaded = [load_pair(folder) for folder in (pair_folder / "target", adapters / "lora", scaled)]
+    changes = peft.PeftModel.from_pretrained, disabled
+    joined = [join(change(base_model(pair_folder), adapters / "lora"), None) for change in changes]
+    assert len({pair.fingerprint["target"] for pair in [*loaded, *joined]}) == 5
+
+
+@pytest.mark.parametrize("change", [peft.PeftModel.from_pretrained, disabled, hooked])
+def test_engines_keep_the_adapters_and_hooks_of_a_model(
+    pair_folder: Path, adapters: Path, tokenizer: PreTrainedTokenizerFast, change: Callable[..., PreTrainedModel]
+) -> None:
+    model, draft = change(base_model(pair_folder), adapters / "lora of the last layer"), build_model(2).float()
+    expected, pair = greedy(model), join(model, draft, tokenizer)
+    assert text_of(pair) == expected
+    with pytest.raises(InputError, match=r"compact: .*(layer|proj)"):
+        with_engine(pair, "compact")
+    assert text_of(with_engine(pair, "auto")) == expected  # packed in place
+
+
+@pytest.mark.parametrize("files", ["config.json", "*"])
+def test_an_adapter_with_files_of_its_base_model_is_applied(
+    pair_folder: Path, adapters: Path, tmp_path: Path, files: str, monkeypatch: Patch
+) -> None:
+    """Repositories of adapters may have a copy of the config of the base model, and of its weights."""
+    folder = Path(shutil.copytree(adapters / "lora", tmp_path / "adapter"))
+    for path in (pair_folder / "target").glob(files):
+        shutil.copy(path, folder)
+    assert text_of(load_pair(folder, pair_folder / "draft")) == greedy(base_model(pair_folder), adapters / "lora")
+    monkeypatch.setattr(loading, "is_peft_available", lambda: False)
+    with pytest.raises(PairError, match=r"draft: .*pip install peft"):
+        load_pair(pair_folder / "target", folder)
+
+
+adapter_config = partial(change_json, "adapter_config.json")
+REFUSED_ADAPTERS: dict[str, tuple[Damage, str]] = {
+    "missing tensor": (lambda f: save_file({}, f / "adapter_model.safetensors"), "lack .*lora_A"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
+    "base does not exist": (adapter_config(base_model_name_or_path="/nowhere/at/all"), "/nowhere/at/all does not"),
+    "base is itself": (lambda f: adapter_config(base_model_name_or_path=str(f))(f), "is an adapter itself"),
+    "unknown type": (adapter_config(peft_type="TELEPATHY"), "TELEPATHY"),
+    **{name: (lambda f: None, f"{name}.*LoRA") for name in OUTSIDE_THE_LAYERS},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ADAPTERS)
+def test_a_damaged_or_unsupported_adapter_is_refused_in_one_line(adapters: Path, tmp_path: Path, name: str) -> None:
+    source = adapters / (name if name in OUTSIDE_THE_LAYERS else "lora")
+    folder, (damage, message) = Path(shutil.copytree(source, tmp_path / "adapter")), REFUSED_ADAPTERS[name]
+    damage(folder)
+    with pytest.raises(PairError, match=f"^target: .*{message}") as error:
+        load_pair(folder)
+    assert "\n" not in str(error.value)
+    if name in OUTSIDE_THE_LAYERS:
+        with pytest.raises(PairError, match=f"the target .*{message}"):
+            join(adapted(build_model(), OUTSIDE_THE_LAYERS[name]), None)
+
+
+def test_an_adapter_of_offloaded_layers_is_refused_with_the_remedy(pair_folder: Path, adapters: Path) -> None:
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"}
+    places |= dict.fromkeys(("model.layers.0", "model.layers.1", "model.norm", "lm_head"), "disk")
+    with pytest.raises(PairError, match=r"target: .*merge_and_unload"):
+        load_pair(adapters / "lora", pair_folder / "draft", device_map=json.dumps(places))
+    pair = load_pair(adapters / "lora", pair_folder / "draft", device_map="cpu")
+    assert text_of(pair) == greedy(base_model(pair_folder), adapters / "lora")

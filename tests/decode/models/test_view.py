@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, build_draft, build_model
+from conftest import build_draft, build_model
 from small_drafters import small_drafter
-from specstop.decode import Settings, Speculator, specstop_generate
+from specstop.decode import Pair, Settings, Speculator, join, specstop_generate, with_engine
 from specstop.decode.drafters import Drafter
 from specstop.decode.loop import Request
 from specstop.decode.models.device import without_cudnn
-from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.models.view import open_view
 from specstop.policies import load_policy
 from tape import record_calls
@@ -34,16 +33,14 @@ def shared() -> Pair:
     return join(target.train(), build_draft(target).train())
 
 
-def prompts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, VOCABULARY, (2 + n % 9,), generator=generator).tolist() for n in range(count)]
+PROMPTS = [[3 + (7 * at + 5 * n) % 45 for at in range(1 + n)] for n in range(6)]
 
 
 def assert_threads_agree(
     pair: Pair, policy: str = "fixed:3", drafter: Callable[[Pair], Drafter] | None = None, expected: Any = None
 ) -> list[tuple[int, ...]]:
     """Decode in four threads, two requests at a time, and compare the texts with those of one thread."""
-    requests = [Request(prompt, key) for key, prompt in enumerate(prompts(12))]
+    requests = [Request(prompt, key) for key, prompt in enumerate(PROMPTS * 2)]
 
     def decode(part: Sequence[Request]) -> list[tuple[int, ...]]:
         drafter_ = drafter and drafter(pair)
@@ -102,7 +99,7 @@ def test_weights_and_adapters_that_change_between_two_texts_are_used(
     peft = pytest.importorskip("peft")
     if records:
         record_calls(monkeypatch)
-    target, prompt = build_model(), prompts(1)[0]
+    target, prompt = build_model(), PROMPTS[2]
     draft, ids = build_draft(target), torch.tensor([prompt])
     options: Any = {"attention_mask": torch.ones_like(ids), **GREEDY}
     loop = Speculator(join(target, draft), load_policy("fixed:3"), Settings(0.0, NEW))
@@ -134,7 +131,7 @@ def test_weights_and_adapters_that_change_between_two_texts_are_used(
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
 def test_a_generated_text_is_an_ordinary_tensor(shared: Pair) -> None:
-    target, ids = shared.target, torch.tensor([prompts(1)[0]])
+    target, ids = shared.target, torch.tensor([PROMPTS[2]])
     target.gradient_checkpointing_enable()
     target.enable_input_require_grads()
     options: Any = {"attention_mask": torch.ones_like(ids), "draft_model": shared.draft, **GREEDY}

@@ -1,4 +1,8 @@
-"""Logits that are not finite: those of the target end the run with one error, those of the draft do not change the text."""
+"""Outputs of models: logits that are not finite, and hidden states that a policy reads.
+
+Such logits of the target end the run with one error, those of the draft do not change the text. tests/collect compares the
+states of the live loop with those of whole forward passes, and tests/train/replay the decisions of policies that read them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from contract_policies import ReadsDraftStates
 from small_drafters import small_drafter
-from specstop.decode.loop import Request, Settings, Speculator
-from specstop.decode.models.pair import Pair
-from specstop.decode.plain import plain_texts
-from specstop.policies.errors import PairError
-from specstop.policies.fixed import FixedLength
+from specstop.decode import LookupDrafter, Pair, Settings, Speculator, plain_texts
+from specstop.decode.loop import Request
+from specstop.decode.models.outputs import rounded, stored
+from specstop.policies import FixedLength, PairError, PolicyError
 from tape import record_calls
 from transformers import PreTrainedModel
 
@@ -69,6 +73,9 @@ def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_t
     for role, position in (("target", 0), ("target", late), ("draft", 0)):
         with is_refused(role):
             decode(spoiled_pair(pair, role, position, *BAD[value]), prompt, settings)
+    with is_refused("target"):
+        broken = spoiled_pair(pair, "target", 12, *BAD[value])
+        plain_texts(broken, prompt_ids[:2], [1, 2], 20, settings.temperature, ignore_eos=True)
     later = spoiled_pair(pair, "draft", late, *BAD[value])
     if not mode.startswith(("match", "typical")):  # the probabilities of the draft matter
         with is_refused("draft"):
@@ -76,16 +83,6 @@ def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_t
         return
     text = decode(later, prompt, settings)
     assert len(text) == NEW and (mode == "typical" or text == decode(pair, prompt, settings))
-
-
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_values_that_are_not_finite_end_plain_decoding(
-    pair: Pair, prompt_ids: Prompts, temperature: float, value: str
-) -> None:
-    with is_refused("target"):
-        broken = spoiled_pair(pair, "target", 12, *BAD[value])
-        plain_texts(broken, prompt_ids[:2], [1, 2], 20, temperature, ignore_eos=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -120,3 +117,21 @@ def test_the_next_texts_of_a_loop_are_correct(
             with pytest.raises(PairError):
                 speculator.run([Request([*range(8, 14), *[7] * 9], key) for key in range(2)])
         del speculator
+
+
+def test_states_that_do_not_fit_are_refused(plain_pair: Pair) -> None:
+    trimming = Speculator(plain_pair, ReadsDraftStates(), Settings(0.7, NEW, tree="3,2,1", verification="rejection"))
+    assert trimming.generate([5, 6]).tokens, "a policy that trims may read states of the draft"
+    for drafter in (LookupDrafter(plain_pair), small_drafter("ctc", plain_pair)):  # a path of CTC has no state
+        with pytest.raises(PolicyError, match=f"reads-draft-states: .*draft_hidden.*{type(drafter).__name__}"):
+            Speculator(plain_pair, ReadsDraftStates(), drafter=drafter)
+    policy = ReadsDraftStates()
+    policy.sizes = {"draft_hidden": 17}  # type: ignore[attr-defined]
+    with pytest.raises(PolicyError, match="draft_hidden of 17 numbers"):
+        Speculator(plain_pair, policy)
+
+
+def test_states_are_rounded_and_clipped_to_float16() -> None:
+    states = torch.tensor([1.0 + 2.0**-12, 1e6, -1e6, 1e-9], dtype=torch.float64)
+    assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]
+    assert rounded(states).dtype == torch.float32 and torch.equal(rounded(stored(states)), rounded(states))
