@@ -9,6 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,23 +25,13 @@ from specstop.decode.drafters import Drafter
 from specstop.decode.engines import drafting as drafting_module
 from specstop.decode.engines.drafters import load_engine_drafter
 from specstop.decode.engines.drafting import Drafting, Options
-from specstop.decode.engines.settings import EngineSettings, check_engine_policy, missing_in_engines, read_settings
+from specstop.decode.engines.settings import EngineSettings, check_engine_policy, read_settings
 from specstop.decode.engines.sglang import CostedSteps, costed_steps_factory, rule_entry
 from specstop.decode.engines.vllm import Proposer, request_names
 from specstop.decode.engines.vllm_plugin import SWITCH, read_coefficients, register
 from specstop.decode.topology import chain
-from specstop.policies import (
-    DraftStep,
-    InputError,
-    LearnedPolicy,
-    PairError,
-    PolicyError,
-    RoundOutcome,
-    SpecstopWarning,
-    State,
-    StopPolicy,
-    load_policy,
-)
+from specstop.policies import InputError, LearnedPolicy, PairError, PolicyError, SpecstopWarning, load_policy
+from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.learned import TrainingMetadata
 
 K, LEAST = 5, 0.4
@@ -307,23 +298,18 @@ def test_requests_that_commit_nothing_have_no_draft(pair_folder, plain_pair):
         Proposer(vllm_config(pair_folder, vocabulary=4000)).load_model(None)
 
 
-class ModelRunner:
-    """The part of vLLM's model runner that calls its proposer."""
-
-    def __init__(self, names: Any) -> None:
-        self.input_batch = SimpleNamespace(token_ids_cpu=np.zeros((2, 8), dtype=np.int32), req_ids=names)
-
-    def call(self, count: int) -> Any:
-        return request_names(self.input_batch.token_ids_cpu, count)
-
-
 @pytest.mark.parametrize(
     ("names", "count", "expected"),
     [(["a", "b", "c"], 2, ["a", "b"]), (["a"], 2, None), (["a", 3], 2, None), (("a", "b"), 2, None)],
 )
 def test_names_of_requests_come_from_the_calling_model_runner(names, count, expected):
-    assert ModelRunner(names).call(count) == expected
-    assert request_names(np.zeros((1, 4), dtype=np.int32), 1) is None
+    def call(self):
+        """Like a method of vLLM's model runner."""
+        return request_names(self.input_batch.token_ids_cpu, count)
+
+    texts = np.zeros((2, 8), dtype=np.int32)
+    assert call(SimpleNamespace(input_batch=SimpleNamespace(token_ids_cpu=texts, req_ids=names))) == expected
+    assert request_names(texts, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -339,13 +325,12 @@ def test_features_that_engines_do_not_provide_are_named(features, temperature, h
     policy = LearnedPolicy.__new__(LearnedPolicy)
     policy.name, policy.features, policy.hidden = "mine", features, hidden
     policy.metadata = TrainingMetadata(temperature=temperature)
-    assert missing_in_engines(policy) == missing
-    if missing:
-        with pytest.raises(PolicyError, match=f"mine.*{', '.join(missing)}.*vllm"):
-            check_engine_policy(policy)
+    with pytest.raises(PolicyError, match=f"mine.*{', '.join(missing)}.*vllm") if missing else nullcontext():
+        assert check_engine_policy(policy) is policy
     rule = load_policy("fixed:2")
     rule.features = ("noisy_score",)
-    assert missing_in_engines(rule) == ["noisy_score"], "whatever the temperature"
+    with pytest.raises(PolicyError, match="noisy_score"):
+        check_engine_policy(rule)  # whatever the temperature
 
 
 @pytest.mark.parametrize(
@@ -409,15 +394,11 @@ def rule(acceptance: float = 0.8, row: float = 0.1) -> dict[str, Any]:
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.6, 0.9])
 @pytest.mark.parametrize("row", [0.01, 0.1, 0.3])
-@pytest.mark.parametrize("size", [1, 4, 64])
-def test_the_steps_are_those_with_the_most_tokens_per_second(acceptance, row, size):
-    """Beyond the last size of the table its seconds apply."""
-
-    def rate(steps: int) -> float:
-        return sum(acceptance**k for k in range(steps + 1)) / (1 + row * steps * min(size, 8))
-
+def test_the_steps_are_those_with_the_most_tokens_per_second(acceptance, row):
     policy = CostedSteps(CANDIDATES, rule(acceptance, row))
-    assert policy.get_steps_for_batch(size) == max(CANDIDATES[8 if size >= 8 else 1], key=rate)
+    for size in (1, 4, 64):  # beyond the last size of the table its seconds apply
+        rates = {n: sum(acceptance**k for k in range(n + 1)) / (1 + row * n * min(size, 8)) for n in range(5)}
+        assert policy.get_steps_for_batch(size) == max(CANDIDATES[8 if size >= 8 else 1], key=rates.get)
     assert policy.candidate_steps == [0, 1, 2, 4] and policy.cuda_graph_bs_for_step(4) is None
     policy.set_cuda_graph_bs([8, 1, 4])
     assert policy.cuda_graph_bs_for_step(4) == [1, 4] and policy.cuda_graph_bs_for_step(0) == [8]

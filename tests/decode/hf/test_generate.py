@@ -1,36 +1,46 @@
-"""The loop in `generate` of transformers, with arguments supported or refused by name; policies in assisted generation."""
+"""The loop in `generate` of transformers, with arguments supported or refused by name, and from exported folders.
+
+Policies in assisted generation, and the baseline of the benchmark.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import re
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import specstop.train.export.deploy as deploy_module
 import torch
 import transformers as hub
 from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import TEST_POLICIES
-from specstop.decode import (
-    PolicyStoppingCriteria,
-    SamplingParams,
-    Settings,
-    Speculator,
-    plain_texts,
-    specstop_generate,
-    stream_key,
-)
+from learned_policies import learned
+from small_drafters import small_network
+from specstop.decode import Pair, PolicyStoppingCriteria, SamplingParams, Settings, Speculator, join, plain_texts
+from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter
+from specstop.decode.hf import exported as exported_module
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
+from specstop.decode.hf.exported import generate_exported
+from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request
-from specstop.decode.models.pair import Pair, join
+from specstop.decode.verify.noise import stream_key
+from specstop.policies import Confidence, FixedLength, InputError, PairError, PolicyError, save_policy
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.errors import InputError, PairError, PolicyError
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.rules import Threshold
+from specstop.train.export.deploy import deploy
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+Patch = pytest.MonkeyPatch
 Prompts = list[list[int]]
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -167,13 +177,12 @@ def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prom
 
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_a_streamer_receives_the_text_of_generate(
-    pair: Pair, tokenizer: hub.PreTrainedTokenizerFast, prompt_ids: Prompts, skip_prompt: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    pair: Pair, tokenizer: Any, prompt_ids: Prompts, skip_prompt: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     for prompt in prompt_ids[2:5]:
         stock(pair, [prompt], streamer=hub.TextStreamer(tokenizer, skip_prompt=skip_prompt))
         expected = capsys.readouterr().out
-        ours(pair, [prompt], text_streamer=hub.TextStreamer(tokenizer, skip_prompt=skip_prompt), policy="fixed:4")
+        ours(pair, [prompt], text_streamer=hub.TextStreamer(tokenizer, skip_prompt=skip_prompt))
         assert capsys.readouterr().out == expected
 
 
@@ -189,8 +198,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tree": "3,2", "verification": "block", "do_sample": True}, "block.*chain"),
     ({"generation_config": hub.GenerationConfig(max_new_tokens=4, my_field=1)}, "my_field"),
     ({"assistant_model": build_model()}, "assistant_model|draft_model="),
-    ({"streamer": hub.TextStreamer(None)}, "text_streamer="),
-    ({"text_streamer": hub.TextStreamer(None)}, "batch of one"),
+    ({"streamer": Mock()}, "text_streamer="),
+    ({"text_streamer": Mock()}, "batch of one"),
 ]  # fmt: skip
 
 
@@ -221,7 +230,7 @@ def test_unsupported_caches_and_models_are_refused_by_name(pair: Pair, prompt_id
 
 
 def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
-    pair: Pair, prompt_ids: Prompts, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, prompt_ids: Prompts, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(pair.target.generation_config, "chat_format", "chatml", raising=False)
     monkeypatch.setattr(pair.target.generation_config, "num_assistant_tokens", 5)
@@ -305,7 +314,7 @@ def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) ->
     ids=lambda p: p.name,
 )
 def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
-    endless_pair: Pair, begun: list[list[int]], policy: StopPolicy, monkeypatch: pytest.MonkeyPatch
+    endless_pair: Pair, begun: list[list[int]], policy: StopPolicy, monkeypatch: Patch
 ) -> None:
     """The second prompt is a new text for the same criterion. In assisted generation, an end of text would end a draft."""
     monkeypatch.setattr(endless_pair.draft_model.generation_config, "eos_token_id", None)
@@ -329,3 +338,183 @@ def test_a_policy_that_reads_more_than_assisted_generation_has_is_refused(policy
         PolicyStoppingCriteria(policy, temperature=0.7)
     if policy is READS_NOISE:
         PolicyStoppingCriteria(policy)
+
+
+# Exported folders in `generate(custom_generate=folder)`
+
+RULE = Threshold("step", 0.5)
+
+
+@pytest.fixture
+def out(tmp_path: Path, module_cache: None) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def policy_folder(tmp_path: Path) -> Path:
+    return save_policy(learned("mlp", RULE), tmp_path / "policy")
+
+
+@pytest.fixture
+def hydra(pair: Pair, tmp_path: Path) -> Path:
+    """The folder of heads for the tiny target."""
+    output = pair.target.get_output_embeddings().weight.float()
+    network = small_network("hydra", output.shape[1], pair.vocabulary, output)
+    return save_drafter(TrainedDrafter("hydra", network, pair.fingerprint["target"]), tmp_path / "heads")
+
+
+def exported(pair: Pair, prompt: Sequence[int], folder: Path, **options: Any) -> Any:
+    """Decode with the folder's code."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "trust_remote_code": True, **options}
+    return pair.target.generate(**inputs([prompt]), custom_generate=str(folder), **options)
+
+
+def figures_of(output: Any) -> Any:
+    return [output.statistics[name] for name in ("target_calls", "drafted", "verified", "accepted", "acceptance")]
+
+
+def test_an_exported_policy_decodes_as_in_the_library(
+    pair: Pair, prompt_ids: Prompts, policy_folder: Path, out: Path
+) -> None:
+    figures, details, rule = deploy("hf", out, policy_folder), {"return_dict_in_generate": True}, "confidence:0.3"
+    assert json.loads((out / "figures.json").read_text()) == figures
+    for prompt in prompt_ids[2:4]:
+        results = [ours(pair, [prompt], policy=policy, **details) for policy in (str(policy_folder), rule)]
+        assert figures_of(results[0]) != figures_of(results[1])
+        for name in ("draft_model", "assistant_model"):
+            result = exported(pair, prompt, out, **{name: pair.draft}, **details)
+            assert torch.equal(result.sequences, stock(pair, [prompt])) and figures_of(result) == figures_of(results[0])
+    with pytest.raises(InputError, match="not empty"):
+        deploy("hf", out, policy_folder)
+    deploy("hf", out, rule, overwrite=True)
+    assert not (out / "policy").exists()
+    result = exported(pair, prompt, out, draft_model=pair.draft, **details)
+    assert figures_of(result) == figures_of(results[1])
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        exported(pair, prompt, out, trust_remote_code=False)
+
+
+class LastWord(hub.StoppingCriteria):
+    """Replaces the criterion of transformers, which cannot read a tokenizer of whole words."""
+
+    def __init__(self, tokenizer: hub.PreTrainedTokenizerFast, words: list[str]) -> None:
+        self.tokens = torch.tensor(tokenizer.convert_tokens_to_ids(words))
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+def test_stop_strings_streamer_and_sampling_are_passed_on(
+    pair: Pair, prompt_ids: Prompts, tokenizer: Any, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(exported_module, "StopStringCriteria", LastWord)
+    deploy("hf", out, "fixed:3")
+    prompt, options = prompt_ids[5], {"draft_model": pair.draft}
+    start, plain = len(prompt), stock(pair, [prompt])[0].tolist()
+    word, streamer = tokenizer.decode(plain[start + 4]), hub.TextStreamer(tokenizer, skip_prompt=True)
+    stops = {"tokenizer": tokenizer, "stop_strings": [word], "streamer": streamer}
+    text = exported(pair, prompt, out, **options, **stops)[0].tolist()
+    end = next(i for i in range(start, len(plain)) if tokenizer.decode(plain[i]) == word)
+    assert text == plain[: end + 1] and len(text) < len(plain)
+    assert capsys.readouterr().out.split() == tokenizer.decode(text[start:]).split()
+    texts = [exported(pair, prompt, out, **options, **SAMPLING, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def trained_with(drafter: str, folder: Path, **pair: str) -> Path:
+    """Return the folder of a policy that was trained on traces of a drafter."""
+    policy = learned("mlp", RULE)
+    policy.metadata = replace(policy.metadata, provenance={"drafter": drafter}, pair=pair)
+    return save_policy(policy, folder)
+
+
+@pytest.mark.parametrize("prefix", ["", "suffix?confidence=0.6+"])
+def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
+    prefix: str, pair: Pair, prompt_ids: Prompts, hydra: Path, out: Path, tmp_path: Path
+) -> None:
+    spec, identity, prompt = f"{prefix}hydra:{hydra}", load_drafter(hydra).identity, prompt_ids[3]
+    policy, details = trained_with(spec, tmp_path / "policy", draft=identity), {"return_dict_in_generate": True}
+    assert deploy("hf", out, policy)["drafter"] == f"{prefix}hydra:drafter"
+    assert str(tmp_path) not in (out / "README.md").read_text()
+    assert load_drafter(out / "drafter").identity == identity
+    expected = ours(pair, [prompt], drafter=spec, policy=str(policy), draft_model=None, **details)
+    shutil.rmtree(hydra)  # the export does not need it
+    result = exported(pair, prompt, out, **details)
+    assert torch.equal(result.sequences, expected.sequences) and torch.equal(result.sequences, stock(pair, [prompt]))
+    assert figures_of(result) == figures_of(expected) and result.statistics["drafted"] > 0
+    for name in ("draft_model", "assistant_model"):
+        with pytest.raises(InputError, match="takes no draft model"):
+            exported(pair, prompt, out, **{name: pair.draft})
+
+
+def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(
+    pair: Pair, prompt_ids: Prompts, out: Path, tmp_path: Path
+) -> None:
+    policy, prompt = trained_with("suffix", tmp_path / "policy", draft="suffix"), prompt_ids[3]
+    assert deploy("hf", out, policy)["drafter"] == "suffix"
+    assert torch.equal(exported(pair, prompt, out, drafter="model", draft_model=pair.draft), stock(pair, [prompt]))
+    deploy("hf", out, policy, drafter="lookup+model", overwrite=True)
+    with pytest.raises(InputError, match="expected draft_model= or assistant_model="):
+        exported(pair, prompt, out)
+    with pytest.raises(InputError, match="both draft_model= and assistant_model="):
+        exported(pair, prompt, out, draft_model=pair.draft, assistant_model=pair.target)
+    exported(pair, prompt, out, draft_model=pair.draft, assistant_model=pair.draft)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("hydra:nowhere", "nowhere"), ("suffix?path=words.txt", "reads the file words.txt"),
+        ("suffix+hydrra:heads", "expected one of model, lookup"), (None, "plugin"),
+    ],
+)  # fmt: skip
+def test_drafters_with_files_and_policies_of_plugins_are_refused(
+    drafter: str | None, message: str, out: Path, monkeypatch: Patch
+) -> None:
+    if drafter is None:
+        monkeypatch.setattr(deploy_module, "as_policy", lambda _: FixedLength(2))
+    with pytest.raises((InputError, PolicyError), match=re.escape(message)):
+        deploy("hf", out, "fixed:3" if drafter else "plugin?key=1", drafter=drafter)
+    assert not out.exists()
+
+
+def test_a_repository_of_the_hub_is_downloaded(pair: Pair, prompt_ids: Prompts, out: Path, monkeypatch: Patch) -> None:
+    """The config of a model that was loaded from the repository names it."""
+    deploy("hf", out, "fixed:3")
+    calls: list[tuple[Any, ...]] = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append((name, options["revision"], options["token"]))
+        if len(calls) > 1:
+            raise OSError("the hub\ncannot be reached")
+        return str(out)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(pair.target.config, "_name_or_path", "owner/name", raising=False)
+    options = {
+        **inputs(prompt_ids[3:4]),
+        "draft_model": pair.draft,
+        "revision": "v1",
+        "token": "t",
+        "max_new_tokens": NEW,
+    }
+    assert torch.equal(generate_exported(pair.target, options), stock(pair, prompt_ids[3:4]))
+    assert calls == [("owner/name", "v1", "t")]
+    with pytest.raises(InputError, match=r"owner/name.*the hub cannot be reached"):
+        generate_exported(pair.target, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("figures.json", '{"kind": "policy"}'), ("figures.json", "{"), ("policy/policy.json", '{"schema": 1'),
+        ("drafter/drafter.json", '{"schema": 1'),
+    ],
+)  # fmt: skip
+def test_a_damaged_export_is_refused(
+    name: str, content: str, pair: Pair, policy_folder: Path, hydra: Path, out: Path
+) -> None:
+    deploy("hf", out, policy_folder, drafter=f"hydra:{hydra}")
+    (out / name).write_text(content)
+    with pytest.raises((InputError, PolicyError)):
+        exported(pair, [5, 6], out)

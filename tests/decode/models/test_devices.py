@@ -1,4 +1,4 @@
-"""Devices: simulated accelerators, targets placed by accelerate, quantised targets, and CUDA: the texts are those of one CPU."""
+"""Simulated accelerators, targets placed by accelerate, quantised targets, and CUDA: the texts are those of one CPU."""
 
 from __future__ import annotations
 

@@ -17,32 +17,21 @@ import simulated_machines as machines
 import torch
 from conftest import VOCABULARY
 from contract_policies import TEST_POLICIES
+from specstop.decode import Pair, Settings, Speculator, measure_profile
 from specstop.decode.hooks import Timer
-from specstop.decode.loop import Settings, Speculator
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.device import Recorded
-from specstop.decode.models.pair import Pair
-from specstop.decode.profile import (
-    CalibrationRun,
-    add_decisions,
-    loop_decisions,
-    measure_decision,
-    measure_profile,
-    missing_decisions,
-)
+from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, missing_decisions
 from specstop.decode.profile.calibration import _affordable_tokens
 from specstop.decode.profile.decisions import device_of
 from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Effort, Seconds, measure as measure_in_turns
 from specstop.decode.profile.scripts import TWICE, ChainScript
 from specstop.decode.verify.sampler import Sampler
+from specstop.policies import Confidence, FixedLength, InputError, Profile, SpecstopWarning, load_policy
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import Key, Measurements, decision_prices
-from specstop.policies.profile import Profile
-from specstop.policies.registry import load_policy
 
 Patch = pytest.MonkeyPatch
 
@@ -160,17 +149,15 @@ def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path
     assert calls == [("profile", done, 6) for done in range(7)], "rounds and two policies, after a warm-up"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_arguments_are_refused(pair: Pair) -> None:
+    too_long = {"prompts": [[6] * 60], "new_tokens": 80}
+    for options, message in (
         ({"prompts": [[6, 7], []]}, "none empty"),
-        ({"prompts": [[6] * 60], "new_tokens": 80}, "no room"),
+        (too_long, "no room"),
         ({"batch": (0, 2)}, "batch"),
-    ],
-)
-def test_invalid_arguments_are_refused(pair: Pair, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        measure(pair, 1, **{"depth": 2, **options})
+    ):
+        with pytest.raises(InputError, match=message):
+            measure(pair, 1, **options)
 
 
 def test_known_costs_of_batches_are_recovered(pair: Pair, monkeypatch: Patch) -> None:
@@ -261,9 +248,7 @@ def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind
         (False, {1, 3}, [0, 1, 1, 1]),  # a timed call that records is repeated
     ],
 )
-def test_a_gpu_is_warmed_up_until_no_call_is_recorded(
-    pair: Pair, on_host: bool, recording: set[int], expected: list[int]
-) -> None:
+def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair: Pair, on_host: bool, recording: Any, expected: Any) -> None:
     run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
     run.on_host = on_host
 
@@ -319,15 +304,14 @@ def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 1])
-def test_known_prices_of_decisions_are_recovered(pair: Pair, monkeypatch: Patch, depth: int) -> None:
-    policy = OnTheClock(depth, known_clock(pair, monkeypatch))
+def test_known_prices_of_decisions_are_recovered(pair: Pair, clock: list[float], depth: int) -> None:
+    policy = OnTheClock(depth, clock)
     timed = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, depth, ignore_eos=True))
-    rounds = {key.counts[0]: len(seconds) for key, seconds in timed.pooled.items()}  # by number of decisions
-    for key, seconds in timed.pooled.items():
+    rounds, total, calls = 0, 0.0, 0
+    for key, seconds in timed.pooled.items():  # by number of decisions
         assert seconds == pytest.approx(2e-4 + 5e-5 * key.counts[0], abs=EXACT)
-    total = sum(count * (2e-4 + 5e-5 * calls) for calls, count in rounds.items())
-    calls = sum(count * calls for calls, count in rounds.items())
-    assert len(rounds) >= min(depth, 2) and price(timed, policy) == pytest.approx(total / calls, abs=EXACT)
+        rounds, total, calls = rounds + 1, total + seconds.sum(), calls + len(seconds) * key.counts[0]
+    assert rounds >= min(depth, 2) and price(timed, policy) == pytest.approx(total / calls, abs=EXACT)
 
 
 def test_only_missing_decisions_are_measured(profile: Profile) -> None:
