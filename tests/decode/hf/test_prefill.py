@@ -149,7 +149,7 @@ def plain(model: Any, arguments: dict[str, Any]) -> Tensor:
     return out
 
 
-LLAMA_PROCESSORS = (
+PROCESSORS = (
     {"repetition_penalty": 1.5},
     {"no_repeat_ngram_size": 2},
     {"min_new_tokens": 9, "eos_token_id": [50, 51]},
@@ -163,12 +163,19 @@ LLAMA_PROCESSORS = (
         *(("mistral", name, {}) for name in PROMPTS if name in ("gaps", "positions") or "cache" in name),
         ("gpt2", "a cache and the rest, masked", {}), ("gpt2", "embeddings", {}),
         ("llama+prompt", "left", {}), ("llama+prefix", "gaps", {}), ("gpt2+prefix", "right", {}), ("gpt2+lora", "gaps", {}),
-        *(("llama", "a cache and the rest, masked", options) for options in LLAMA_PROCESSORS),
+        *((f"{kind}, recorded", name, {}) for kind in ("llama", "mistral") for name in ("gaps", "left")),
+        *(("llama", "a cache and the rest, masked", options) for options in PROCESSORS),
     ],
 )  # fmt: skip
-def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind: str, name: str, options: dict[str, Any]) -> None:
-    """Processors receive the prompt that `generate` gives them."""
+def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(
+    kind: str, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors receive the prompt that `generate` gives them. Recorded calls have no gaps and offsets."""
+    kind, _, recorded = kind.partition(", ")
     model = small_model(kind)
+    if recorded:
+        record_calls(monkeypatch)
+        model = copy.deepcopy(model)
     expected, arguments = plain(model, prompt_of(name, model) | options), prompt_of(name, model) | options
     if "+" in kind:
         base = small_model(kind.partition("+")[0])
@@ -233,17 +240,6 @@ def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch: 
     monkeypatch.setattr(llama, "prepare_inputs_for_generation", prepare)
     with pytest.raises(InputError, match=r"inputs_embeds.*LlamaForCausalLM"):
         ours(llama, prompt_of("gaps", llama))
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_prompts_with_gaps_are_not_recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded calls have no gaps and offsets."""
-    record_calls(monkeypatch)
-    model = copy.deepcopy(small_model(kind))
-    for name in ("gaps", "left"):
-        expected = plain(model, prompt_of(name, model))
-        for drafting in DRAFTING[:2]:
-            assert torch.equal(ours(model, prompt_of(name, model), drafting), expected), name
 
 
 @pytest.mark.parametrize(("kind", "name"), [("medusa", "gaps"), ("layer", "a cache and the rest")])

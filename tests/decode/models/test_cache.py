@@ -150,7 +150,7 @@ ENGINES: dict[str, tuple[hub.PreTrainedConfig, tuple[str, ...]]] = {
     "llama-3": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", **SCALED, **LLAMA3}), ("compact",)),
     "mistral": (hub.MistralConfig(**SMALL, sliding_window=None, head_dim=8), ("compact",)),
     "qwen3": (hub.Qwen3Config(**SMALL, head_dim=16), ("compact", "packed")),
-    **{name: (table.CONFIGS[name](), ("packed",)) for name in ("gpt2", "gpt-neox", "opt")},
+    **{name: (table.CONFIGS[name](), ("packed",)) for name in ("gpt2", "gpt-neox", "opt", "mistral-window", "gemma3")},
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import peft
@@ -20,6 +21,7 @@ import torch
 from attacks import configs
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from safetensors.torch import load_file, save_file
+from small_models import table
 from specstop.decode import Pair, Settings, Speculator, decode, join, load_pair, with_engine
 from specstop.decode.models import loading
 from specstop.decode.models.pair import model_hash
@@ -242,47 +244,30 @@ def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(folder
     assert loading.available_bytes(torch.device("meta")) is None
 
 
-def test_a_hub_name_is_requested_once_unless_it_is_below_a_local_folder(
-    pair_folder: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    requests: list[str] = []
-
-    def unreachable(name: str, **_: object) -> None:
-        requests.append(name)
-        raise OSError("[Errno -2] Name or service not known")
-
-    monkeypatch.setattr(loading, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(loading, "model_info", unreachable)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    with pytest.raises(PairError, match="m/q3 does not exist"):
-        load_pair("m/q3")
-    assert not requests
-    with pytest.raises(PairError, match=r"someone/thing .*not known"):
-        load_pair("someone/thing")
-    assert len(requests) == 1
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _, file: str(pair_folder / "target" / file))
-    assert load_pair("m/q3").draft is None, "a cached model needs no hub"
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("folder/x.gguf", "gguf_file="), ("folder", "gguf_file="), ("folder/model.safetensors", "config.json"),
         ("some one/thing", "model folder or a hub name"), ("x/..", "model folder or a hub name"),
-        ("someone/thing", "HF_HUB_OFFLINE"),
+        ("folder/q3", "folder/q3 does not exist"), ("someone/thing", "HF_HUB_OFFLINE"), ("someone/thing", "not known"),
     ],
 )  # fmt: skip
 def test_a_name_without_a_model_is_refused_with_a_remedy(
-    tmp_path: Path, monkeypatch: Patch, name: str, message: str
+    pair_folder: Path, tmp_path: Path, monkeypatch: Patch, name: str, message: str
 ) -> None:
+    """The hub is called once, unless the name is below a local folder. A model in the cache needs no hub."""
     (tmp_path / "folder").mkdir()
     for file in ("x.gguf", "model.safetensors"):
         (tmp_path / "folder" / file).write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    info = Mock(side_effect=OSError("[Errno -2] Name or service not known"))
+    monkeypatch.setattr(loading, "model_info", info)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", message == "HF_HUB_OFFLINE")
     with pytest.raises(PairError, match=f"target: .*{message}"):
         load_pair(name)
+    assert info.call_count == (message == "not known")
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _, file: str(pair_folder / "target" / file))
+    assert name != "folder/q3" or load_pair(name).draft is None
 
 
 # PEFT adapters
@@ -321,9 +306,7 @@ def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> peft.PeftModel:
 
 def greedy(model: PreTrainedModel, adapter: Path | None = None) -> list[int]:
     """Return the text of a model, or of its adapter with peft."""
-    model = peft.PeftModel.from_pretrained(model, adapter) if adapter else model
-    ids = model.generate(input_ids=torch.tensor([PROMPT]), do_sample=False, max_new_tokens=NEW)
-    return ids[0, len(PROMPT) :].tolist()
+    return table.plain(peft.PeftModel.from_pretrained(model, adapter) if adapter else model, PROMPT, NEW)
 
 
 def text_of(pair: Pair) -> list[int]:
