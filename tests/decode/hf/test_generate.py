@@ -28,7 +28,7 @@ from small_drafters import small_network
 from specstop.decode import Pair, PolicyStoppingCriteria, SamplingParams, Settings, Speculator, join, plain_texts
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter
 from specstop.decode.hf import exported as exported_module
-from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
+from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.hf.exported import generate_exported
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request
@@ -69,22 +69,10 @@ def ours(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
     return pair.target.generate(**inputs(prompts), custom_generate=specstop_generate, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
-     {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"}],
-    ids=lambda options: ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in options.items()) or "default",
-)  # fmt: skip
-def test_greedy_text_is_that_of_generate_and_statistics_are_returned(
-    pair: Pair, prompt_ids: Prompts, options: dict[str, Any]
-) -> None:
-    assert torch.equal(ours(pair, prompt_ids[4:5], **options), stock(pair, prompt_ids[4:5]))
-    out = ours(pair, prompt_ids, **options, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, stock(pair, prompt_ids)), "a batch, padded on the left"
-    assert out.statistics["texts"] == len(prompt_ids) and out.statistics["drafted"] >= out.statistics["accepted"] > 0
-    assert out.statistics["acceptance"][0][0] == 1 and 0.0 < out.statistics["acceptance"][0][1] <= 1.0
-
-
+LOOPS: list[dict[str, Any]] = [
+    {}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
+    {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"},
+]  # fmt: skip
 SUPPORTED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.6}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 18}, {"eos_token_id": [EOS, 9, 30]},
     {"max_length": 14, "max_new_tokens": None}, {"max_new_tokens": 1}, {"bad_words_ids": [[9], [30, 31]]},
@@ -97,14 +85,21 @@ SUPPORTED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(SUPPORTED)))
-def test_supported_options_give_the_text_of_generate(pair: Pair, prompt_ids: Prompts, number: int) -> None:
-    options, prompts = SUPPORTED[number], prompt_ids[4:7]
-    # Chains and trees in turn; tests/decode/verify checks that processors see every branch.
-    assert torch.equal(ours(pair, prompts, tree=(None, "3,2")[number % 2], **options), stock(pair, prompts, **options))
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [*((loop, {}) for loop in LOOPS), *(({"tree": (None, "3,2")[at % 2]}, one) for at, one in enumerate(SUPPORTED))],
+)
+def test_greedy_text_is_that_of_generate_with_supported_options(pair, prompt_ids, loop, options):
+    """Chains and trees in turn; tests/decode/verify checks that processors see every branch."""
+    for prompts in (prompt_ids[4:5], prompt_ids[4:7]) if options else (prompt_ids[4:5], prompt_ids):
+        out = ours(pair, prompts, **loop, **options, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, stock(pair, prompts, **options)), "a batch is padded on the left"
+        figures, depths = out.statistics, out.statistics["acceptance"]
+        assert figures["texts"] == len(prompts) and figures["drafted"] >= figures["accepted"] >= 0
+    assert options or (figures["accepted"] > 0 and depths[0][0] == 1 and 0.0 < depths[0][1] <= 1.0)
 
 
-def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids: Prompts) -> None:
+def test_a_grammar_is_not_called_after_the_end_of_a_text(pair, prompt_ids):
     prompt, texts = prompt_ids[4], list[list[int]]()
 
     def allowed(batch: int, ids: Tensor) -> list[int]:
@@ -118,7 +113,7 @@ def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids:
     assert torch.equal(out, stock(pair, [prompt], prefix_allowed_tokens_fn=allowed))
 
 
-def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair, prompt_ids: Prompts) -> None:
+def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair, prompt_ids):
     def sample(manual: int, **options: Any) -> list[list[int]]:
         torch.manual_seed(manual)
         return ours(pair, prompt_ids[3:6], **{**SAMPLING, **options}).tolist()
@@ -138,9 +133,7 @@ def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair
          SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=8)),
     ],
 )  # fmt: skip
-def test_a_sampled_row_is_plain_sampling_with_its_key(
-    pair: Pair, prompt_ids: Prompts, temperature: float, options: dict[str, Any], sampling: SamplingParams
-) -> None:
+def test_a_sampled_row_is_plain_sampling_with_its_key(pair, prompt_ids, temperature, options, sampling):
     options = {**SAMPLING, "temperature": temperature, **options}
     out = ours(pair, prompt_ids, seed=4, tree="3,2", verification="match", **options)
     keys, longest = [stream_key(4, str(i)) for i in range(len(prompt_ids))], max(map(len, prompt_ids))
@@ -149,24 +142,19 @@ def test_a_sampled_row_is_plain_sampling_with_its_key(
         assert row[longest:] == text + [0] * (out.shape[1] - longest - len(text))
 
 
-class Until(hub.StoppingCriteria):
-    """Stops at a length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+def until(length: int) -> Callable[..., Tensor]:
+    """Return a criterion that stops at a length."""
+    return lambda ids, scores, **options: torch.full((len(ids),), ids.shape[1] >= length)
 
 
-def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prompts) -> None:
+def test_stopping_criteria_end_texts_as_in_generate(pair, prompt_ids):
     prompts = prompt_ids[3:6]
     longest = max(map(len, prompts))
     text = stock(pair, prompts[:1])[0].tolist()
     # These replace the values of the configuration.
     by_end, by_length = EosTokenCriteria(text[-6]), MaxLengthCriteria(len(text) - 4)
     for batch, criteria in (
-        *((prompts, [Until(longest + more)]) for more in (2, 8)),
+        *((prompts, [until(longest + more)]) for more in (2, 8)),
         *((prompts[:1], items) for items in ([by_end], [by_length], [by_end, by_length])),
     ):
         options = {"stopping_criteria": hub.StoppingCriteriaList(criteria)}
@@ -176,9 +164,7 @@ def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prom
 
 
 @pytest.mark.parametrize("skip_prompt", [False, True])
-def test_a_streamer_receives_the_text_of_generate(
-    pair: Pair, tokenizer: Any, prompt_ids: Prompts, skip_prompt: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_streamer_receives_the_text_of_generate(pair, tokenizer, prompt_ids, skip_prompt, capsys):
     for prompt in prompt_ids[2:5]:
         stock(pair, [prompt], streamer=hub.TextStreamer(tokenizer, skip_prompt=skip_prompt))
         expected = capsys.readouterr().out
@@ -204,16 +190,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
-def test_unsupported_arguments_are_refused_by_name(
-    pair: Pair, prompt_ids: Prompts, options: dict[str, Any], message: str
-) -> None:
+def test_unsupported_arguments_are_refused_by_name(pair, prompt_ids, options, message):
     more = {"return_dict_in_generate": True} if next(iter(options)).startswith("output_") else {}
     with pytest.raises(InputError, match=message) as error:
         ours(pair, prompt_ids[: 2 if message == "batch of one" else 1], **options, **more)
     assert "\n" not in str(error.value)
 
 
-def test_unsupported_caches_and_models_are_refused_by_name(pair: Pair, prompt_ids: Prompts) -> None:
+def test_unsupported_caches_and_models_are_refused_by_name(pair, prompt_ids):
     for cache in (
         hub.StaticCache(config=pair.target.config, max_cache_len=64),
         hub.DynamicCache(config=pair.target.config),
@@ -229,9 +213,7 @@ def test_unsupported_caches_and_models_are_refused_by_name(pair: Pair, prompt_id
         t5.generate(torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup")
 
 
-def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
-    pair: Pair, prompt_ids: Prompts, monkeypatch: Patch
-) -> None:
+def test_the_generation_config_of_the_model_may_have_fields_for_other_code(pair, prompt_ids, monkeypatch):
     monkeypatch.setattr(pair.target.generation_config, "chat_format", "chatml", raising=False)
     monkeypatch.setattr(pair.target.generation_config, "num_assistant_tokens", 5)
     assert torch.equal(ours(pair, prompt_ids[:1]), stock(pair, prompt_ids[:1]))
@@ -241,8 +223,8 @@ def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
 
 @pytest.mark.parametrize(("setting", "batch"), [(PLAIN, 1), (PLAIN, 2), (SETTINGS[0], 1), (SETTINGS[-1], 1)])
 def test_the_baseline_of_transformers_writes_the_targets_texts_and_restores_the_assistant(
-    pair: Pair, prompt_ids: Prompts, setting: AssistedSetting, batch: int
-) -> None:
+    pair, prompt_ids, setting, batch
+):
     before, prompts = pair.draft_model.generation_config.to_dict(), prompt_ids[1:4]
     requests = [Request(tokens, at) for at, tokens in enumerate(prompts)]
     texts = Assisted(pair, setting, Settings(max_new_tokens=12, ignore_eos=True), batch).run(requests)
@@ -252,7 +234,7 @@ def test_the_baseline_of_transformers_writes_the_targets_texts_and_restores_the_
     assert pair.draft_model.generation_config.to_dict() == before
 
 
-def test_the_baseline_refuses_an_assistant_of_another_vocabulary(tokenizer: hub.PreTrainedTokenizerFast) -> None:
+def test_the_baseline_refuses_an_assistant_of_another_vocabulary(tokenizer):
     wide = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
     assert len(Assisted(wide, PLAIN, Settings(max_new_tokens=4, ignore_eos=True)).run([Request([7])])[0].tokens) == 4
     with pytest.raises(PairError, match="target scores 56 tokens and the draft 48"):
@@ -313,9 +295,7 @@ def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) ->
     [FixedLength(3), Confidence(0.3, 6), BY_TOKENS, BY_PATH, BY_HISTORY, KNOWN_LENGTH, TEST_POLICIES["adaptive"]],
     ids=lambda p: p.name,
 )
-def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
-    endless_pair: Pair, begun: list[list[int]], policy: StopPolicy, monkeypatch: Patch
-) -> None:
+def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(endless_pair, begun, policy, monkeypatch):
     """The second prompt is a new text for the same criterion. In assisted generation, an end of text would end a draft."""
     monkeypatch.setattr(endless_pair.draft_model.generation_config, "eos_token_id", None)
     speculator, observed = Speculator(endless_pair, policy, Settings(0.0, NEW + 1)), set[int]()
@@ -333,7 +313,7 @@ def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
     [*(TEST_POLICIES[name] for name in ("from-anchor", "trimming", "selecting")), READS_STATES, READS_NOISE],
     ids=lambda p: p.name,
 )
-def test_a_policy_that_reads_more_than_assisted_generation_has_is_refused(policy: StopPolicy) -> None:
+def test_a_policy_that_reads_more_than_assisted_generation_has_is_refused(policy):
     with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves)"):
         PolicyStoppingCriteria(policy, temperature=0.7)
     if policy is READS_NOISE:
@@ -373,9 +353,7 @@ def figures_of(output: Any) -> Any:
     return [output.statistics[name] for name in ("target_calls", "drafted", "verified", "accepted", "acceptance")]
 
 
-def test_an_exported_policy_decodes_as_in_the_library(
-    pair: Pair, prompt_ids: Prompts, policy_folder: Path, out: Path
-) -> None:
+def test_an_exported_policy_decodes_as_in_the_library(pair, prompt_ids, policy_folder, out):
     figures, details, rule = deploy("hf", out, policy_folder), {"return_dict_in_generate": True}, "confidence:0.3"
     assert json.loads((out / "figures.json").read_text()) == figures
     for prompt in prompt_ids[2:4]:
@@ -394,20 +372,14 @@ def test_an_exported_policy_decodes_as_in_the_library(
         exported(pair, prompt, out, trust_remote_code=False)
 
 
-class LastWord(hub.StoppingCriteria):
-    """Replaces the criterion of transformers, which cannot read a tokenizer of whole words."""
-
-    def __init__(self, tokenizer: hub.PreTrainedTokenizerFast, words: list[str]) -> None:
-        self.tokens = torch.tensor(tokenizer.convert_tokens_to_ids(words))
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.isin(input_ids[:, -1], self.tokens)
+def last_word(tokenizer: hub.PreTrainedTokenizerFast, words: list[str]) -> Callable[..., Tensor]:
+    """Replace the criterion of transformers, which cannot read a tokenizer of whole words."""
+    tokens = torch.tensor(tokenizer.convert_tokens_to_ids(words))
+    return lambda ids, scores, **options: torch.isin(ids[:, -1], tokens)
 
 
-def test_stop_strings_streamer_and_sampling_are_passed_on(
-    pair: Pair, prompt_ids: Prompts, tokenizer: Any, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(exported_module, "StopStringCriteria", LastWord)
+def test_stop_strings_streamer_and_sampling_are_passed_on(pair, prompt_ids, tokenizer, out, capsys, monkeypatch):
+    monkeypatch.setattr(exported_module, "StopStringCriteria", last_word)
     deploy("hf", out, "fixed:3")
     prompt, options = prompt_ids[5], {"draft_model": pair.draft}
     start, plain = len(prompt), stock(pair, [prompt])[0].tolist()
@@ -430,8 +402,8 @@ def trained_with(drafter: str, folder: Path, **pair: str) -> Path:
 
 @pytest.mark.parametrize("prefix", ["", "suffix?confidence=0.6+"])
 def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
-    prefix: str, pair: Pair, prompt_ids: Prompts, hydra: Path, out: Path, tmp_path: Path
-) -> None:
+    prefix, pair, prompt_ids, hydra, out, tmp_path
+):
     spec, identity, prompt = f"{prefix}hydra:{hydra}", load_drafter(hydra).identity, prompt_ids[3]
     policy, details = trained_with(spec, tmp_path / "policy", draft=identity), {"return_dict_in_generate": True}
     assert deploy("hf", out, policy)["drafter"] == f"{prefix}hydra:drafter"
@@ -447,9 +419,7 @@ def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
             exported(pair, prompt, out, **{name: pair.draft})
 
 
-def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(
-    pair: Pair, prompt_ids: Prompts, out: Path, tmp_path: Path
-) -> None:
+def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(pair, prompt_ids, out, tmp_path):
     policy, prompt = trained_with("suffix", tmp_path / "policy", draft="suffix"), prompt_ids[3]
     assert deploy("hf", out, policy)["drafter"] == "suffix"
     assert torch.equal(exported(pair, prompt, out, drafter="model", draft_model=pair.draft), stock(pair, [prompt]))
@@ -468,9 +438,7 @@ def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(
         ("suffix+hydrra:heads", "expected one of model, lookup"), (None, "plugin"),
     ],
 )  # fmt: skip
-def test_drafters_with_files_and_policies_of_plugins_are_refused(
-    drafter: str | None, message: str, out: Path, monkeypatch: Patch
-) -> None:
+def test_drafters_with_files_and_policies_of_plugins_are_refused(drafter, message, out, monkeypatch):
     if drafter is None:
         monkeypatch.setattr(deploy_module, "as_policy", lambda _: FixedLength(2))
     with pytest.raises((InputError, PolicyError), match=re.escape(message)):
@@ -478,7 +446,7 @@ def test_drafters_with_files_and_policies_of_plugins_are_refused(
     assert not out.exists()
 
 
-def test_a_repository_of_the_hub_is_downloaded(pair: Pair, prompt_ids: Prompts, out: Path, monkeypatch: Patch) -> None:
+def test_a_repository_of_the_hub_is_downloaded(pair, prompt_ids, out, monkeypatch):
     """The config of a model that was loaded from the repository names it."""
     deploy("hf", out, "fixed:3")
     calls: list[tuple[Any, ...]] = []
@@ -511,9 +479,7 @@ def test_a_repository_of_the_hub_is_downloaded(pair: Pair, prompt_ids: Prompts, 
         ("drafter/drafter.json", '{"schema": 1'),
     ],
 )  # fmt: skip
-def test_a_damaged_export_is_refused(
-    name: str, content: str, pair: Pair, policy_folder: Path, hydra: Path, out: Path
-) -> None:
+def test_a_damaged_export_is_refused(name, content, pair, policy_folder, hydra, out):
     deploy("hf", out, policy_folder, drafter=f"hydra:{hydra}")
     (out / name).write_text(content)
     with pytest.raises((InputError, PolicyError)):

@@ -6,7 +6,6 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -167,9 +166,7 @@ PROCESSORS = (
         *(("llama", "a cache and the rest, masked", options) for options in PROCESSORS),
     ],
 )  # fmt: skip
-def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(
-    kind: str, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind, name, options, monkeypatch):
     """Processors receive the prompt that `generate` gives them. Recorded calls have no gaps and offsets."""
     kind, _, recorded = kind.partition(", ")
     model = small_model(kind)
@@ -186,7 +183,7 @@ def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(
     assert torch.equal(ours(model, one_row(arguments, 1)), expected)
 
 
-def test_a_prompt_with_images_is_read_by_the_target() -> None:
+def test_a_prompt_with_images_is_read_by_the_target():
     model, other = small_model("qwen2-vl"), images()
     expected = plain(model, images())
     other["pixel_values"] = 3.0 - 2.0 * other["pixel_values"].flip(-1)
@@ -197,7 +194,7 @@ def test_a_prompt_with_images_is_read_by_the_target() -> None:
     assert torch.equal(ours(model, text), plain(model, text))
 
 
-def test_adapters_of_single_rows_are_refused_by_name() -> None:
+def test_adapters_of_single_rows_are_refused_by_name():
     arguments = {"input_ids": ids(2, 11)}
     with pytest.raises(InputError, match=r"adapter_names.*set_adapter"):
         ours(copy.deepcopy(small_model("llama+lora")), {**arguments, "adapter_names": ["default", "__base__"]})
@@ -205,14 +202,14 @@ def test_adapters_of_single_rows_are_refused_by_name() -> None:
     assert torch.equal(ours(model, {**row, "adapter_names": ["default"]}), plain(model, row))
 
 
-def test_a_model_that_computes_its_mask_is_padded_on_the_left_and_continues_from_a_cache() -> None:
+def test_a_model_that_computes_its_mask_is_padded_on_the_left_and_continues_from_a_cache():
     model = copy.deepcopy(small_model("bloom")).float()  # in float64 the library's mask of padding leaves NaN
     for name, row in (("left", 0), ("a cache and the rest", 1)):
         arguments = [one_row(prompt_of(name, model), row) for _ in range(2)]
         assert torch.equal(ours(model, arguments[0]), plain(model, arguments[1]))
 
 
-def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch):
     llama, git = copy.deepcopy(small_model("llama")), copy.deepcopy(small_model("git")).float()
     embeddings = llama.get_input_embeddings()(ids(3, 11)).detach()
     far = {"input_ids": ids(1, 11), "position_ids": torch.arange(240, 251)[None]}
@@ -243,7 +240,7 @@ def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch: 
 
 
 @pytest.mark.parametrize(("kind", "name"), [("medusa", "gaps"), ("layer", "a cache and the rest")])
-def test_drafters_that_read_the_targets_states_draft_after_such_a_prompt(kind: str, name: str, tmp_path: Path) -> None:
+def test_drafters_that_read_the_targets_states_draft_after_such_a_prompt(kind, name, tmp_path):
     model = small_model("llama")
     network = small_network(kind, 32, VOCABULARY, model.lm_head.weight.float())
     folder = save_drafter(TrainedDrafter(kind, network, join(model, None).fingerprint["target"]), tmp_path / kind)

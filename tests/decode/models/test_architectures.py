@@ -37,9 +37,7 @@ def texts(
         *((name, tuple(table.METHODS)) for name in ("mamba", "rwkv", "roberta encoder")),
     ],
 )
-def test_a_class_gives_the_text_of_generate_or_is_refused_by_name(
-    name: str, refused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_gives_the_text_of_generate_or_is_refused_by_name(name, refused, monkeypatch):
     """Alone, side by side, in chains and trees. Windows, attention in chunks, ALiBi, recurrent layers, encoders as decoders.
 
     `benchmarks/architectures.py` decodes with all classes of transformers, policies and trees.
@@ -51,14 +49,14 @@ def test_a_class_gives_the_text_of_generate_or_is_refused_by_name(
     assert not refused or row.cls in row.note
 
 
-def test_a_router_that_reads_the_weight_of_its_layer_is_not_packed() -> None:
+def test_a_router_that_reads_the_weight_of_its_layer_is_not_packed():
     target = table.build_class("hunyuan_v1_moe", {"num_key_value_heads": 4, "head_dim": 4}).float()
     expected = table.expected_texts(target)
     pair = with_engine(join(target, None), "packed")
     assert plain_texts(pair, table.PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
 
 
-def test_a_draft_and_an_attention_that_are_not_supported_are_refused_by_name() -> None:
+def test_a_draft_and_an_attention_that_are_not_supported_are_refused_by_name():
     flex, target = build_model(), build_model()
     flex.config._attn_implementation = "flex_attention"
     for models, message in (
@@ -70,7 +68,7 @@ def test_a_draft_and_an_attention_that_are_not_supported_are_refused_by_name() -
         assert "\n" not in str(error.value)
 
 
-def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path: Any, tokenizer: Any) -> None:
+def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path, tokenizer):
     model = table.build("gemma2", torch.float32, "eager")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -80,7 +78,7 @@ def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path: Any, toke
 
 
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.002), (torch.bfloat16, 0.3)])
-def test_weights_of_any_size_and_type_pass_the_check(dtype: torch.dtype, spread: float) -> None:
+def test_weights_of_any_size_and_type_pass_the_check(dtype, spread):
     for name in ("qwen2_moe", "gptj"):
         target = table.build_class(name, {"initializer_range": spread}).to(dtype)
         assert join(target, None).readings[0].side_by_side == (name != "gptj")
@@ -92,7 +90,7 @@ def rounded(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return ((inputs[0] / scale).round() * scale,)
 
 
-def test_logits_that_depend_on_the_tokens_of_a_call_are_warned_of_once() -> None:
+def test_logits_that_depend_on_the_tokens_of_a_call_are_warned_of_once():
     target = table.build_class("llama", {})
     for layer in target.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(rounded)
@@ -126,7 +124,7 @@ def rotated(kind: str, seed: int = 0, **options: Any) -> hub.PreTrainedModel:
     ("kind", "draft_kind"),
     [("phi3", "llama-long"), ("llama-long", "same"), ("llama", "phi3")],
 )
-def test_position_encodings_that_change_with_the_length_give_the_text_of_generate(kind: str, draft_kind: str) -> None:
+def test_position_encodings_that_change_with_the_length_give_the_text_of_generate(kind, draft_kind):
     target = rotated(kind)
     pair = join(target, table.noisy(target) if draft_kind == "same" else rotated(draft_kind, 1))
     expected = [table.plain(target, prompt, 20) for prompt in AROUND]
@@ -140,7 +138,7 @@ def test_position_encodings_that_change_with_the_length_give_the_text_of_generat
         assert texts(pair, AROUND, 20, *options) == expected, options
 
 
-def test_dynamic_factors_are_refused_beyond_the_length_where_they_change() -> None:
+def test_dynamic_factors_are_refused_beyond_the_length_where_they_change():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     target = rotated("llama", max_position_embeddings=30, rope_parameters=rope)
     pair, prompts = join(target, table.noisy(target)), [[5, 9, 17, 33, 3, 8]]

@@ -94,7 +94,7 @@ def subtree(draw: random.Random) -> list[int]:
         ("gpt2", "sdpa"),
     ],
 )
-def test_each_row_has_the_logits_and_states_of_a_whole_forward_pass(kind: str, attention: str) -> None:
+def test_each_row_has_the_logits_and_states_of_a_whole_forward_pass(kind, attention):
     """Random calls of three streams; tokens are rolled back, trees are cut to a path, and texts are replaced by others."""
     draw, near = random.Random(5), NEAR[attention]
     model = table.build(kind, torch.float64, attention)
@@ -166,7 +166,7 @@ def build(config: hub.PreTrainedConfig) -> hub.PreTrainedModel:
 
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_engine_gives_the_librarys_logits_and_states(name: str) -> None:
+def test_every_engine_gives_the_librarys_logits_and_states(name):
     config, engines = ENGINES[name]
     model = build(config)
 
@@ -183,7 +183,7 @@ def test_every_engine_gives_the_librarys_logits_and_states(name: str) -> None:
             assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
 
 
-def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason() -> None:
+def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason():
     llama, gpt2 = build(ENGINES["llama"][0]), build(ENGINES["gpt2"][0])
     windowed = build(table.CONFIGS["mistral-window"]())
     assert [choose_engine(model) for model in (llama, gpt2)] == ["compact", "packed"]
@@ -198,7 +198,7 @@ def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason() -
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize(("queries", "visible"), [(1, 4096), (1, 700), (3, 4000), (9, 5)])
-def test_attention_in_parts_equals_the_whole(queries: int, visible: int, device: str) -> None:
+def test_attention_in_parts_equals_the_whole(queries, visible, device):
     """Parts without visible keys add nothing."""
     generator, dtype = torch.Generator().manual_seed(3), torch.float32
     query, key, value = (torch.randn(1, 2, n, 32, generator=generator).to(device) for n in (queries, 4096, 4096))
@@ -212,7 +212,7 @@ def test_attention_in_parts_equals_the_whole(queries: int, visible: int, device:
 
 
 @pytest.mark.usefixtures("without_gradients")
-def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch: Patch) -> None:
+def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch):
     """As on a GPU, where queries that share a head are grouped."""
     divided: list[int] = []
 
@@ -257,7 +257,7 @@ def recorded_model(model: hub.PreTrainedModel, capacity: int = 120, *options: An
 
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("name", ["llama states", "llama eager", "mistral-window", "gemma3", "gpt2", "opt"])
-def test_recorded_calls_give_the_same_logits(name: str, graphs: Graphs) -> None:
+def test_recorded_calls_give_the_same_logits(name, graphs):
     kind, states = name.split()[0], name.endswith("states")
     attention = "eager" if kind in table.EAGER_ONLY or name.endswith("eager") else "sdpa"
     model = table.build(kind, torch.float64, attention)
@@ -274,7 +274,7 @@ def test_recorded_calls_give_the_same_logits(name: str, graphs: Graphs) -> None:
 
 
 @pytest.mark.usefixtures("without_gradients")
-def test_calls_are_recorded_when_they_come_again_or_in_advance(model: hub.PreTrainedModel, graphs: Graphs) -> None:
+def test_calls_are_recorded_when_they_come_again_or_in_advance(model, graphs):
     cache, reference, recorded = recorded_model(model), CachedModel(model, 120, VOCABULARY), list[int]()
     for tokens in ([1] * 9, *[[1]] * 10):  # past 16 tokens, attention reads the next size
         assert_same([chain(reference, tokens, 1)], [chain(cache, tokens, 1)])
@@ -289,9 +289,7 @@ def test_calls_are_recorded_when_they_come_again_or_in_advance(model: hub.PreTra
     assert graphs.recorded == 6, "a prompt is never recorded"
 
 
-def test_texts_of_recorded_calls_are_the_same_in_batches_and_in_threads(
-    model: hub.PreTrainedModel, prompt_ids: list[list[int]], monkeypatch: Patch
-) -> None:
+def test_texts_of_recorded_calls_are_the_same_in_batches_and_in_threads(model, prompt_ids, monkeypatch):
     """A smaller batch uses the recordings of a larger one; each thread has separate recordings."""
     monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
     pair = join(model, build_draft(model))
@@ -314,7 +312,7 @@ def test_texts_of_recorded_calls_are_the_same_in_batches_and_in_threads(
 
 
 @pytest.mark.usefixtures("without_gradients")
-def test_a_call_that_cannot_be_recorded_is_warned_of_once(model: hub.PreTrainedModel, graphs: Graphs) -> None:
+def test_a_call_that_cannot_be_recorded_is_warned_of_once(model, graphs):
     model.lm_head.register_forward_hook(lambda module, inputs, output: output.sum().item() and None)
     with pytest.warns(SpecstopWarning, match="cuda:1 cannot be recorded .*not permitted when stream") as warned:
         assert_same(readings(CachedModel(model, 120, VOCABULARY)), readings(recorded_model(model)))
@@ -323,9 +321,7 @@ def test_a_call_that_cannot_be_recorded_is_warned_of_once(model: hub.PreTrainedM
 
 
 @pytest.mark.usefixtures("without_gradients")
-def test_recordings_are_bounded_by_their_number_and_memory(
-    model: hub.PreTrainedModel, graphs: Graphs, monkeypatch: Patch
-) -> None:
+def test_recordings_are_bounded_by_their_number_and_memory(model, graphs, monkeypatch):
     monkeypatch.setattr(cuda_module, "MAX_CALLS", 4)
     cache, reference = recorded_model(model), CachedModel(model, 120, VOCABULARY)
 

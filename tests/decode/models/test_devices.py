@@ -57,9 +57,7 @@ def pairs() -> tuple[Pair, Pair]:
         ("ctc", "match", 0.7, None, 1), ("ctc-released", "match", 0.7, "2,2,1", 2), ("layer", "match", 0.7, "2,2,1", 2),
     ],
 )  # fmt: skip
-def test_texts_are_those_of_the_host_and_a_round_waits_once_a_level_and_twice_at_its_end(
-    pairs: tuple[Pair, Pair], kind: str, mode: str, temperature: float, tree: str | None, batch: int
-) -> None:
+def test_texts_are_those_of_the_host_and_rounds_wait_once_a_level(pairs, kind, mode, temperature, tree, batch):
     settings = Settings(temperature, 10, ignore_eos=True, verification=mode, tree=tree)
     requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
 
@@ -81,7 +79,7 @@ def test_texts_are_those_of_the_host_and_a_round_waits_once_a_level_and_twice_at
         assert tree or device.count["uploads"] <= 1, "the key of the stream"
 
 
-def test_transfers_keep_the_values() -> None:
+def test_transfers_keep_the_values():
     with Accelerator() as device:
         tokens, scores = upload([[2**31 + 1, 5]], DEVICE), upload([0.1, -3.5e30], DEVICE)
         assert download(tokens, scores) == [[[2**31 + 1, 5]], torch.tensor([0.1, -3.5e30]).tolist()]
@@ -89,7 +87,7 @@ def test_transfers_keep_the_values() -> None:
     assert download(torch.tensor([1, 2]), torch.tensor([[0.5]])) == [[1, 2], [[0.5]]]
 
 
-def test_the_timer_of_a_gpu_waits_once_for_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_of_a_gpu_waits_once_for_its_events(monkeypatch):
     """The simulated device works for 2 s before each event."""
     events, waits = list[Any](), list[int]()
 
@@ -112,7 +110,7 @@ def test_the_timer_of_a_gpu_waits_once_for_its_events(monkeypatch: pytest.Monkey
     assert timer.laps == timer.laps == {"draft": [2.0, 2.0], "verify": [2.0]} and len(waits) == 1
 
 
-def test_a_wide_output_layer_separates_logits_that_tie_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_output_layer_separates_logits_that_tie_in_half_precision(monkeypatch):
     product = torch.matmul
     monkeypatch.setattr(torch, "mm", lambda a, b, dtype: product(a.to(dtype), b.to(dtype)))  # what CUDA computes
     head = nn.Linear(2, 2, dtype=torch.bfloat16)
@@ -129,7 +127,7 @@ def texts(pair: Pair, batch: int = 1, tree: str | None = None, length: int = 10)
     return [list(text.tokens) for text in speculator.run([Request(PROMPT, key) for key in range(3)])]
 
 
-def test_a_target_on_disk_writes_the_same_texts(pair_folder: Path, plain_pair: Pair) -> None:
+def test_a_target_on_disk_writes_the_same_texts(pair_folder, plain_pair):
     with pytest.warns(SpecstopWarning, match="neither packed nor recorded .* on disk, cpu"):
         folders = pair_folder / "target", pair_folder / "draft"
         spread = load_pair(*folders, dtype="float64", device_map=json.dumps(SPREAD))
@@ -146,7 +144,7 @@ def test_a_target_on_disk_writes_the_same_texts(pair_folder: Path, plain_pair: P
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_target_on_several_devices_is_called_from_that_of_the_draft(whole: bool) -> None:
+def test_a_target_on_several_devices_is_called_from_that_of_the_draft(whole):
     target = build_model()
     draft, on_device = build_draft(target), ("model.layers.1", "lm_head")
     expected = Pair(target, draft, None, VOCABULARY, (EOS,))
@@ -212,7 +210,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
     del quantizers.auto.AUTO_QUANTIZER_MAPPING["integers"], quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING["integers"]
 
 
-def test_a_quantised_target_keeps_its_types(quantised: Path, pair_folder: Path) -> None:
+def test_a_quantised_target_keeps_its_types(quantised, pair_folder):
     with pytest.warns(SpecstopWarning, match="its weights are quantised"):
         pair = load_pair(quantised, pair_folder / "draft", dtype="float32")
     assert pair.target.dtype == torch.bfloat16 and pair.draft_model.dtype == torch.float32
@@ -223,7 +221,7 @@ def test_a_quantised_target_keeps_its_types(quantised: Path, pair_folder: Path) 
         load_pair(quantised, pair_folder / "draft", engine="packed")
 
 
-def test_composite_tensors_are_hashed_by_their_parts() -> None:
+def test_composite_tensors_are_hashed_by_their_parts():
     from torch.testing._internal.two_tensor import TwoTensor
 
     layer = nn.Linear(2, 2, bias=False)
@@ -252,7 +250,7 @@ def cuda_pair() -> Pair:
 @MUST_RECORD
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("source", ["plain", "compact", *DRAFTERS, "suffix", "lookup"])
-def test_the_text_is_that_of_plain_decoding(source: str, temperature: float, prompt_ids: list[list[int]]) -> None:
+def test_the_text_is_that_of_plain_decoding(source, temperature, prompt_ids):
     pair, is_engine, drafts = cuda_pair(), source in ("plain", "compact"), source in DRAFTERS
     pair = with_engine(pair, source) if is_engine else pair if drafts else with_drafter(pair, source)
     prompts, thresholds = prompt_ids[:4], [Confidence(0.3, 6)] if is_engine else []
@@ -272,29 +270,20 @@ HALF_ON_CPU = {**dict.fromkeys(ON_GPU, 0), "model.layers.1": "cpu"}
 
 @gpu
 @pytest.mark.parametrize("places", ["cpu", json.dumps(HALF_ON_CPU), "auto"])
-def test_a_target_placed_elsewhere_writes_the_same_texts(places: str, pair_folder: Path) -> None:
+def test_a_target_placed_elsewhere_writes_the_same_texts(places, pair_folder):
     folders = pair_folder / "target", pair_folder / "draft"
     pairs = [load_pair(*folders, device="cuda:0", dtype="float64", device_map=m) for m in (None, places)]
     assert pairs[0].fingerprint == pairs[1].fingerprint and pairs[0].device == pairs[1].device
     assert texts(pairs[0]) == texts(pairs[1])
-
-
-@gpu
-def test_a_pair_on_cuda_is_compact_and_compiled(pair_folder: Path) -> None:
-    folders = pair_folder / "target", pair_folder / "draft"
     pair = load_pair(*folders, device="cuda", dtype="float32")
-    plain = load_pair(*folders, device="cuda:0", dtype="float32", engine="plain")
-    assert pair.engines == ("compact", "compact") and plain.engines == ("plain", "plain") and pair.device.index == 0
-    assert texts(pair) == texts(plain) and Compiled.works
+    assert pair.engines == ("compact", "compact") and pair.device.index == 0
 
 
 @gpu
 @MUST_RECORD
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_recorded_calls_of_the_compact_engine_are_near_the_library(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_calls_of_the_compact_engine_are_near_the_library(dtype, monkeypatch):
     """Past 2,048 slots, where attention is computed in parts, compared with the library's modules in float32."""
     model = build_model(head_dim=8, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2600).float()
     reference = CachedModel(copy.deepcopy(model), 2600, 48)
@@ -311,4 +300,4 @@ def test_recorded_calls_of_the_compact_engine_are_near_the_library(
     # Half precision rounds to one part in 2,048, which two layers of such large weights amplify to 2%.
     near = 0.06 if dtype == torch.float16 else 1e-3
     assert float(torch.cat(errors).norm()) < near * float(torch.cat(logits).norm())
-    assert divided and any(call.play for call in fast._memory.calls.values())
+    assert divided and any(call.play for call in fast._memory.calls.values()) and Compiled.works

@@ -59,9 +59,7 @@ def is_refused(role: str) -> Any:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("mode", MODES)
-def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_the_text(
-    pair: Pair, prompt_ids: Prompts, mode: str, value: str
-) -> None:
+def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_the_text(pair, prompt_ids, mode, value):
     prompt, (temperature, tree), name = prompt_ids[3], MODES[mode], mode.partition(",")[0]
     settings = Settings(temperature, NEW, ignore_eos=True, tree=tree, verification=name)
     late = len(prompt) + LATER
@@ -81,9 +79,7 @@ def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_t
 
 
 @pytest.mark.parametrize("kind", ["model", "layer", "ctc", "recorded"])
-def test_the_next_texts_of_a_loop_are_correct(
-    plain_pair: Pair, prompt_ids: Prompts, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_texts_of_a_loop_are_correct(plain_pair, prompt_ids, kind, monkeypatch):
     """Values of a broken text remain in the caches behind masks, where zero times NaN is NaN."""
     if kind == "recorded":
         record_calls(monkeypatch)
@@ -105,7 +101,7 @@ def test_the_next_texts_of_a_loop_are_correct(
         del speculator
 
 
-def test_states_that_do_not_fit_are_refused(plain_pair: Pair) -> None:
+def test_states_that_do_not_fit_are_refused(plain_pair):
     trimming = Speculator(plain_pair, ReadsDraftStates(), Settings(0.7, NEW, tree="3,2,1", verification="rejection"))
     assert trimming.generate([5, 6]).tokens, "a policy that trims may read states of the draft"
     for drafter in (LookupDrafter(plain_pair), small_drafter("ctc", plain_pair)):  # a path of CTC has no state
@@ -117,7 +113,7 @@ def test_states_that_do_not_fit_are_refused(plain_pair: Pair) -> None:
         Speculator(plain_pair, policy)
 
 
-def test_states_are_rounded_and_clipped_to_float16() -> None:
+def test_states_are_rounded_and_clipped_to_float16():
     states = torch.tensor([1.0 + 2.0**-12, 1e6, -1e6, 1e-9], dtype=torch.float64)
     assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]
     assert rounded(states).dtype == torch.float32 and torch.equal(rounded(stored(states)), rounded(states))

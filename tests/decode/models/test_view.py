@@ -54,7 +54,7 @@ def assert_threads_agree(
 
 
 @pytest.mark.parametrize("policy", LOOPS)
-def test_threads_write_the_texts_of_one_thread(shared: Pair, policy: str) -> None:
+def test_threads_write_the_texts_of_one_thread(shared, policy):
     attention: Any = shared.target.model.layers[0].self_attn
     attention.forward = attention.forward  # some libraries replace it by a method
     assert_threads_agree(shared, policy)
@@ -65,12 +65,12 @@ def test_threads_write_the_texts_of_one_thread(shared: Pair, policy: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["hydra", "layer"])
-def test_drafters_on_the_target_are_shared(shared: Pair, kind: str) -> None:
+def test_drafters_on_the_target_are_shared(shared, kind):
     drafter = small_drafter(kind, shared)
     assert_threads_agree(shared, drafter=lambda pair: type(drafter)(pair, drafter._network))
 
 
-def test_models_without_a_view_are_called_by_one_thread_at_a_time(shared: Pair) -> None:
+def test_models_without_a_view_are_called_by_one_thread_at_a_time(shared):
     expected, layer = assert_threads_agree(shared), shared.target.model.layers[0]
     stock = layer.forward
     layer.forward = lambda *args, **kwargs: stock(*args, **kwargs)
@@ -79,9 +79,7 @@ def test_models_without_a_view_are_called_by_one_thread_at_a_time(shared: Pair) 
 
 
 @pytest.mark.parametrize("records", [False, True])
-def test_weights_and_adapters_that_change_between_two_texts_are_used(
-    records: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_adapters_that_change_between_two_texts_are_used(records, monkeypatch):
     peft = pytest.importorskip("peft")
     if records:
         record_calls(monkeypatch)
@@ -116,7 +114,7 @@ def test_weights_and_adapters_that_change_between_two_texts_are_used(
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
-def test_a_generated_text_is_an_ordinary_tensor(shared: Pair) -> None:
+def test_a_generated_text_is_an_ordinary_tensor(shared):
     target, ids = shared.target, torch.tensor([PROMPTS[2]])
     target.gradient_checkpointing_enable()
     target.enable_input_require_grads()
@@ -127,9 +125,7 @@ def test_a_generated_text_is_an_ordinary_tensor(shared: Pair) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_cudnn_attention_is_restored_when_the_last_thread_has_left(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_attention_is_restored_when_the_last_thread_has_left(before, monkeypatch):
     setting = [before]
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: setting[-1])
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", setting.append)

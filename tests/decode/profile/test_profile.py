@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,7 @@ def calibrated(pair: Pair) -> Profile:
         return measure(pair, tree="3,2,1,1")
 
 
-def test_known_costs_are_recovered(calibrated: Profile) -> None:
+def test_known_costs_are_recovered(calibrated):
     for table in (calibrated.low, calibrated.high):
         assert table.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
         assert table.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
@@ -123,9 +122,7 @@ def test_known_costs_are_recovered(calibrated: Profile) -> None:
     assert 12 < calibrated.low.context < calibrated.high.context < 128
 
 
-def test_predicted_seconds_of_rounds_equal_the_measured_ones(
-    pair: Pair, calibrated: Profile, clock: list[float]
-) -> None:
+def test_predicted_seconds_of_rounds_equal_the_measured_ones(pair, calibrated, clock):
     for policy in (FixedLength(3), TEST_POLICIES["trimming"].limited(DEPTH)):
         generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
         for r in generation.rounds:
@@ -133,7 +130,7 @@ def test_predicted_seconds_of_rounds_equal_the_measured_ones(
             assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
 
 
-def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path: Path, ticking: list[float]) -> None:
+def test_a_measured_profile_is_positive_and_equals_its_file(pair, tmp_path, ticking):
     calls: list[tuple[str, int, int]] = []
     profile = measure(
         pair, 1, temperature=0.7, policies=[Confidence(0.3, DEPTH), TEST_POLICIES["trimming"]], new_tokens=30,
@@ -149,7 +146,7 @@ def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path
     assert calls == [("profile", done, 6) for done in range(7)], "rounds and two policies, after a warm-up"
 
 
-def test_invalid_arguments_are_refused(pair: Pair) -> None:
+def test_invalid_arguments_are_refused(pair):
     too_long = {"prompts": [[6] * 60], "new_tokens": 80}
     for options, message in (
         ({"prompts": [[6, 7], []]}, "none empty"),
@@ -160,7 +157,7 @@ def test_invalid_arguments_are_refused(pair: Pair) -> None:
             measure(pair, 1, **options)
 
 
-def test_known_costs_of_batches_are_recovered(pair: Pair, monkeypatch: Patch) -> None:
+def test_known_costs_of_batches_are_recovered(pair, monkeypatch):
     known_clock(pair, monkeypatch, streams=True)
     profile = measure(pair, batch=(3,))
     costs = profile.batch
@@ -175,7 +172,7 @@ def test_known_costs_of_batches_are_recovered(pair: Pair, monkeypatch: Patch) ->
         assert (profile.first_draft_s(drafting, context) >= profile.draft_s(drafting, context)).all(), "it reads more"
 
 
-def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair: Pair) -> None:
+def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair):
     """The order differs between texts, and between the decks of lengths of a text."""
     speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
     orders = set[tuple[int, ...]]()
@@ -208,7 +205,7 @@ def timed(effort: Effort, **seconds: tuple[float, ...]) -> tuple[Measurements, s
     return measure_in_turns(cases, effort, clock=lambda: now[0]), "".join(calls), now[0]
 
 
-def test_cases_take_turns_until_they_agree_or_the_budget_is_spent() -> None:
+def test_cases_take_turns_until_they_agree_or_the_budget_is_spent():
     measured, calls, _ = timed(Effort(repetitions=3), a=(9.0, 1.0), b=(9.0, 1.0), c=(9.0, 1.0))
     assert calls == "abc" + "bca" + "cab" + "abc"
     assert measured.series == {Key("call", name): ((10**9,) * 5,) * 3 for name in "abc"}, "without the warm-up"
@@ -232,7 +229,7 @@ def test_cases_take_turns_until_they_agree_or_the_budget_is_spent() -> None:
         *((kind, "") for kind in ("much jitter", "fast machine", "jitter, hiccups and wandering")),
     ],
 )  # fmt: skip
-def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind: str, reason: str) -> None:
+def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind, reason):
     noise, seconds = machines.profiled({**machines.NOISY, **machines.QUIET}[kind], seed=5, budget_s=15.0)
     assert noise.is_noisy == bool(reason) and reason in noise.text
     assert ("busy" if reason else "quiet") in noise.text
@@ -248,7 +245,7 @@ def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind
         (False, {1, 3}, [0, 1, 1, 1]),  # a timed call that records is repeated
     ],
 )
-def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair: Pair, on_host: bool, recording: Any, expected: Any) -> None:
+def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair, on_host, recording, expected):
     run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
     run.on_host = on_host
 
@@ -263,7 +260,7 @@ def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair: Pair, on_host: bool,
 
 
 @pytest.mark.parametrize(("on_host", "tokens"), [(True, 44), (False, 24)])
-def test_the_budget_includes_the_warm_up(pair: Pair, monkeypatch: Patch, on_host: bool, tokens: int) -> None:
+def test_the_budget_includes_the_warm_up(pair, monkeypatch, on_host, tokens):
     """A GPU may warm up for longer, so its texts are shorter: 10 repetitions after 2 or 12."""
     probe, now = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=8), [0.0]
     probe.on_host = on_host
@@ -294,7 +291,7 @@ def price(timed: Measurements, policy: StopPolicy) -> float:
     return decision_prices(timed.pooled)[policy.cost_name]
 
 
-def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
+def test_a_decision_is_timed_without_a_model(ticking):
     late = OnTheClock(9, [0.0])  # on a clock that is not read
     late.first = 3
     for policy in (Confidence(0.4), late, *(TEST_POLICIES[name] for name in ("from-anchor", "trimming", "adaptive"))):
@@ -304,7 +301,7 @@ def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 1])
-def test_known_prices_of_decisions_are_recovered(pair: Pair, clock: list[float], depth: int) -> None:
+def test_known_prices_of_decisions_are_recovered(pair, clock, depth):
     policy = OnTheClock(depth, clock)
     timed = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, depth, ignore_eos=True))
     rounds, total, calls = 0, 0.0, 0
@@ -314,7 +311,7 @@ def test_known_prices_of_decisions_are_recovered(pair: Pair, clock: list[float],
     assert rounds >= min(depth, 2) and price(timed, policy) == pytest.approx(total / calls, abs=EXACT)
 
 
-def test_only_missing_decisions_are_measured(profile: Profile) -> None:
+def test_only_missing_decisions_are_measured(profile):
     never_called = [*(FixedLength(k) for k in (0, 1, 9)), load_policy("load?table=1:3,4:1")]
     assert add_decisions(profile, [Confidence(0.9), *never_called], VOCABULARY) == profile
     more = add_decisions(profile, [*never_called, TEST_POLICIES["from-anchor"], Confidence(0.1)], VOCABULARY)
@@ -325,7 +322,7 @@ def test_only_missing_decisions_are_measured(profile: Profile) -> None:
     assert list(missing_decisions(unpriced, [*never_called, Confidence(0.4)])) == ["confidence"]
 
 
-def test_decisions_are_timed_on_the_device_of_the_profile(profile: Profile, monkeypatch: Patch) -> None:
+def test_decisions_are_timed_on_the_device_of_the_profile(profile, monkeypatch):
     profile = dataclasses.replace(profile, facts={"device": "H100"})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
