@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,9 @@ from specstop.policies.errors import InputError, PairError
 from tape import record_calls
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+
+# peft warns that it ignores positions, the loop that it reads rows one at a time.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
 DRAFTING: list[dict[str, Any]] = [
@@ -135,24 +137,16 @@ def ours(model: Any, arguments: dict[str, Any], drafting: dict[str, Any] = DRAFT
     if "drafter" not in drafting:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         drafting["draft_model"] = copy.deepcopy(base) if drafting.pop("draft", "") == "target" else draft()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of peft, which ignores positions, and of rows read one at a time
-        out: Tensor = model.generate(**arguments, **OPTIONS, **drafting, custom_generate=specstop_generate)
+    out: Tensor = model.generate(**arguments, **OPTIONS, **drafting, custom_generate=specstop_generate)
     return out
 
 
 def plain(model: Any, arguments: dict[str, Any]) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        out: Tensor = model.generate(**arguments, **OPTIONS)
+    out: Tensor = model.generate(**arguments, **OPTIONS)
     return out
 
 
-PROCESSORS = (
-    {"repetition_penalty": 1.5},
-    {"no_repeat_ngram_size": 2},
-    {"min_new_tokens": 9, "eos_token_id": [50, 51]},
-)
+MINIMUM = {"min_new_tokens": 9, "eos_token_id": [50, 51]}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +157,7 @@ PROCESSORS = (
         ("gpt2", "a cache and the rest, masked", {}), ("gpt2", "embeddings", {}),
         ("llama+prompt", "left", {}), ("llama+prefix", "gaps", {}), ("gpt2+prefix", "right", {}), ("gpt2+lora", "gaps", {}),
         *((f"{kind}, recorded", name, {}) for kind in ("llama", "mistral") for name in ("gaps", "left")),
-        *(("llama", "a cache and the rest, masked", options) for options in PROCESSORS),
+        *(("llama", "a cache and the rest, masked", options) for options in ({"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, MINIMUM)),
     ],
 )  # fmt: skip
 def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind, name, options, monkeypatch):
