@@ -146,7 +146,9 @@ def plain(model: Any, arguments: dict[str, Any]) -> Tensor:
     return out
 
 
-MINIMUM = {"min_new_tokens": 9, "eos_token_id": [50, 51]}
+PROCESSORS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9, "eos_token_id": [50, 51]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ MINIMUM = {"min_new_tokens": 9, "eos_token_id": [50, 51]}
         ("gpt2", "a cache and the rest, masked", {}), ("gpt2", "embeddings", {}),
         ("llama+prompt", "left", {}), ("llama+prefix", "gaps", {}), ("gpt2+prefix", "right", {}), ("gpt2+lora", "gaps", {}),
         *((f"{kind}, recorded", name, {}) for kind in ("llama", "mistral") for name in ("gaps", "left")),
-        *(("llama", "a cache and the rest, masked", options) for options in ({"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, MINIMUM)),
+        *(("llama", "a cache and the rest, masked", options) for options in PROCESSORS),
     ],
 )  # fmt: skip
 def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind, name, options, monkeypatch):

@@ -241,17 +241,13 @@ def gpu(test: Any) -> Any:
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
-def cuda_pair() -> Pair:
-    target = build_model()
-    return join(copy.deepcopy(target).cuda(), build_draft(target).cuda())
-
-
 @gpu
 @MUST_RECORD
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("source", ["plain", "compact", *DRAFTERS, "suffix", "lookup"])
 def test_the_text_is_that_of_plain_decoding(source, temperature, prompt_ids):
-    pair, is_engine, drafts = cuda_pair(), source in ("plain", "compact"), source in DRAFTERS
+    target, is_engine, drafts = build_model(), source in ("plain", "compact"), source in DRAFTERS
+    pair = join(copy.deepcopy(target).cuda(), build_draft(target).cuda())
     pair = with_engine(pair, source) if is_engine else pair if drafts else with_drafter(pair, source)
     prompts, thresholds = prompt_ids[:4], [Confidence(0.3, 6)] if is_engine else []
     expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]

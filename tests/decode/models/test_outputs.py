@@ -69,6 +69,7 @@ def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_t
     with is_refused("target"):
         broken = spoiled_pair(pair, "target", 12, *BAD[value])
         plain_texts(broken, prompt_ids[:2], [1, 2], 20, settings.temperature, ignore_eos=True)
+    assert 7 not in decode(spoiled_pair(pair, "target", 0, -math.inf), prompt, settings), "a model may ban a token"
     later = spoiled_pair(pair, "draft", late, *BAD[value])
     if not mode.startswith(("match", "typical")):  # the probabilities of the draft matter
         with is_refused("draft"):
