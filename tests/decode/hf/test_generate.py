@@ -142,9 +142,14 @@ def test_a_sampled_row_is_plain_sampling_with_its_key(pair, prompt_ids, temperat
         assert row[longest:] == text + [0] * (out.shape[1] - longest - len(text))
 
 
-def until(length: int) -> Callable[..., Tensor]:
-    """Return a criterion that stops at a length."""
-    return lambda ids, scores, **options: torch.full((len(ids),), ids.shape[1] >= length)
+class Until(hub.StoppingCriteria):
+    """Stops at a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 def test_stopping_criteria_end_texts_as_in_generate(pair, prompt_ids):
@@ -154,7 +159,7 @@ def test_stopping_criteria_end_texts_as_in_generate(pair, prompt_ids):
     # These replace the values of the configuration.
     by_end, by_length = EosTokenCriteria(text[-6]), MaxLengthCriteria(len(text) - 4)
     for batch, criteria in (
-        *((prompts, [until(longest + more)]) for more in (2, 8)),
+        *((prompts, [Until(longest + more)]) for more in (2, 8)),
         *((prompts[:1], items) for items in ([by_end], [by_length], [by_end, by_length])),
     ):
         options = {"stopping_criteria": hub.StoppingCriteriaList(criteria)}
@@ -372,14 +377,18 @@ def test_an_exported_policy_decodes_as_in_the_library(pair, prompt_ids, policy_f
         exported(pair, prompt, out, trust_remote_code=False)
 
 
-def last_word(tokenizer: hub.PreTrainedTokenizerFast, words: list[str]) -> Callable[..., Tensor]:
-    """Replace the criterion of transformers, which cannot read a tokenizer of whole words."""
-    tokens = torch.tensor(tokenizer.convert_tokens_to_ids(words))
-    return lambda ids, scores, **options: torch.isin(ids[:, -1], tokens)
+class LastWord(hub.StoppingCriteria):
+    """Replaces the criterion of transformers, which cannot read a tokenizer of whole words."""
+
+    def __init__(self, tokenizer: hub.PreTrainedTokenizerFast, words: list[str]) -> None:
+        self.tokens = torch.tensor(tokenizer.convert_tokens_to_ids(words))
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
 
 
 def test_stop_strings_streamer_and_sampling_are_passed_on(pair, prompt_ids, tokenizer, out, capsys, monkeypatch):
-    monkeypatch.setattr(exported_module, "StopStringCriteria", last_word)
+    monkeypatch.setattr(exported_module, "StopStringCriteria", LastWord)
     deploy("hf", out, "fixed:3")
     prompt, options = prompt_ids[5], {"draft_model": pair.draft}
     start, plain = len(prompt), stock(pair, [prompt])[0].tolist()
