@@ -55,7 +55,7 @@ def test_a_draft_may_know_fewer_tokens_than_the_target(mode, tree):
 
 
 @pytest.mark.parametrize(("mode", "tree"), MODES[1:])
-@pytest.mark.parametrize("decider", ["trims-unsure", "trims-by-place", "selects-by-round"])
+@pytest.mark.parametrize("decider", ["trims-unsure", "trims-by-place", "selects-by-round", "selects-by-token"])
 def test_policies_may_exclude_a_token_that_ends_the_text(mode, tree, decider):
     proof = check(Case(mode, tree, decider, "mixed", 2, eos=True))
     assert 0 < proof.dropped < proof.drafted
