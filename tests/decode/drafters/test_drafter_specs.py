@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -45,46 +44,50 @@ from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.files import digest
 from specstop.policies.fixed import FixedLength
 
-PLUGIN = """
-from specstop.decode.drafters import LookupDrafter, ModelDrafter
-
-def copycat(pair, longest=2, share=1):
-    if longest > 8:
-        raise ValueError("too long")
-    drafter = LookupDrafter(pair, longest)
-    drafter.share = share
-    return drafter
-
-class Second(ModelDrafter):
-    needs_draft = True
-
-class Unsure(ModelDrafter):
-    needs_draft = "yes"
-
-class Odd(LookupDrafter):
-    reading = "much"
-
-def nothing(pair):
-    return 5
-"""
 PAGE = Path(__file__).parents[3] / "docs" / "drafters.md"
 
 
+def copycat(pair: Pair, longest: int = 2, share: int = 1) -> LookupDrafter:
+    """Return a drafter with options."""
+    if longest > 8:
+        raise ValueError("too long")
+    drafter: Any = LookupDrafter(pair, longest)
+    drafter.share = share
+    return drafter
+
+
+def nothing(pair: Pair) -> int:
+    """Return no drafter."""
+    return 5
+
+
+POINTS = {
+    "copycat": copycat,
+    "nothing": nothing,
+    "second": type("Second", (ModelDrafter,), {"needs_draft": True}),
+    "unsure": type("Unsure", (ModelDrafter,), {"needs_draft": "yes"}),
+    "odd": type("Odd", (LookupDrafter,), {"reading": "much"}),
+}
+
+
+class Point(EntryPoint):
+    """An entry point of this module."""
+
+    def load(self) -> Any:
+        """Return what the package provides."""
+        return POINTS[self.name] if self.name in POINTS else super().load()
+
+
 @pytest.fixture(autouse=True)
-def declare(tmp_path, monkeypatch):
+def declare(monkeypatch):
     """Declare entry points by name."""
-    (tmp_path / "drafting_plugin.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(tmp_path)
 
     def declare(**points: str) -> None:
-        entry_points = [EntryPoint(name, value, DRAFTERS.group) for name, value in points.items()]
+        entry_points = [Point(name, value, DRAFTERS.group) for name, value in points.items()]
         monkeypatch.setattr(registry, "entry_points", lambda group: entry_points if group == DRAFTERS.group else [])
 
-    names = {"copycat": "copycat", "second": "Second", "unsure": "Unsure", "nothing": "nothing", "odd": "Odd"}
-    declare(**{name: f"drafting_plugin:{value}" for name, value in names.items()}, missing="no_such_module:X")
-    yield declare
-    for module in ("drafting_plugin", "specstop_bigram"):
-        sys.modules.pop(module, None)
+    declare(**dict.fromkeys(POINTS, "package:name"), missing="no_such_module:X")
+    return declare
 
 
 @pytest.fixture(scope="session")
@@ -170,9 +173,10 @@ def test_the_command_line_requires_a_draft_where_it_is_used(options, option):
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
-def test_the_drafter_of_the_documentation_works(pair, declare, tmp_path, verification):
+def test_the_drafter_of_the_documentation_works(pair, declare, tmp_path, monkeypatch, verification):
     (code,) = re.findall(r"^`specstop_bigram.py`:\n\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "specstop_bigram.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
     (entry,) = re.findall(r'^bigram = "(.*)"$', PAGE.read_text(), re.MULTILINE)
     declare(bigram=entry)
     settings = Settings(0.7, max_new_tokens=30, tree="2,2,1", verification=verification)

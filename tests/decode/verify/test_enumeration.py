@@ -37,8 +37,10 @@ def test_texts_have_the_distribution_of_the_target_under_any_policy(decider):
 
 
 @pytest.mark.parametrize(("mode", "tree"), MODES)
-def test_texts_of_a_fixed_length_have_the_distribution_of_the_target(mode, tree):
-    assert check(Case(mode, tree, "fixed", "dense", 1, new=4), 6000).accepted > 0
+@pytest.mark.parametrize(("kind", "seed", "sampling"), [("dense", 1, "plain"), ("sparse", 4, "by-prefix")])
+def test_texts_of_a_fixed_length_have_the_distribution_of_the_target(mode, tree, kind, seed, sampling):
+    """Also with a processor that reads the whole prefix, which must be the path of each candidate."""
+    assert check(Case(mode, tree, "fixed", kind, seed, sampling, new=4), 6000).accepted > 0
 
 
 @pytest.mark.parametrize("case", random.Random(1).sample(list(other_cases()), 8), ids=str)
@@ -57,6 +59,7 @@ def test_a_draft_may_know_fewer_tokens_than_the_target(mode, tree):
 @pytest.mark.parametrize(("mode", "tree"), MODES[1:])
 @pytest.mark.parametrize("decider", ["trims-unsure", "trims-by-place", "selects-by-round", "selects-by-token"])
 def test_policies_may_exclude_a_token_that_ends_the_text(mode, tree, decider):
+    """One of them tries to select by the tokens themselves."""
     proof = check(Case(mode, tree, decider, "mixed", 2, eos=True))
     assert 0 < proof.dropped < proof.drafted
 
