@@ -57,15 +57,17 @@ def test_a_draft_may_know_fewer_tokens_than_the_target(mode, tree):
 
 
 @pytest.mark.parametrize(("mode", "tree"), MODES[1:])
-@pytest.mark.parametrize("decider", ["trims-unsure", "trims-by-place", "selects-by-round", "selects-by-token"])
+@pytest.mark.parametrize("decider", ["trims-unsure", "trims-by-place", "selects-by-round"])
 def test_policies_may_exclude_a_token_that_ends_the_text(mode, tree, decider):
-    """One of them tries to select by the tokens themselves."""
     proof = check(Case(mode, tree, decider, "mixed", 2, eos=True))
     assert 0 < proof.dropped < proof.drafted
 
 
-def test_the_mask_of_branches_does_not_reveal_an_end_of_text():
-    check(Case("rejection", "2,1", "trims-by-alive", "mixed", 1, eos=True))
+@pytest.mark.parametrize(("mode", "tree"), MODES)
+@pytest.mark.parametrize(("decider", "seed"), [("trims-by-alive", 1), ("selects-by-token", 2)])
+def test_a_policy_that_looks_for_the_drawn_tokens_finds_none(mode, tree, decider, seed):
+    """In the mask of branches, which reveals no end of text, and in the tree that it selects from."""
+    check(Case(mode, tree, decider, "mixed", seed, eos=True))
 
 
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "suffix"])
