@@ -83,7 +83,7 @@ def test_weights_of_any_size_and_type_pass_the_check(dtype, spread):
         assert join(target, None).readings[0].side_by_side == (name != "gptj")
 
 
-def rounded(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def round_states(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Round the input of a layer to eight bits, with one scale for all tokens of a call."""
     scale = inputs[0].abs().amax() / 127
     return ((inputs[0] / scale).round() * scale,)

@@ -21,7 +21,7 @@ from specstop.decode.models import attention as attention_module, cuda as cuda_m
 from specstop.decode.models.attention import Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
-from specstop.decode.models.device import filled_up
+from specstop.decode.models.device import round_up_size
 from specstop.decode.models.engine import CompactModel, PackedLinear, choose_engine, speed_up
 from specstop.policies import Confidence, InputError, SpecstopWarning
 from tape import Graphs, record_calls, recorder, simulate_graphs
@@ -340,6 +340,6 @@ def test_recordings_are_bounded_by_their_number_and_memory(model, graphs, monkey
     for count in (1, 2, 3, 4, 5, 6):
         recordings_of(count)
         assert sum(call.size for call in cache._memory.calls.values()) <= limit
-    sizes = [filled_up(count) for count in range(1, 1025)]  # long calls are filled up to few sizes
+    sizes = [round_up_size(count) for count in range(1, 1025)]  # long calls are filled up to few sizes
     assert sizes == sorted(sizes) and len(set(sizes)) < 32
     assert all(count <= size <= max(32, 1.25 * count) for count, size in enumerate(sizes, 1))

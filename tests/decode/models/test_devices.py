@@ -22,7 +22,7 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel, open_cache
 from specstop.decode.models.device import Compiled, download, upload, wide_linear
 from specstop.decode.models.engine import CompactModel
-from specstop.decode.models.placement import call_from, copy_to_host, tensors
+from specstop.decode.models.placement import call_from, copy_to_host, iterate_tensors
 from specstop.policies import Confidence, FixedLength, InputError, SpecstopWarning
 from torch import nn
 from transformers import PreTrainedTokenizerFast, quantizers
@@ -226,7 +226,7 @@ def test_composite_tensors_are_hashed_by_their_parts():
 
     layer = nn.Linear(2, 2, bias=False)
     layer.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)), requires_grad=False)
-    parts = {name: part.tolist() for name, part in tensors(layer)}
+    parts = {name: part.tolist() for name, part in iterate_tensors(layer)}
     assert parts == {"weight.a": [[1.0, 1.0], [1.0, 1.0]], "weight.b": [[0.0, 0.0], [0.0, 0.0]]}
 
 

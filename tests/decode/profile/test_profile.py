@@ -24,9 +24,9 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.device import Recorded
 from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, missing_decisions
 from specstop.decode.profile.calibration import _affordable_tokens
-from specstop.decode.profile.decisions import device_of
+from specstop.decode.profile.decisions import profile_device
 from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Effort, Seconds, measure as measure_in_turns
-from specstop.decode.profile.scripts import TWICE, ChainScript
+from specstop.decode.profile.scripts import REPEATS, ChainScript
 from specstop.decode.verify.sampler import Sampler
 from specstop.policies import Confidence, FixedLength, InputError, Profile, SpecstopWarning, load_policy
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
@@ -175,8 +175,8 @@ def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair
     orders = set[tuple[int, ...]]()
     for key in range(3):
         drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
-        decks = [drafted[at : at + 4 * TWICE] for at in range(0, len(drafted) - 4 * TWICE + 1, 4 * TWICE)]
-        assert all(deck[::TWICE] == deck[1::TWICE] and sorted(deck[::TWICE]) == [0, 1, 2, 3] for deck in decks)
+        decks = [drafted[at : at + 4 * REPEATS] for at in range(0, len(drafted) - 4 * REPEATS + 1, 4 * REPEATS)]
+        assert all(deck[::REPEATS] == deck[1::REPEATS] and sorted(deck[::REPEATS]) == [0, 1, 2, 3] for deck in decks)
         orders |= {tuple(deck) for deck in decks[:2]}
     assert len(orders) >= 5
 
@@ -305,7 +305,7 @@ def test_decisions_are_timed_on_the_device_of_the_profile(profile, monkeypatch):
     profile = dataclasses.replace(profile, facts={"device": "H100"})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert device_of(profile) == torch.device("cuda:1")
+    assert profile_device(profile) == torch.device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.warns(SpecstopWarning, match="H100"):
-        assert device_of(profile) == torch.device("cpu")
+        assert profile_device(profile) == torch.device("cpu")
