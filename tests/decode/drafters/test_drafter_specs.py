@@ -31,7 +31,7 @@ from specstop.decode.drafters.spec import (
     change_paths,
     needs_draft,
     parse_spec,
-    paths_of,
+    spec_paths,
     warn_depth_limited,
 )
 from specstop.decode.loop import Request, Speculator
@@ -111,7 +111,7 @@ def pair(plain_pair):
 def test_a_plus_sign_joins_drafters_or_is_part_of_a_path(spec, names, moved):
     assert [part.name for part in parse_spec(spec)] == names
     assert change_paths(spec, lambda path: f"/x/{path}") == (moved or spec)
-    assert len(paths_of(spec)) == moved.count("/x/")
+    assert len(spec_paths(spec)) == moved.count("/x/")
 
 
 def test_drafters_by_spec(pair, tmp_path):
