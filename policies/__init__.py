@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         from_pretrained as from_pretrained,
         load_policy_folder as load_policy_folder,
         save_policy as save_policy,
-        save_pretrained as save_pretrained,
     )
     from .tree_rules import append_level as append_level, node_values as node_values
 
@@ -115,7 +114,7 @@ __getattr__, __all__ = attach(
         "learned": "LearnedPolicy",
         "profile": "Profile load_profile",
         "registry": "load_policy",
-        "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
+        "storage": "from_pretrained load_policy_folder save_policy",
         "tree_rules": "append_level node_values",
     },
 )

@@ -74,8 +74,7 @@ class DraftTree:
     @property
     def offered(self) -> Array:
         """[S, N] bool, the nodes for which the answer counts."""
-        out: Array = self.drawn
-        return out & (self.depth == self.depth[out].max()) if self.by_level else out
+        return self.drawn & (self.depth == self.depth[self.drawn].max()) if self.by_level else self.drawn
 
 
 @dataclass(frozen=True)

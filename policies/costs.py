@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -73,9 +73,8 @@ def along(points: Points, x: ArrayLike) -> Array:
     return interpolate(np.maximum(x, points[0][0]), *np.array(points, dtype=np.float64).T)
 
 
-@lru_cache(1024)
-def extend(entries: tuple[float, ...], count: int) -> Array:
-    """Return [count] `interpolate` of entries for 0, 1, ...; the array is shared, so it must not be written into."""
+def extend(entries: Sequence[float], count: int) -> Array:
+    """Return [count] `interpolate` of entries for 0, 1, ..."""
     return interpolate(np.arange(count), np.arange(len(entries)), entries)
 
 

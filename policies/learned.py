@@ -424,5 +424,5 @@ def build_rule(raw: Mapping[str, Any]) -> Rule:
     except PolicyError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise PolicyError(f"rule: {raw!r:.200} lacks or mangles {error}") from None
+        raise PolicyError(f"rule: {raw!r:.200} has a missing or invalid entry: {error}") from None
     raise PolicyError(f"unknown rule {raw['kind']!r:.80}; expected {', '.join(RULES)}")

@@ -19,12 +19,10 @@ from .arguments import as_list
 from .batch_rules import for_batches
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, SpecstopWarning, close_match
+from .features import PLUGIN_SWITCH
 from .host import error_text, plugin_errors, validate_policy
 from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
-
-SWITCH = "SPECSTOP_PLUGINS"
-"""Environment variable; 0 turns the discovery of plugins off."""
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -87,7 +85,7 @@ class Registry:
     def _entries(self) -> dict[str, tuple[EntryPoint, str]]:
         """Return built-ins and plugins by name, each with the reason why it cannot be used, or ""."""
         out = {name: (point, "") for name, point in self.builtin.items()}
-        if os.environ.get(SWITCH) == "0":
+        if os.environ.get(PLUGIN_SWITCH) == "0":
             return out
         plural = self.group.rpartition(".")[2]
         try:
@@ -191,7 +189,7 @@ def construct(build: Callable[..., Any], where: str, options: Mapping[str, Any],
     except TypeError as error:
         names = ", ".join([*signature.parameters][len(positional) :]) or "nothing"
         raise PolicyError(f"{where}: {error}; it takes {names}") from None
-    with plugin_errors(where, "making it"):
+    with plugin_errors(where, "its construction"):
         return build(*positional, **options)
 
 

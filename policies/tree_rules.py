@@ -75,8 +75,6 @@ class Gain(StopPolicy):
         power: below 1 the target accepts more than the draft predicts.
         follow: the probability that something below a node is accepted, if it is.
         max_depth: levels.
-        draft_prices, target_prices: tables that replace the three prices: of a step of 1, 2, ... rows, and of verifying
-            0, 1, ... nodes; they are extrapolated.
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -90,20 +88,16 @@ class Gain(StopPolicy):
         power: float = 1.0,
         follow: float = 0.8,
         max_depth: int = 20,
-        draft_prices: Sequence[float] = (),
-        target_prices: Sequence[float] = (),
     ) -> None:
         numbers = {"step": step, "row": row, "verify": verify, "power": power, "follow": follow}
-        step, row, verify, self.power, self.follow = (validate_number("gain", k, v, 0.0) for k, v in numbers.items())
+        step, row, self.verify, self.power, self.follow = (
+            validate_number("gain", name, value, 0.0) for name, value in numbers.items()
+        )
         self.max_depth = validate_int("gain", "max_depth", max_depth)
-        targets = target_prices or (0.0, verify)
-        # The mean price of a node: how many will be verified, and thus which step of the table counts, is not known yet.
-        self.verify = float(targets[-1] - targets[0]) / max(len(targets) - 1, 1)
-        # For any tree: the kernels read the first entries.
-        self._draft = extend(tuple(draft_prices or (step, step + row)), MAX_ENTRIES)
-        prices = extend(tuple(targets), MAX_ENTRIES + 1)
-        self._target: Array = prices[1:] - prices[0]  # the anchor is verified in any case
-        self.name = "gain" if draft_prices else f"gain:{step:g}"
+        # Prices of 1, 2, ... rows or nodes. The kernels read the first entries.
+        self._draft: Array = step + row * np.arange(MAX_ENTRIES)
+        self._target: Array = self.verify * np.arange(1, MAX_ENTRIES + 1)
+        self.name = f"gain:{step:g}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and store the paths' probabilities."""

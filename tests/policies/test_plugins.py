@@ -16,6 +16,7 @@ from commands import Answer, cli
 from specstop.collect.store import Trace, load_trace
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError
+from specstop.policies.features import PLUGIN_SWITCH
 from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
 
@@ -126,7 +127,7 @@ def test_every_command_accepts_it(
 def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [[p["name"] for p in result(cli(*args, "policies", "--json"))] for args in ([], ["--no-plugins"])]
     assert "patience" in names[0] and names[1] == list(BUILTINS)
-    monkeypatch.setenv(registry.SWITCH, "0")
+    monkeypatch.setenv(PLUGIN_SWITCH, "0")
     assert POLICIES.names() == list(BUILTINS)
     with pytest.raises(PolicyError, match="unknown policy 'patience'"):
         load_policy("patience")

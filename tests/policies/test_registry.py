@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 from learned_policies import learned
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError, SpecstopWarning
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
 from specstop.policies.storage import save_policy
 
@@ -112,6 +114,14 @@ def test_a_wrong_spec_is_refused_in_one_line(spec: str, nouns: str) -> None:
     with pytest.raises(PolicyError, match=nouns) as error:
         load_policy(spec)
     assert "\n" not in str(error.value)
+
+
+def test_parameters_may_be_numbers_of_numpy() -> None:
+    lengths = [FixedLength(length) for length in np.arange(3)]  # type: ignore[arg-type]
+    assert [type(policy.max_depth) for policy in lengths] == [int] * 3
+    assert Confidence(np.float32(0.5)).threshold == 0.5  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="threshold"):
+        Confidence(np.float64("nan"))
 
 
 def test_a_folder_is_loaded_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

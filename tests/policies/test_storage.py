@@ -23,7 +23,7 @@ from hypothesis import given, settings, strategies as st
 from joint_policies import batch_policy
 from learned_policies import FACTS, learned
 from random_heads import RANDOM_HEADS, random_policy
-from specstop.policies import from_pretrained, save_pretrained
+from specstop.policies import from_pretrained
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import digest
@@ -250,7 +250,7 @@ def test_an_attackers_folder_is_refused_and_nothing_is_unpickled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     attack, noun = ATTACKS[name]
-    folder = save_pretrained(learned(), tmp_path / "p")
+    folder = save_policy(learned(), tmp_path / "p")
     attack(folder)
     monkeypatch.setattr(pickle, "loads", lambda *args: pytest.fail("unpickled"))
     with pytest.raises(PolicyError, match=noun) as error:
@@ -342,7 +342,7 @@ def test_a_damaged_folder_is_refused_or_decides(
 
 
 def test_a_policy_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, calls = save_pretrained(learned(), tmp_path / "p"), []
+    source, calls = save_policy(learned(), tmp_path / "p"), []
 
     def fetch(name: str, **options: Any) -> str:
         assert not {"*.py", "*.bin"} & set(options["allow_patterns"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -256,12 +257,16 @@ def test_custom_features_are_defined_by_a_function_of_built_in_ones() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_invalid_custom_features_are_refused() -> None:
+def test_invalid_custom_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for inputs, name in (((), "x"), (("nope",), "x"), (("lead-ratio",), "x"), (("top1",), "entropy")):
         with pytest.raises(PolicyError, match="expected"):
             custom_feature(*inputs, name=name)(lambda *values: values[0])
     with pytest.raises(PolicyError, match="lead-ratio"):
         feature("lead-rati")
+    for value in ("no_such_module:x", "math:missing"):
+        monkeypatch.setattr(f, "entry_points", lambda group, value=value: [EntryPoint("damaged", value, group)])
+        with pytest.raises(PolicyFailure, match="'damaged'"):
+            feature("damaged")
     custom_feature("entropy", name="narrow")(lambda entropy: entropy[..., 0])
     with pytest.raises(PolicyError, match="shape"):
         complete_features(("narrow",), np.ones((2, 3, 1), dtype=np.float32), False)
