@@ -20,7 +20,7 @@ from .errors import InputError, PolicyError
 from .kernels import on_first_use
 from .learned import LearnedPolicy
 from .profile import Profile
-from .rules import BatchRule, factors_at
+from .rules import BatchRule, interpolate_factors
 
 kernels = on_first_use("trees")
 
@@ -284,7 +284,7 @@ class BatchStop(LearnedPolicy):
         key = rows, self.max_depth  # `limited` copies share the dictionary
         if key not in self._known_rates:
             streams = np.arange(rows)
-            self._known_rates[key] = self.fixed_rate(streams) * factors_at(self.rule.rates, streams)
+            self._known_rates[key] = self.fixed_rate(streams) * interpolate_factors(self.rule.rates, streams)
         return self._known_rates[key]
 
     def fixed_rate(self, streams: Array) -> Array:

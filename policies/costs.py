@@ -68,12 +68,12 @@ def interpolate(x: ArrayLike, xs: ArrayLike, ys: ArrayLike) -> Array:
     return out
 
 
-def along(points: Points, x: ArrayLike) -> Array:
+def read_curve(points: Points, x: ArrayLike) -> Array:
     """Return `interpolate` of measured (count, seconds); counts below the first one cost what the first one does."""
     return interpolate(np.maximum(x, points[0][0]), *np.array(points, dtype=np.float64).T)
 
 
-def extend(entries: Sequence[float], count: int) -> Array:
+def extrapolate(entries: Sequence[float], count: int) -> Array:
     """Return [count] `interpolate` of entries for 0, 1, ..."""
     return interpolate(np.arange(count), np.arange(len(entries)), entries)
 
@@ -119,12 +119,12 @@ class CostTable:
 
     def tree_draft(self, rows: int) -> Array:
         """Return [rows + 1] seconds of a later draft step that reads 0, 1, ..., `rows` rows: grows as verification."""
-        growth = along(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / (self.verify_s[0] or 1.0)
+        growth = read_curve(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / (self.verify_s[0] or 1.0)
         return np.append(0.0, self.later_s * growth)
 
     def tree_verify(self, tokens: int) -> Array:
         """Return [tokens + 1] seconds of a verification of a tree of 0, 1, ..., `tokens` tokens."""
-        return along(self.tree_verify_s or tuple(enumerate(self.verify_s)), np.arange(tokens + 1))
+        return read_curve(self.tree_verify_s or tuple(enumerate(self.verify_s)), np.arange(tokens + 1))
 
     def tree_calls_s(self, verified: Array, backlog: Array, fed: Array) -> Array:
         """Return [S] seconds of the model calls of rounds of trees; arguments as of `Costs.round_seconds`."""
@@ -164,7 +164,7 @@ class BatchTable:
     def rounds_s(self, streams: Array, tokens: Array) -> Array:
         """Return [n] seconds of rounds except drafting: interpolated between the curves of measured batch sizes."""
         sizes = sorted(self.verify_s)
-        curves = np.stack([along(self.verify_s[size], tokens) for size in sizes])  # [sizes, n]
+        curves = np.stack([read_curve(self.verify_s[size], tokens) for size in sizes])  # [sizes, n]
         # Beyond the measured sizes the nearest curve holds: it goes on with the tokens.
         place = interpolate(np.clip(streams, sizes[0], sizes[-1]), sizes, np.arange(len(sizes)))
         below = place.astype(np.int64)
@@ -310,7 +310,7 @@ class Costs:
         """
         count = np.asarray(streams)
         if self.batch:
-            seconds = self.batch.between(context, lambda table: along(table.first_draft_s or table.draft_s, count))
+            seconds = self.batch.between(context, lambda table: read_curve(table.first_draft_s or table.draft_s, count))
         else:
             first, later = (
                 self.between(context, of) for of in (lambda table: table.draft_s[0], lambda table: table.later_s)
@@ -323,7 +323,7 @@ class Costs:
         """Return the seconds of a later draft step by the streams that draft; 0 of none."""
         count = np.asarray(streams)
         if self.batch:
-            out: Array = self.batch.between(context, lambda table: along(table.draft_s, count)) * (count > 0)
+            out: Array = self.batch.between(context, lambda table: read_curve(table.draft_s, count)) * (count > 0)
             return out
         most = int(count.max(initial=0))
         return self.between(context, lambda table: table.tree_draft(most)[count]) + self.step_s * count
@@ -343,7 +343,7 @@ class Costs:
         padded = np.arange(max(int(sent.max(initial=0)), self.max_depth + 1) + 1)
         padded[1 : self.max_depth + 2] = self._padded + 1  # the loop pads a single stream
         sent = np.where(count == 1, padded[sent], sent)
-        calls = self.between(context, lambda table: along(tuple(enumerate(table.verify_s, 1)), sent))
+        calls = self.between(context, lambda table: read_curve(tuple(enumerate(table.verify_s, 1)), sent))
         return calls + self.round_s
 
     def batch_seconds(

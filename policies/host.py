@@ -164,8 +164,8 @@ class PolicyHost:
             return self.start(all_keys)
         self.history = put(self.history, rows, History.start(len(rows)))
         if not self.policy.carries:
-            fresh = self._call("start", len(keys), keys)
-            self.state = fresh if len(rows) == len(self.history.record) else put(self.state, rows, fresh)
+            started = self._call("start", len(keys), keys)
+            self.state = started if len(rows) == len(self.history.record) else put(self.state, rows, started)
         return None
 
     def take(self, rows: Array) -> None:
@@ -199,8 +199,8 @@ class PolicyHost:
         mask: Array | None = self._call("select", tree)
         return mask
 
-    def finished(self, round: Any) -> None:
-        """Observe a round (`decode.round_state.RoundState`), after setting its modelled seconds."""
+    def end_round(self, round: Any) -> None:
+        """Write the modelled seconds to a round (`decode.round_state.RoundState`), and observe it."""
         if self.profile is not None:
             round.seconds = self._modelled_seconds(self.profile, round) * round.active
         seconds = round.seconds
@@ -215,16 +215,16 @@ class PolicyHost:
         if self.observes:
             self.state = self._call("observe", outcome)
         if self._on_outcome is not None and self.policy is self._original:
-            other = self._on_outcome(outcome)
-            if other is not None:
-                self._replace(other)
+            replacement = self._on_outcome(outcome)
+            if replacement is not None:
+                self._replace(replacement)
 
     def _modelled_seconds(self, profile: Profile, round: Any) -> Array:
-        price, columns = profile.decision(self.policy.cost_name), (round.context, round.drafted, round.verified)
-        if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no price by batch
-            context, drafted, verified, decisions = (x[round.active] for x in (*columns, round.decisions))
-            return np.full(len(round.active), profile.batch_seconds(context, drafted, verified, decisions, price))
-        return profile.round_seconds(*columns, round.backlog, round.decisions, price, round.fed_by_step)
+        decision_s, counts = profile.decision(self.policy.cost_name), (round.context, round.drafted, round.verified)
+        if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no costs by batch
+            context, drafted, verified, decisions = (values[round.active] for values in (*counts, round.decisions))
+            return np.full(len(round.active), profile.batch_seconds(context, drafted, verified, decisions, decision_s))
+        return profile.round_seconds(*counts, round.backlog, round.decisions, decision_s, round.fed_by_step)
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of the policy, with the state except for `start`. After a failure, call the fallback."""

@@ -25,7 +25,7 @@ from .measurements import (
     check_measurements,
     decision_prices,
     estimate,
-    judge,
+    measure_noise,
 )
 
 PROFILE_SCHEMA = 1
@@ -108,7 +108,7 @@ class Profile(Costs):
     @cached_property
     def noise(self) -> Noise | None:
         """How noisy the machine was; None for costs that were not measured."""
-        return judge(self._of_models) if self._is_measured else None
+        return measure_noise(self._of_models) if self._is_measured else None
 
     @cached_property
     def _is_measured(self) -> bool:

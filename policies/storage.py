@@ -99,7 +99,7 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
     return Path(path)
 
 
-def policy_digest(policy: LearnedPolicy) -> str:
+def content_digest(policy: LearnedPolicy) -> str:
     """Return a digest of the policy, which saving and loading do not change."""
     return digest(_pack(policy, {})[0])
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .arguments import validate_int, validate_number
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .costs import extend
+from .costs import extrapolate
 from .errors import PolicyError
 from .kernels import on_first_use
 from .rules import Rule, check_depth
@@ -161,10 +161,9 @@ class TreeRule(Rule):
         self._typical: Array = np.array(self.acceptance, dtype=np.float64)
         self.share_table: Array = np.array([(0.0, 1.0), *self.shares])  # the best child's is its chance
         self._levels: dict[tuple[int, int], LevelTable] = {}
-        seconds = extend(self.verify_s, MAX_ENTRIES + 1)
-        self._tokens: Array = (
-            seconds - seconds[0]
-        ) * self.rate  # of verifying 0, 1, ... nodes in addition to the anchor
+        seconds = extrapolate(self.verify_s, MAX_ENTRIES + 1)
+        # In tokens, of verifying 0, 1, ... nodes in addition to the anchor.
+        self._tokens: Array = (seconds - seconds[0]) * self.rate
         tokens, nodes = self._tokens[: PRICED_NODES + 1], PRICED_NODES
         # The mean over some further nodes, not the price of the next alone: where seconds rise in steps, that may be next to
         # nothing, or a whole step. With `PRICED_NODES` nodes a further one is priced as the last was.
@@ -195,8 +194,8 @@ class TreeRule(Rule):
         depths = np.repeat(np.arange(len(self.children) + 1), [1, *(sum(level) for level in self.children)])
         drawn = [count for level in self.children for count in level]
         parent = np.repeat(np.arange(len(drawn)) - 1, np.array(drawn, dtype=np.int64))  # of nodes; -1 = the root
-        everything = np.ones((1, len(parent)), dtype=bool)
-        (mean,) = self.survival(parent[None], depths[None, 1:], everything, np.empty((1, 2, 0)))
+        all_drawn = np.ones((1, len(parent)), dtype=bool)
+        (mean,) = self.survival(parent[None], depths[None, 1:], all_drawn, np.empty((1, 2, 0)))
         ranks = np.array([0, *(rank for count in drawn for rank in range(count))])
         counts = np.array(drawn + [1] * (len(depths) - len(drawn)))
         mean = np.append(1.0, mean)
@@ -221,7 +220,7 @@ class TreeRule(Rule):
             mean_parent = np.concatenate([tree[depth - 1][2], mean_parent])
         levels = max(len(self.acceptance) - depth, 0)
         # At depth 0 the first step reads the root alone, at a separate price (`opening_s`).
-        rows, steps = extend(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
+        rows, steps = extrapolate(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
         floor = float(self.floor) if depth else 0.0  # the root cannot be rejected

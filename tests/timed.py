@@ -15,7 +15,7 @@ from specstop.policies.measurements import (
     PREFILL,
     VERIFY,
     Key,
-    collected,
+    merge_repetitions,
 )
 from specstop.policies.profile import Profile
 
@@ -63,4 +63,4 @@ def timed_profile(
     paces = noisy(1.0, pace, repetitions)
     timings = [{key: noisy(mean * now, jitter, EACH) for key, mean in seconds.items()} for now in paces]
     contexts = (costs.low.context, costs.high.context)
-    return Profile.measured(collected(timings), contexts, costs.max_depth, costs.temperature, costs.facts)
+    return Profile.measured(merge_repetitions(timings), contexts, costs.max_depth, costs.temperature, costs.facts)

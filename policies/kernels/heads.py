@@ -42,8 +42,8 @@ def calibrate(scores: Any, pieces: Any, out: Any) -> None:
     "float64[:,::1], int64, boolean, boolean, float64[::1], float64[:,:,::1], boolean[:,::1])"
 )
 def decide(
-    scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept: Any, next_: Any, table: Any, by: int,
-    strict: bool, together: bool, threshold: Any, values: Any, kept: Any,
+    scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept: Any, next_: Any, table: Any,
+    compared: int, strict: bool, keep_all: bool, threshold: Any, values: Any, kept: Any,
 ) -> None:  # fmt: skip
     """Write survival, accept and next of the branches of a depth [3, S, B] (0 where not alive), and which are `kept` [S, B].
 
@@ -52,8 +52,8 @@ def decide(
         before: [S, B'] survival of the depth before; empty = the product begins at this depth.
         depth, lag: down to the head's lag `accept` counts as 1; at depth 0 no token was drawn.
         accept, next_, table: maps of the scores, and of the product; an empty table = unchanged.
-        by: compared value: 0, 1, 2 = row of `values`; 3 = survival times next.
-        strict, together: see `rules.Rule`.
+        compared: 0, 1, 2 = row of `values`; 3 = survival times next.
+        strict, keep_all: see `rules.Rule`.
         threshold: [S], or [1] for all streams.
     """
     r = 0
@@ -75,10 +75,10 @@ def decide(
             following = _calibrated(scores[r, 1], next_)
             values[0, s, b], values[1, s, b], values[2, s, b] = product, chance, following
             r += 1
-            value = product * following if by == 3 else values[by, s, b]  # 3 = `rules.GAIN`
+            value = product * following if compared == 3 else values[compared, s, b]  # 3 = `rules.GAIN`
             kept[s, b] = value > level or (value == level and not strict)  # never at NaN
             any_passes = any_passes or kept[s, b]
-        if together and any_passes:
+        if keep_all and any_passes:
             copy_row(alive[s], kept[s])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import specstop.policies.measurements as m
 from hypothesis import given, settings, strategies as st
-from specstop.policies.costs import MIN_SHARE, PADDING_GAIN, along, interpolate
+from specstop.policies.costs import MIN_SHARE, PADDING_GAIN, interpolate, read_curve
 from specstop.policies.fixed import Confidence
 from specstop.policies.measurements import Key
 from specstop.policies.profile import Profile
@@ -118,7 +118,7 @@ def test_a_fitted_curve_never_falls_and_keeps_the_sum(timings: list[tuple[int, f
     side = {(n,): np.array([value]) for n, value in timings}
     (curve,) = m.fit_curves([side])
     assert all(high >= low - 1e-12 for (_, low), (_, high) in pairwise(curve))
-    predicted = sum(float(along(curve, n)) for (n,) in side)
+    predicted = sum(float(read_curve(curve, n)) for (n,) in side)
     assert predicted == pytest.approx(sum(float(values.sum()) for values in side.values()))
 
 

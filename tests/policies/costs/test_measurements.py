@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import specstop.policies.measurements as m
-from specstop.policies.measurements import Key, Noise, collected, judge
+from specstop.policies.measurements import Key, Noise, measure_noise, merge_repetitions
 from specstop.policies.profile import Profile
 
 DEPTH = 3
@@ -29,7 +29,7 @@ def measured(pace: Callable[[int], float] = lambda r: 1.0, repetitions: int = 12
     for repetition in range(repetitions):
         scale = {key: pace(repetition) * (1.0 + jitter * rng.standard_normal(5)) for key in costs}
         texts.append({key: (s * scale[key]).tolist() for key, s in costs.items()})
-    return Profile.measured(collected(texts), (20.0, 60.0), DEPTH, 0.7, {"device": "none"})
+    return Profile.measured(merge_repetitions(texts), (20.0, 60.0), DEPTH, 0.7, {"device": "none"})
 
 
 def draws(profile: Profile, count: int) -> list[Profile]:
@@ -54,7 +54,7 @@ def test_a_first_draft_step_that_reads_several_tokens_has_no_price_of_a_later_st
     for side in m.CONTEXTS:
         timed |= {Key(m.PLAIN, side): [4e-3], Key(m.VERIFY, side, (1,)): [5e-3], Key(m.LATER, side, (2,)): [2e-4]}
         timed |= {Key(m.FIRST, side, (2,)): [6e-3], Key(m.FIRST, side, (3,)): [6.1e-3]}
-    low = Profile.measured(collected([timed]), (20.0, 60.0), 2, 0.7).low
+    low = Profile.measured(merge_repetitions([timed]), (20.0, 60.0), 2, 0.7).low
     assert (*low.draft_s, low.later_s) == pytest.approx((6e-3, 6e-3, 2e-4), rel=EXACT)
 
 
@@ -106,12 +106,12 @@ def test_only_measured_costs_are_drawn(profile: Profile) -> None:
 
 
 def test_measured_decisions_are_priced_stored_and_drawn(profile: Profile) -> None:
-    timed = collected([{Key(m.DECISIONS, "mine", (2,)): [1e-4 * (at + 1)] * 3} for at in range(8)])
+    timed = merge_repetitions([{Key(m.DECISIONS, "mine", (2,)): [1e-4 * (at + 1)] * 3} for at in range(8)])
     more = profile.with_measured_decisions(timed)
     assert more.decision("mine") == pytest.approx(0.5e-4 * 4.5)
     assert more.measurements == timed and more.same_costs(profile.to_dict())
     assert len({draw.decision("mine") for draw in draws(more, 20)}) > 5
-    again = more.with_measured_decisions(collected([{Key(m.DECISIONS, "mine", (2,)): [1e-3]}]))
+    again = more.with_measured_decisions(merge_repetitions([{Key(m.DECISIONS, "mine", (2,)): [1e-3]}]))
     assert again.decision("mine") == pytest.approx(0.5e-3) and len(again.measurements.series) == 1
 
 
@@ -123,7 +123,7 @@ def noise(repetitions: Sequence[Sequence[float]], outside: Sequence[Sequence[flo
     texts = [{Key(m.VERIFY, "short", (4,)): [1e-3 * t for t in times]} for times in repetitions]
     for text, times in zip(texts, outside, strict=False):
         text[Key(m.OUTSIDE, "short", (0,))] = [1e-3 * t for t in times]
-    result = judge(collected(texts))
+    result = measure_noise(merge_repetitions(texts))
     assert result is not None
     return result
 
@@ -152,6 +152,6 @@ def test_each_kind_of_noise_has_its_closed_form() -> None:
 
 
 def test_few_timings_have_no_noise() -> None:
-    assert judge(m.Measurements()) is None
+    assert measure_noise(m.Measurements()) is None
     for times in ([1.0, 2.0, 3.0], [0.0] * 9):
-        assert judge(collected([{Key(m.VERIFY, "short", (1,)): times}])) is None
+        assert measure_noise(merge_repetitions([{Key(m.VERIFY, "short", (1,)): times}])) is None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tree_reference as tr
 from specstop.policies.contract import DraftTree
-from specstop.policies.costs import extend
+from specstop.policies.costs import extrapolate
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import PathCalibrator, build_rule
 from tree_reference import make_drawn, make_steps, play_steps, rule
@@ -80,7 +80,7 @@ def test_a_stream_has_the_same_bits_in_any_batch(first: int, floor: float, ahead
 
 def test_the_selected_nodes_are_the_best_of_all_closed_sets() -> None:
     policy, sizes = make_tree_policy(rate=220.0), set()
-    seconds = extend(policy.rule.verify_s, len(tr.PARENT) + 1) * policy.rule.rate
+    seconds = extrapolate(policy.rule.verify_s, len(tr.PARENT) + 1) * policy.rule.rate
     for seed in range(8):
         _, state = play_steps(policy, make_steps(policy, seed))
         tree = make_drawn(seed)
