@@ -119,7 +119,7 @@ class CostTable:
 
     def tree_draft(self, rows: int) -> Array:
         """Return [rows + 1] seconds of a later draft step that reads 0, 1, ..., `rows` rows: grows as verification."""
-        growth = read_curve(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / (self.verify_s[0] or 1.0)
+        growth = read_curve(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / self.verify_s[0]
         return np.append(0.0, self.later_s * growth)
 
     def tree_verify(self, tokens: int) -> Array:

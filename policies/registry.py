@@ -263,8 +263,10 @@ def _construct_policy(build: Callable[..., Any], where: str, options: Mapping[st
 
 def _is_folder(text: str) -> bool:
     # A bare name is a folder only if a policy is in it: a folder `fixed` does not hide the built-in.
-    path = Path(os.path.expanduser(text))  # unlike `Path.expanduser`, does not raise for an unknown user
-    return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
+    # Functions of `os.path`, because those of `Path` raise errors for unknown users and for long specs.
+    path = os.path.expanduser(text)
+    is_path = "/" in text or text.startswith(".")
+    return os.path.isfile(os.path.join(path, POLICY_FILE)) or (is_path and os.path.isdir(path))
 
 
 def _load_batch_policy(folder: str, options: dict[str, Any], where: str) -> StopPolicy:

@@ -131,8 +131,8 @@ def from_pretrained(name: str | Path, revision: str | None = None) -> LearnedPol
     Raises:
         PolicyError: neither exists, the hub cannot be reached, or the folder is invalid.
     """
-    path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):  # unlike `Path.is_dir`, does not raise an error for long names
         return load_policy_folder(path)
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
         raise PolicyError(f"--policy: the folder {name} does not exist, and it is no name of a hub repository")

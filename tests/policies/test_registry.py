@@ -107,6 +107,7 @@ def test_a_spec_is_its_policy(spec: str, name: str, attributes: dict[str, object
         ("bandit?arms=fixd:2", "'fixed'"), ("bandit?arms=fixed:1,fixed:2&explore=inf", "explore"),
         ("evn", "'even'"), ("even:six", "number after the colon"), ("even?length=3", "odd"), ("even?size=2", "length, label"),
         ("nothing", "StopPolicy"), ("broken", "a_module_that_does_not_exist"), ("gone", "Gone"),
+        ("x" * 5000, "unknown policy"), ("x" * 5000 + "/y", "does not exist"), ("hub:" + "x" * 5000, "does not exist"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("plugin")
@@ -114,6 +115,10 @@ def test_a_wrong_spec_is_refused_in_one_line(spec: str, nouns: str) -> None:
     with pytest.raises(PolicyError, match=nouns) as error:
         load_policy(spec)
     assert "\n" not in str(error.value)
+
+
+def test_a_spec_may_be_longer_than_the_name_of_a_file() -> None:
+    assert len(load_policy("bandit?arms=" + ",".join(f"fixed:{length}" for length in range(100))).parts) == 100
 
 
 def test_parameters_may_be_numbers_of_numpy() -> None:

@@ -189,6 +189,17 @@ def test_the_online_model_converges_to_the_true_weights() -> None:
     assert (np.abs(state[0][:, :2] - [0.5, -1.0]) < 0.3).all(), state[0]
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
+def test_the_online_model_stays_bounded_for_equal_odds(decay: float) -> None:
+    policy = Online(0.3, decay=decay, max_depth=3)
+    state = policy.start(2, np.arange(2))
+    for number in range(4000):
+        accepted = [number % 2, number % 5 > 0] if number % 2000 < 1000 else [0, 1]
+        _, state = policy.keep(draft_step(1, np.full((2, 1, 1), 0.9, dtype=np.float32)), state)
+        state = policy.observe(round_outcome(accepted, [1, 1]), state)
+        assert (np.abs(state[0][:, :2]) < 1000.0).all(), state[0]
+
+
 def splitmix(value: int) -> int:
     mask = (1 << 64) - 1
     value &= mask
