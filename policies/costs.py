@@ -175,7 +175,7 @@ class BatchTable:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What texts decoded side by side cost, at a short and a long context; both tables have the same sizes."""
+    """Costs of texts that are decoded side by side, at a short and a long context; both tables have the same sizes."""
 
     low: BatchTable
     high: BatchTable
@@ -193,9 +193,9 @@ class BatchCosts:
         """The batch sizes with a measured verification, ascending."""
         return tuple(sorted(self.low.verify_s))
 
-    def between(self, context: ArrayLike, of: Callable[[BatchTable], Array]) -> Array:
-        """Return what `of` takes from the tables, at a context length."""
-        return interpolate(context, (self.low.context, self.high.context), np.stack([of(self.low), of(self.high)]))
+    def between(self, context: ArrayLike, read: Callable[[BatchTable], Array]) -> Array:
+        """Return the values that `read` returns of a table, interpolated at a context length."""
+        return interpolate(context, (self.low.context, self.high.context), np.stack([read(self.low), read(self.high)]))
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Costs:
         decision_s: a decision, features included, by the policy's `cost_name`.
         tree_outside_s: outside the models in a round of a tree: (per round, per draft step, per drafted token); None = as
             in a chain, where each step drafts one.
-        batch: what texts decoded side by side cost; None = not measured.
+        batch: costs of texts that are decoded side by side; None = not measured.
     """
 
     low: CostTable
@@ -236,9 +236,9 @@ class Costs:
         """The depth of the deepest chain with a measured verification."""
         return len(self.low.verify_s) - 1
 
-    def between(self, context: ArrayLike, of: Callable[[CostTable], float | Sequence[float] | Array]) -> Array:
-        """Return what `of` takes from the tables, [n] seconds, at a context length."""
-        tables = np.array([of(self.low), of(self.high)], dtype=np.float64)
+    def between(self, context: ArrayLike, read: Callable[[CostTable], float | Sequence[float] | Array]) -> Array:
+        """Return the seconds [n] that `read` returns of a table, interpolated at a context length."""
+        tables = np.array([read(self.low), read(self.high)], dtype=np.float64)
         return interpolate(context, (self.low.context, self.high.context), tables)
 
     def decision(self, name: str) -> float:
@@ -306,14 +306,14 @@ class Costs:
         """Return the seconds of a round's first draft step by the streams that draft; 0 of none.
 
         Arguments of this and the next two methods are numbers or arrays, which broadcast. Seconds include those outside the
-        models. A profile without batches answers by its tables of a single stream: a token costs the same in every stream.
+        models. Without `batch`, the tables of a single stream are used: a token costs the same in every stream.
         """
         count = np.asarray(streams)
         if self.batch:
             seconds = self.batch.between(context, lambda table: read_curve(table.first_draft_s or table.draft_s, count))
         else:
             first, later = (
-                self.between(context, of) for of in (lambda table: table.draft_s[0], lambda table: table.later_s)
+                self.between(context, read) for read in (lambda table: table.draft_s[0], lambda table: table.later_s)
             )
             seconds = np.maximum(self.draft_s(count, context) + first - later, MIN_SHARE * first)
         out: Array = np.where(count > 0, seconds, 0.0)

@@ -142,7 +142,7 @@ _MAX_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class TrainingMetadata:
-    """What a policy was trained for and how it performed; does not change decisions.
+    """Conditions and results of the training of a policy. They do not change decisions.
 
     Attributes:
         temperature, verification, label, sampling: of the traces; several temperatures if the head reads the temperature.
@@ -270,7 +270,7 @@ class LearnedPolicy(StopPolicy):
         self.hidden = tuple(head.sizes)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people: the head, the rule, what the policy was trained for, its provenance and its metrics."""
+        """Return facts for display: head, rule, conditions of the training, provenance and metrics."""
         trained = self.metadata
         optional = {
             "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in self.sizes.items()),
@@ -349,8 +349,8 @@ class TreeGain(LearnedPolicy):
 
     The expected accepted length of a set of nodes is the sum of their survivals (OPT-Tree, arXiv 2406.17276, eq. 5). After
     each depth a branch is extended if its expected children pay for the draft step and their verification (`TreeRule`).
-    At the end the best nodes are verified, as many as pay for themselves. It reads drawn tokens and removes
-    some, so it is for `match` verification or temperature 0. The head reads scalars only.
+    At the end the best nodes are verified, as many as pay. The policy reads drawn tokens and removes nodes, so it is for
+    `match` verification or temperature 0. The head reads scalars only.
 
     The state within a round is survival (-1 = not read) and next of all nodes that were decided on [S, 2, N], and those of
     the last depth [S, 2, B].

@@ -1,4 +1,4 @@
-"""The latency profile: costs of rounds, the measurements that they were estimated from, and the file."""
+"""The latency profile: costs of rounds, the measurements from which they were estimated, and the file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAX_NAME = 200
 
 @dataclass(frozen=True)
 class Profile(Costs):
-    """Costs with what they were measured from and under.
+    """Costs, their measurements, and the conditions of these.
 
     Attributes:
         temperature: of the sampling.
@@ -157,7 +157,7 @@ class Profile(Costs):
         return all(getattr(other, name) == getattr(self, name) for name in MODEL_COSTS)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people: the noise of the machine, the costs of each context and batch size, and of decisions."""
+        """Return facts for display: noise of the machine, costs of each context and batch size, and costs of decisions."""
         no_noise = "unknown noise: the profile has no timings, or its costs were edited"
         values: dict[str, Any] = {"kind": "profile", "verdict": self.noise.text if self.noise else no_noise}
         for side, costs in (("short", self.low), ("long", self.high)):

@@ -60,18 +60,17 @@ class Gain(StopPolicy):
     A node is accepted with probability s = (product of q along its path)^power. Prices are in tokens: rho, the tokens per
     second of other rounds, times seconds.
 
-    * After each depth the m best branches are expanded, m the one that maximises
-      follow (s_1 + ... + s_m) - draft(m) - verify m, or none, which ends drafting. So a tree widens where the draft is
-      uncertain as long as rows are cheap, and ends where a step is not worth it.
-    * Of all drawn nodes the n best are verified, n the one that maximises s_1 + ... + s_n - target(n).
+    * After each depth the m best branches are expanded. m maximises follow (s_1 + ... + s_m) - draft(m) - verify m, and may
+      be 0, which ends drafting. A tree widens where the draft is uncertain if rows are cheap.
+    * At the end the n best nodes are verified. n maximises s_1 + ... + s_n - verify n.
 
-    It reads the drawn tokens and removes nodes, so it is for `match` verification, and for temperature 0. Expected accepted
-    length as a sum of path probabilities is OPT-Tree's (arXiv 2406.17276, eq. 5); prices at the policy's rate are ours.
+    It reads the drawn tokens and removes nodes, so it is for `match` verification, and for temperature 0. The expected
+    accepted length as a sum of path probabilities is OPT-Tree's (arXiv 2406.17276, eq. 5). The prices are ours.
 
     Args:
-        step: of a draft step of one row.
-        row: of each further row.
-        verify: of verifying one more node.
+        step: price of a draft step of one row.
+        row: price of each further row.
+        verify: price of verifying one more node.
         power: below 1 the target accepts more than the draft predicts.
         follow: the probability that something below a node is accepted, if it is.
         max_depth: levels.
@@ -132,12 +131,12 @@ class LevelTable(NamedTuple):
 class TreeRule(Rule):
     """Drafts and verifies the nodes that are worth their price in tokens, at the policy's rate rho.
 
-    With s the survival of a node and n = `next`, its children of rank 0, 1, ... are expected to have survival s n, s f_1(n),
-    s f_2(n), ..., and those below the best child a share of that which falls by the mean acceptance from level to level.
-    The survival above the price of a node counts as gain. The m best branches are extended by t levels where that gain,
-    summed, less rho times the seconds of t steps of m rows, is largest; none where it is never positive. (The derived rule
-    with look-ahead, for trees; the branches share the price of a draft step.) The price of a node is the cost of verifying
-    one more, or the value of the node that it would displace.
+    This is the derived rule with look-ahead, for trees: the branches of a depth share the price of a draft step. With s the
+    survival of a node and n = `next`, the expected survival of its children of rank 0, 1, 2, ... is s n, s f_1(n), s f_2(n),
+    ... Below the best child it falls by the mean acceptance from level to level. The survival of a node less its price is its
+    gain, if positive. The rule extends the m best branches by t levels. It chooses the m and t that maximise the sum of gains
+    less rho times the seconds of t steps of m rows, and extends none if this is never positive. The price of a node is the
+    cost of verifying one more, or the value of the node that it would displace.
     """
 
     rate: float  # rho, tokens per second

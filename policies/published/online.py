@@ -77,8 +77,9 @@ class Online(StopPolicy):
     P(x_j accepted) = sigmoid(w z + b) with z = logit(max q_j), as vLLM learns it for any drafter (vLLM #52228): one PRE
     feature, hence lossless. It starts from w = 1, b = 0 and takes one Newton step a round on the accept bits of that round:
     precision <- decay precision + sum p (1 - p) (z, 1)(z, 1)', weights <- weights + precision^-1 sum (accepted - p) (z, 1).
-    A step changes a weight by 4 at most. The weights pass from text to text. vLLM uses them for the token budget of a batch; for one stream that is a threshold
-    on S_j. In a tree the best branch of a depth is its sample. Prior and decay are ours; vLLM does not state its values.
+    A step changes a weight by 4 at most. The weights pass from text to text. vLLM uses them for the token budget of a batch.
+    For one stream that is a threshold on S_j. In a tree the best branch of a depth is its sample. Prior and decay are ours:
+    vLLM does not state its values.
 
     The state, all float64, is (slope, intercept, precision of the slope, of both and of the intercept [S, 5]; best log-odds
     by depth of this round [S, K], -infinity if not called; survival of the last depth [S, B]).

@@ -169,7 +169,7 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_the_sent_tokens_are_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
     rate = 4.0 if verify_s is LINEAR else 1.0
-    grid, rng = CostGrid(synthetic_profile(verify_s)).fit(3, 2), np.random.default_rng(1)
+    grid, rng = CostGrid(synthetic_profile(verify_s)).extend_to(3, 2), np.random.default_rng(1)
     rates, batches = np.full(len(grid.verify), rate), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     sizes = set()
     for _ in range(40):
@@ -188,7 +188,7 @@ def test_the_sent_tokens_are_the_best_of_all_sets(verify_s: tuple[float, ...]) -
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_the_drafted_tokens_are_the_best_of_all_plans(verify_s: tuple[float, ...], trims: bool) -> None:
     """A plan is a set of streams and a number of steps."""
-    grid, rng = CostGrid(synthetic_profile(verify_s, 0.3)).fit(3, 3), np.random.default_rng(2)
+    grid, rng = CostGrid(synthetic_profile(verify_s, 0.3)).extend_to(3, 3), np.random.default_rng(2)
     rates, batches = np.full(len(grid.verify), 1.0), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.0]]
     for turn in range(30):
@@ -239,7 +239,7 @@ def test_drafting_begins_only_where_it_pays_for_verification_and_decisions() -> 
         priced = for_batches(policy, profile=profile)
         assert first_drafts(priced) == drafts
         if verify_s is free:
-            assert priced._grid.fit(2, 3).drafts[1, :3].tolist() == pytest.approx([0.0, *[0.02 + decision_s] * 2])
+            assert priced._grid.extend_to(2, 3).drafts[1, :3].tolist() == pytest.approx([0.0, *[0.02 + decision_s] * 2])
 
 
 def test_rates_and_lengths_hold_for_their_batch_sizes() -> None:
@@ -277,8 +277,8 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
     _, state = policy.keep(root, policy.start(3, np.arange(3)))
     accept = policy.survive(root, None)[0][0][0, 0]
     mean = [0.6**n for n in range(1, first + 1)]
-    assert state.known[0].tolist() == pytest.approx([*mean[:-1], (mean[-2] if first > 1 else 1.0) * accept])
-    assert state.known[2].tolist() == pytest.approx(mean), "drafted, but its text has ended: not read"
+    assert state.survivals[0].tolist() == pytest.approx([*mean[:-1], (mean[-2] if first > 1 else 1.0) * accept])
+    assert state.survivals[2].tolist() == pytest.approx(mean), "drafted, but its text has ended: not read"
     assert policy.select(chains([first] * 3, first), policy.start(3, np.arange(3))) is None, "no decision: all is sent"
 
 
@@ -291,7 +291,7 @@ def test_costs_of_batches_and_of_single_streams() -> None:
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4]), "padded"
     assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not padded"
     assert synthetic_profile((1.0, 1.24, 1.2, 1.4)).verify_s(1, 2, 50.0) == pytest.approx(1.24), "no clear gain"
-    grid = CostGrid(linear_costs(0.5, 0.1)).fit(20, 3)
+    grid = CostGrid(linear_costs(0.5, 0.1)).extend_to(20, 3)
     assert len(grid.verify) > 20 and grid.verify[2, 5] == pytest.approx(1.4)
     assert grid.verify[4, 1] == pytest.approx(1.3), "the anchors are always sent"
 
