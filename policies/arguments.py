@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .errors import InputError, PolicyError
 
 MAX_ROWS = 1024
-"""Tokens of a round, the anchor included."""
+"""Maximum number of tokens of a round, the anchor included."""
 
 _MAX_TOKENS = 1 << 20
 _MAX_SEED = 2**31 - 1  # seeds of all libraries, some of which get a small number added

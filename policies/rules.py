@@ -123,9 +123,11 @@ class Derived(Rule):
 
 @dataclass(eq=False)
 class BatchRule(Rule):
-    """Draft and send the tokens of the whole batch that are worth their time; see `batch_rules`."""
+    """Draft and send the tokens of a batch that are worth their time; see `batch_rules.BatchStop`."""
 
-    send: str = "best"  # drafted tokens that are worth their verification; "all" = all of them, as every mode permits
+    send: str = (
+        "best"  # sends drafted tokens that are worth their verification; "all", which every mode permits, sends all
+    )
     rates: Factors = ()
     first: int = 0  # includes plain decoding
     lengths: Lengths = ()

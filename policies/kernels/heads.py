@@ -127,8 +127,8 @@ def expand(features: Any, bounds: Any, odds: Any, out: Any) -> None:
 def score_layers(features: Any, bounds: Any, odds: Any, sizes: Any, weights: Any, relu: bool, out: Any) -> None:
     """Apply linear layers with SiLU or ReLU between them.
 
-    `sizes` are F', the widths of the inner layers, and 2; `weights` of each layer its bias [outputs], then its weights
-    [inputs, outputs].
+    `sizes` are F', the widths of the inner layers, and 2. `weights` has the bias [outputs] and then the weights
+    [inputs, outputs] of each layer.
     """
     widest = sizes.max()
     first, second = np.empty(widest), np.empty(widest)
@@ -214,8 +214,11 @@ def score_tokens(
 ) -> None:  # fmt: skip
     """Add up the bias [K + 1, 2] of the depth, the weighted columns, and the weights of tokens and hashed features.
 
-    `weights` [F', 2] are those of the columns; `tables` [I, V, 2] those of the token features `ids` [I] (0 outside); `hashed`
-    [C, B, 2] those of `HashedFeatures` with `columns`, `edges` and `strides`; no strides = none.
+    Args:
+        weights: [F', 2] of the columns.
+        ids, tables: indices [I] of the token features, and weights [I, V, 2] of their tokens; 0 outside.
+        columns, edges, strides: see `HashedFeatures`; no strides = none.
+        hashed: [C, B, 2] weights of the hashed features.
     """
     size, start = hashed.shape[1], bias[min(depth, bias.shape[0] - 1)]
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)
