@@ -34,6 +34,7 @@ import numpy as np
 from .arguments import as_list
 from .contract import Array, RoundOutcome, StopPolicy
 from .errors import PolicyError, close_match
+from .failures import plugin_errors
 from .kernels import on_first_use
 
 TOP = 10
@@ -243,8 +244,6 @@ def all_features() -> dict[str, Feature]:
         PolicyFailure: an installed feature cannot be imported.
     """
     if os.environ.get(PLUGIN_SWITCH) != "0":
-        from .host import plugin_errors  # this module cannot import it earlier, because it imports this module
-
         for point in entry_points(group=ENTRY_POINTS):
             if point.name not in _CUSTOM:
                 with plugin_errors(f"feature {point.name!r}", f"loading the plugin {point.value}"):

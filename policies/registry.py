@@ -19,8 +19,9 @@ from .arguments import as_list
 from .batch_rules import for_batches
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, SpecstopWarning, close_match
+from .failures import error_text, plugin_errors
 from .features import PLUGIN_SWITCH
-from .host import error_text, plugin_errors, validate_policy
+from .host import validate_policy
 from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
 
