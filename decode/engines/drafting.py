@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
+from ...policies.failures import error_text
 from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
-from ...policies.failures import error_text
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from ..drafters.base import Drafter
