@@ -18,7 +18,7 @@ from specstop.policies.measurements import (
     Key,
     Measurements,
     Noise,
-    judge,
+    measure_noise,
 )
 from specstop.policies.profile import Profile
 
@@ -174,6 +174,6 @@ def profile(measurements: Measurements) -> Profile:
 def profiled(disturbance: Disturbance, seed: int, budget_s: float) -> tuple[Noise, float]:
     """Return the noise that timings of a simulated machine show, and the seconds of its clock."""
     machine = Machine(disturbance, seed)
-    noise = judge(measure({"chains": machine.texts}, Effort(budget_s), clock=machine.clock))
+    noise = measure_noise(measure({"chains": machine.texts}, Effort(budget_s), clock=machine.clock))
     assert noise is not None
     return noise, machine.clock()

@@ -15,7 +15,7 @@ from specstop.policies.measurements import (
     PREFILL,
     VERIFY,
     Key,
-    collected,
+    merge_repetitions,
 )
 from specstop.policies.profile import Profile
 
@@ -65,4 +65,4 @@ def timed_profile(
     factors = paces or noisy(1.0, pace, repetitions)
     timings = [{key: noisy(mean * now, jitter, EACH) for key, mean in seconds.items()} for now in factors]
     contexts = (costs.low.context, costs.high.context)
-    return Profile.measured(collected(timings), contexts, costs.max_depth, costs.temperature, costs.facts)
+    return Profile.measured(merge_repetitions(timings), contexts, costs.max_depth, costs.temperature, costs.facts)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
+from ...policies.failures import error_text
 from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
-from ...policies.host import PolicyHost, error_text
+from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from ..drafters.base import Drafter
 from ..feature_reader import FeatureReader, set_anchors

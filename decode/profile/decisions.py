@@ -267,7 +267,7 @@ class _RoundWithoutModels:
         if tree is not None:
             host.select(tree)
         if self._observes:
-            host.finished(round)
+            host.end_round(round)
         timer.add("policy", mark)
         return sum(timer.laps["policy"])
 

@@ -22,7 +22,7 @@ from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence
 from ...policies.host import is_trusted, validate_policy
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.rules import tune_confidence
 from ..fit.settle import settle_for
@@ -175,7 +175,7 @@ def _open_places(
     traces: TraceSpec | Sequence[TraceSpec], profile: ProfileSpec | Sequence[ProfileSpec]
 ) -> dict[str, tuple[Trace, Profile]]:
     """Return every trace with every profile by name."""
-    profiles = [as_profile(one) for one in as_list(profile, Profile)]
+    profiles = [load_profile(one) for one in as_list(profile, Profile)]
     opened = [load_traces(one) for one in as_list(traces, Trace)]
     if not opened or not profiles:
         raise InputError("--traces, --profile: expected at least one trace and one profile")

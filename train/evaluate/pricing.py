@@ -36,7 +36,7 @@ from ...policies.files import cache_folder, digest, read_json, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
-from ...policies.storage import content
+from ...policies.storage import content_digest
 from ..replay.rounds import Rounds, RoundTypes, count_rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
 
@@ -114,7 +114,7 @@ def _cache_key(policy: StopPolicy, profile: Profile, header: Header, device: tor
     costs = {name: value for name, value in profile.to_dict().items() if name != "decision_s"}
     return {
         "policy": policy.cost_name,
-        "content": content(policy) if isinstance(policy, LearnedPolicy) else _code(policy),
+        "content": content_digest(policy) if isinstance(policy, LearnedPolicy) else _code(policy),
         "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device)],
         "versions": [platform.python_version(), *map(version, _VERSIONS)],
         "profile": digest(costs),

@@ -11,7 +11,7 @@ from ...policies.display import Progress, silent
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.registry import PolicySpec, as_policy
 from ..replay.checks import load_traces
 from ..replay.run import replay
@@ -67,7 +67,7 @@ def deploy(
 
         return export_onnx(chosen, out, overwrite=overwrite)
     trace, held = (None if one is None else load_traces(one) for one in (traces, held_out))
-    costs = as_profile(profile)
+    costs = None if profile is None else load_profile(profile)
     inputs = [one.folder for one in (trace, held) if one is not None]
     sources = [None if costs is None else costs.source, None if chosen is None else chosen.source]
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*inputs, *sources])

@@ -25,7 +25,7 @@ from ...policies.errors import InputError, TraceError
 from ...policies.features import HISTORY_FEATURES
 from ...policies.files import prepare_output_dir
 from ...policies.learned import LearnedPolicy, TrainingMetadata
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.rules import Derived, Rule
 from ...policies.storage import save_policy
 from ..heads.calibration import auc, calibrate, log_loss
@@ -107,7 +107,7 @@ def train(
     """
     options = dataclasses.replace(options or TrainOptions(), **changes)
     kernels.load(progress)
-    opened, profile = [load_traces(one) for one in as_list(traces, Trace)], as_profile(profile)
+    opened, profile = [load_traces(one) for one in as_list(traces, Trace)], load_profile(profile)
     mixed = None if options.mixed is None else load_traces(options.mixed)
     if not opened:
         raise TraceError("--traces: expected at least one trace")

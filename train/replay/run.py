@@ -21,7 +21,7 @@ from ...policies.features import HISTORY_FEATURES, History
 from ...policies.fixed import FeatureThreshold, FixedLength
 from ...policies.host import PolicyHost, is_trusted
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.published.online import Online
 from ...policies.registry import PolicySpec, as_policy
 from ...policies.rules import Rule
@@ -53,7 +53,7 @@ def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile
             has no round.
     """
     arrays = traces if isinstance(traces, TraceArrays) else trace_arrays(load_traces(traces))
-    policy, profile = as_policy(policy), as_profile(profile)
+    policy, profile = as_policy(policy), load_profile(profile)
     check_replayable(arrays, policy, profile)
     return _play(arrays, policy, profile, _queues(arrays, policy), [policy])[0]
 
