@@ -1,6 +1,6 @@
 """Why a policy is as fast as it is: calibration, wrong stops, where time goes, groups and prompts.
 
-All sections are JSON values and are computed from rounds that were replayed once (`log.play`).
+All sections are JSON values. They are computed from rounds that were replayed once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..heads.calibration import BINS, calibration_error, perfect_error
 from ..replay.arrays import TraceArrays, seen_features
 from ..replay.bounds import OraclePlan, Regret, judge, planned_rounds
 from ..replay.columns import seen_states
-from ..replay.rounds import Rounds, scaled
+from ..replay.rounds import Rounds, scale_costs
 from .pricing import Priced, ProfileBootstrap, ResampleSource
 from .statistics import Resamples
 
@@ -175,8 +175,8 @@ def time_share(name: str, arrays: TraceArrays, played: Rounds, profile: Profile)
     decided = float(played.decision_seconds(profile).sum())
     total = float(played.price(profile).sum())
     # Costs add up, so that doubling one of them adds its value.
-    draft = float(played.price(scaled(profile, draft=2.0)).sum()) - total
-    verify = float(played.price(scaled(profile, verify=2.0)).sum()) - total
+    draft = float(played.price(scale_costs(profile, draft=2.0)).sum()) - total
+    verify = float(played.price(scale_costs(profile, verify=2.0)).sum()) - total
     prompt = float(profile.prefill_seconds(arrays.prompt_tokens.numpy()).sum())
     names = ("draft_ms", "verify_ms", "decision_ms", "outside_ms", "prompt_ms", "total_ms")
     parts = (draft, verify, decided, total - decided - draft - verify, prompt, total + prompt)

@@ -207,7 +207,7 @@ class Priced:
         spent: Tensor | None = None,
     ) -> None:
         self._boot, self._costs, self._replays = boot, costs, list(replays)
-        self._prompt_tokens, self._spent = prompt_tokens, spent
+        self._spent = spent
         if not costs.profiles:
             return
         counted = list(map(count_rounds, self._replays))
@@ -244,7 +244,7 @@ class Priced:
         out = np.ones((rows, len(self._replays)))
         if not profiles or source is ResampleSource.PROMPTS:
             return out
-        # Counted rounds give only the ratio of two profiles: what they miss (`Kinds.seconds`) mostly cancels in it.
+        # Counted rounds give only the ratio of two profiles: what they miss (`RoundTypes.seconds`) mostly cancels in it.
         measured = self._counted_seconds(self._costs.profile, slice(None))
         for at, profile in enumerate(profiles, 1):
             # Sample `at` prices the resamples at, at + D, ...; row 0 keeps the measured profile.

@@ -74,9 +74,9 @@ def deploy(
     if to == "hf":
         assert chosen is not None
         spec = drafter or (None if trace is None else drafter_of(trace.header))
-        check_exportable(source, chosen, spec)  # before the replay
+        exported_drafter = check_exportable(source, chosen, spec)  # before the replay
         if trace is None or costs is None:
-            return write_hf(source, chosen, folder, spec)
+            return write_hf(source, chosen, folder, *exported_drafter)
     assert trace is not None and costs is not None
     basis = Basis(trace, costs, chosen, held_out=held, seed=seed, progress=progress)
     if to != "hf":
@@ -85,7 +85,7 @@ def deploy(
     replayed, basis.policy = basis.policy, None  # it is itself the export
     alone = basis.single_request(replay(basis.held, replayed, basis.profile))
     figures = {"alone": alone, "settled": basis.settled, "facts": basis.facts}
-    return write_hf(source, replayed, folder, spec, figures)
+    return write_hf(source, replayed, folder, *exported_drafter, figures)
 
 
 def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:

@@ -41,21 +41,18 @@ ITERATIONS = 2
 """Fits, because HISTORY features depend on the rounds of the policy."""
 
 
-def achievable_estimate(
-    arrays: TraceArrays, profile: Profile, features: Sequence[str] | None = None, seed: int = 0
-) -> Rounds:
+def achievable_estimate(arrays: TraceArrays, profile: Profile, seed: int = 0) -> Rounds:
     """Return the replay of a policy that knows all recorded scalars and decides for free.
 
     Args:
         arrays: the dense trace of chains that is reported on.
         profile: what rounds cost.
-        features: scalars; by default all in the trace, and HISTORY.
         seed: of folds and trees.
     """
     free = profile.with_decisions({NAME: 0.0})
     played = [best_of(fixed_grid(arrays, profile))]
+    names = (*recorded_scalars(arrays), *HISTORY_FEATURES)
     for _ in range(ITERATIONS):
-        names = tuple(features) if features is not None else (*recorded_scalars(arrays), *HISTORY_FEATURES)
         scored, policy = _cross_fitted(arrays, profile, names, _history(arrays, played[-1]), seed)
         solved, _ = solve_derived(policy, scored, free, policy.metadata.acceptance)
         played.append(replay(scored, solved, free))

@@ -407,9 +407,7 @@ def _fit_pass(
             TreeRounds.of(arrays, plan.features, visited.part((fold == number) == side)) for side in (True, False)
         )
         rows = outside.fit_rows()
-        # A fold with cut rounds only has no rows for early stopping.
-        held = inside.fit_rows() if len(inside.seen) else rows
-        heads.append(fit_head(plan.head, rows, held, plan.features, plan.options.seed))
+        heads.append(fit_head(plan.head, rows, inside.fit_rows(), plan.features, plan.options.seed))
         parts.append((heads[-1].export(), inside))
         first = first or rows
     assert first is not None

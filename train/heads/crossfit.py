@@ -135,8 +135,11 @@ def fit_head(
     progress: Progress = silent,
 ) -> HeadEstimator:
     """Return a fitted clone of an estimator; raise `TraceError` if no row has a label."""
-    if len(rows) == 0 or not bool(rows.drawn.any()) or len(stop_rows) == 0:
+    if not bool(rows.drawn.any()):
         raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
+    if not bool(stop_rows.drawn.any()):
+        # The prompts of a small fold may have no drawn token, or only cut rounds. Their loss is undefined.
+        stop_rows = rows
     fresh: HeadEstimator = clone(head).set_params(features=tuple(names), random_state=seed)
     return fresh.fit(rows, stop_rows=stop_rows, progress=progress)
 

@@ -109,7 +109,7 @@ class TokensEstimator(HeadEstimator):
 
     @classmethod
     def default_features(cls, usual: Sequence[str]) -> tuple[str, ...]:
-        """Return tokens and scores, and the usual features that are worth their time beside them (`benchmarks/heads.py`)."""
+        """Return tokens and scores, and the default features that improve a head of tokens by more than they cost."""
         omitted = ("mean_full", "last_accepted", "top1", "depth")
         names = dict.fromkeys((*(name for name in usual if name not in omitted), "noisy_score", *TOKEN_FEATURES))
         # In the order in which they become known, which spares the loop a reordering at each decision.

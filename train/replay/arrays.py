@@ -200,13 +200,14 @@ class TraceArrays:
         """Return only the sequences `keep`, in that order."""
         at = torch.tensor(list(keep), dtype=torch.int64)
         counts = self.rows[at]
-        index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
+        starts = counts.cumsum(0) - counts
+        index = torch.arange(int(counts.sum())) + (self.offset[at] - starts).repeat_interleave(counts)
         names: dict[str, Any] = {name: [getattr(self, name)[i] for i in keep] for name in NAMES}
         by_row = {name: values[index] for name in BY_ROW if (values := getattr(self, name)) is not None}
         return dataclasses.replace(
             self,
             **names,
-            offset=counts.cumsum(0) - counts,
+            offset=starts,
             columns={name: values[index] for name, values in self.columns.items()},
             extra={name: values[index] for name, values in self.extra.items()},
             hidden={name: values.subset(index) for name, values in self.hidden.items()},

@@ -161,7 +161,6 @@ class Regret:
     """The loss of each round against the oracle that continues from the same anchor; all [R].
 
     Attributes:
-        ideal: draft depth of the oracle.
         early: bool, committed less than the ideal round.
         late: bool, drafted or sent more than the ideal round in vain.
         choice_s: seconds lost by where the policy stopped, including the effect on the rest of the text.
@@ -169,7 +168,6 @@ class Regret:
         backlog_s: seconds of reading tokens that the draft had not read, which the bound leaves out.
     """
 
-    ideal: Tensor
     early: Tensor
     late: Tensor
     choice_s: Tensor
@@ -193,7 +191,7 @@ def judge(arrays: TraceArrays, rounds: Rounds, plan: OraclePlan, profile: Profil
     decision = rounds.decision_seconds(profile)
     early = rounds.committed < reached
     late = ~early & (choice > SAME_S) & ((rounds.steps > best) | (rounds.verified > best))
-    return Regret(best, early, late, choice, decision, rounds.price(profile) - decision - bare)
+    return Regret(early, late, choice, decision, rounds.price(profile) - decision - bare)
 
 
 def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:

@@ -173,8 +173,8 @@ class Rounds:
         )
 
 
-def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: float = 1.0) -> Profile:
-    """Return a profile with costs of draft steps, verifications and decisions multiplied by these factors."""
+def scale_costs(profile: Profile, draft: float = 1.0, verify: float = 1.0) -> Profile:
+    """Return a profile with the costs of draft steps and of verifications multiplied by these factors."""
 
     def table(side: CostTable) -> CostTable:
         return dataclasses.replace(
@@ -186,9 +186,7 @@ def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: 
             tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
         )
 
-    # `with_decisions` drops the timings of a price, so that unchanged prices must not be passed to it.
-    prices = {name: profile.decision(name) * decision for name in profile.decision_s if decision != 1.0}
-    return dataclasses.replace(profile.with_decisions(prices), low=table(profile.low), high=table(profile.high))
+    return dataclasses.replace(profile, low=table(profile.low), high=table(profile.high))
 
 
 _LONG = 2

@@ -38,7 +38,7 @@ from specstop.train.fit.settle import MIN_GAIN_IN_SAMPLE, retune, settle_for, so
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
 from specstop.train.replay.batch import at_once, deal, replay_batch
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.rounds import scale_costs
 from specstop.train.replay.run import replay
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
@@ -57,7 +57,7 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
 
 @pytest.mark.parametrize("factor", [0.01, 1.0, 3.0])
 def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Profile, factor: float) -> None:
-    costs = scaled(profile, draft=factor)
+    costs = scale_costs(profile, draft=factor)
     rates = [replay(arrays, FixedLength(k), costs).rate for k in range(DEPTH + 1)]
     grid = fixed_grid(arrays, costs)
     assert [r.rate for r in grid] == rates
@@ -67,7 +67,7 @@ def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Prof
 
 @pytest.mark.parametrize("factor", [0.2, 1.0])
 def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, profile: Profile, factor: float) -> None:
-    costs = scaled(profile, draft=factor)
+    costs = scale_costs(profile, draft=factor)
     rates = {t: replay(arrays, Confidence(t, DEPTH), costs).rate for t in THRESHOLDS}
     tuned = tune_confidence(arrays, costs)
     assert rates[tuned.threshold] == max(rates.values()) > min(rates.values())
@@ -78,7 +78,7 @@ def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, prof
 def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, factor: float
 ) -> None:
-    costs = scaled(full_profile, draft=factor)
+    costs = scale_costs(full_profile, draft=factor)
     acceptance = learned.metadata.acceptance
     solved, rate = solve_rate(learned, arrays, costs, acceptance)
     assert rate == replay(arrays, solved, costs).rate
@@ -104,7 +104,7 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     free = dataclasses.replace(full_profile, low=low, high=low, step_s=0.0, decision_s={})
     solved, rate = solve_rate(learned, arrays, free, learned.metadata.acceptance)
     assert rate == pytest.approx(replay(arrays, FixedLength(DEPTH), free).rate)
-    costly = scaled(full_profile, draft=1000.0)
+    costly = scale_costs(full_profile, draft=1000.0)
     solved, rate = solve_rate(learned, arrays, costly, learned.metadata.acceptance)
     assert solved.first == 0
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
@@ -136,7 +136,7 @@ def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speed
 ) -> None:
     late = learned.with_rule(Derived([0.4] * DEPTH, 2))
     late.metadata = dataclasses.replace(learned.metadata, metrics={"rows": 3, "held_out_rounds": 5})
-    costs = scaled(full_profile, draft=3.0)
+    costs = scale_costs(full_profile, draft=3.0)
     tuned = retune(late, arrays, costs, [2])
     assert tuned.rule.first == 2 and tuned.rule.to_dict() != late.rule.to_dict()
     assert tuned.metadata.metrics == {"rows": 3} and costs.same_costs(tuned.metadata.profile)

@@ -39,6 +39,7 @@ from specstop.train.heads.calibration import (
     log_loss,
     perfect_error,
 )
+from specstop.train.heads.crossfit import fit_head
 from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator, ResNet
 from specstop.train.heads.rows import FitRows
@@ -196,7 +197,14 @@ def test_a_fit_that_diverges_is_refused(parts: Parts) -> None:
         MLPEstimator(NAMES, epochs=1).fit(rows, stop_rows=rows)
 
 
-# Boosted trees
+@pytest.mark.parametrize("name", ["logistic", "mlp", "xgboost"])
+def test_a_head_is_fitted_if_the_held_out_prompts_have_no_drawn_token(name: str, parts: Parts) -> None:
+    stop_rows = parts[1].subset(parts[1].depth == 0)
+    for held_out in (stop_rows, stop_rows.subset(torch.zeros(len(stop_rows), dtype=torch.bool))):
+        fitted = fit_head(make_head(name), parts[0], held_out, NAMES).export()
+        use = (parts[1].depth == 1).numpy()
+        logits = fitted.scores(parts[1].features[use].numpy(), 1)[:, 0]
+        assert auc(logits, parts[1].labels[use, 0].numpy()) > 0.7
 
 
 # Tokens

@@ -116,15 +116,16 @@ def test_an_impossible_trace_is_refused(traces: dict[float, Trace], column: str,
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataObject) -> None:
-    keep = data.draw(st.lists(st.integers(0, arrays.sequences - 1), min_size=1, max_size=6))
+    keep = data.draw(st.lists(st.integers(0, arrays.sequences - 1), max_size=6))
     part = arrays.subset(keep)
-    rows = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep])
+    none = torch.zeros(0, dtype=torch.int64)
+    rows = torch.cat([none, *(torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep)])
     assert part.prompt_ids == [arrays.prompt_ids[s] for s in keep]
     assert torch.equal(part.text_tokens, arrays.text_tokens[keep])
     for name in ("accepted", "tokens", "ends", "cut", "every_anchor", "draft_bound"):
         assert torch.equal(getattr(part, name), getattr(arrays, name)[rows]), name
     anchors = dataclasses.replace(part, anchors=part.every_anchor)
-    for one in (part, anchors) if len(set(keep)) == len(keep) else (part,):
+    for one in () if not keep else (part, anchors) if len(set(keep)) == len(keep) else (part,):
         at = one.find(one.owner.numpy(), one.every_anchor.numpy())
         assert at.tolist() == list(range(len(rows)))
         assert one.find(np.array([0]), np.array([10_000])).tolist() == [-1]
