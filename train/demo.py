@@ -34,9 +34,9 @@ from ..policies.profile import Profile
 from ..policies.storage import load_policy_folder, save_policy
 from .evaluate.evaluate import evaluate
 from .evaluate.records import DEPLOY, NOISY, Report
+from .fit.adapt import is_priced, retune, unfitted_prompts
 from .fit.rules import best_of, fixed_grid
 from .fit.run import train
-from .fit.settle import is_priced, retune, unfitted_prompts
 from .replay.arrays import TraceArrays, trace_arrays
 from .replay.run import replay
 from .shipped_pair import check_pair, shipped_pair

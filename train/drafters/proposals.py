@@ -36,7 +36,7 @@ def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> 
     """
     count = batch.tokens.shape[1]
     if not isinstance(network, MedusaHeads):
-        for depth, states in enumerate(unrolled(network, batch, embedding, None)):
+        for depth, states in enumerate(unroll(network, batch, embedding, None)):
             yield output(states[:, : count - 2 - depth])
         return
     embedded = embedding(batch.tokens) if network.reads_path else None
@@ -56,13 +56,13 @@ def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Modu
         return network.embed(symbols[-1].argmax(-1), embedding)
 
     symbols: list[Tensor] = []
-    for depth, states in enumerate(unrolled(network, batch, embedding, next_symbols), 1):
+    for depth, states in enumerate(unroll(network, batch, embedding, next_symbols), 1):
         if depth == network.shape.depth:  # the last one has no successor that calls it
             next_symbols(states)
     return torch.stack(symbols, 2)
 
 
-def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, next_read: Module | None) -> Iterator[Tensor]:
+def unroll(network: LayerNetwork, batch: Batch, embedding: Module, next_read: Module | None) -> Iterator[Tensor]:
     """Yield by depth the layer's states [B, n - 1, H], where each position reads its own state of the depth before.
 
     Args:

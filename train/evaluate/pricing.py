@@ -71,7 +71,7 @@ def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header
     return profile, unpriced
 
 
-def unpriced_finding(unpriced: Unpriced, profile: Profile, header: Header) -> tuple[str, ...]:
+def unpriced_warnings(unpriced: Unpriced, profile: Profile, header: Header) -> tuple[str, ...]:
     """Return the warning about the decisions that a profile lacked, with the command that adds them; see `with_prices`."""
     if not unpriced:
         return ()
@@ -187,7 +187,7 @@ class ProfileBootstrap:
         return Ratio(float(values[0]), float(low), float(high))
 
 
-class Priced:
+class PricedReplays:
     """Seconds of P replays in every resample.
 
     Args:

@@ -84,7 +84,7 @@ def deploy(
     assert basis.policy is not None
     replayed, basis.policy = basis.policy, None  # it is itself the export
     alone = basis.single_request(replay(basis.held, replayed, basis.profile))
-    figures = {"alone": alone, "settled": basis.settled, "facts": basis.facts}
+    figures = {"alone": alone, "adaptation": basis.adaptation, "facts": basis.facts}
     return write_hf(source, replayed, folder, *exported_drafter, figures)
 
 
@@ -95,7 +95,7 @@ def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:
     files, figures, page_facts = serialisers[to](basis, folder)
     content = {"schema": 1, "kind": "export", "engine": to, **figures, "facts": basis.facts}
     page = page_of(
-        "engine.md.j2", engine=to, files=files, figures=figures, facts=basis.facts, settled=basis.settled,
+        "engine.md.j2", engine=to, files=files, figures=figures, facts=basis.facts, adaptation=basis.adaptation,
         shares_prompts=basis.shares_prompts, **page_facts,
     )  # fmt: skip
     with staged_folder(folder) as stage:

@@ -120,7 +120,7 @@ def write_hf(
         verification=learned.metadata.verification if learned else "",
         sampling=sampling_text(learned.metadata.temperature, learned.metadata.sampling) if learned else "",
         alone=(figures or {}).get("alone"),
-        settled=(figures or {}).get("settled"),
+        adaptation=(figures or {}).get("adaptation"),
         held_out=metrics.get("held_out_ratio_to_best_fixed"),
     )
     with staged_folder(folder) as stage:

@@ -29,30 +29,30 @@ from ...policies.profile import Profile
 from ...policies.tree_rules import PRICED_NODES, TreeRule
 from ..heads.crossfit import Folds, fit_head, on_policy_rounds
 from ..heads.rows import FitRows, Visits
-from ..replay.arrays import TraceArrays, seen_features, typical_context
-from ..replay.bounds import best_static_tree, drafted_alone, likeliest_nodes, on_subtree
+from ..replay.arrays import TraceArrays, policy_features, typical_context
+from ..replay.bounds import best_static_tree, isolate_subtree, likeliest_nodes, restrict_to_subtree
 from ..replay.run import replay
 from .plan import Plan
-from .rules import FIRST, SETTLED, Part, Rates, left_out_parts, replayed_rates
+from .rules import FIRST_DEPTHS, RATE_TOLERANCE, Part, Rates, left_out_parts, replayed_rates
 
 PASSES = 3
 
-AHEAD = (0.0, 0.5, 0.8, 1.0)
+LOOK_AHEAD = (0.0, 0.5, 0.8, 1.0)
 """Shares of the mean acceptance that are tried."""
 
-FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
+FLOORS, FLOOR_TOLERANCE = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
 """Floors that are tried, and the share of the rate that one may cost: the rate lacks the time that fewer branches save."""
 
-HOLD = 20.0
+PRIOR_ROWS = 20.0
 """Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""
 
-RANK_HOLD = 0.05
-"""Factor of `HOLD` for shifts by rank."""
+RANK_PRIOR_FACTOR = 0.05
+"""Factor of `PRIOR_ROWS` for shifts by rank."""
 
 RARE_SHARE = (-2.5, 0.0)
 """Share of siblings of a rank of which none was accepted, for which a fit would diverge: 8%."""
 
-LEAST_SURVIVAL = 1e-9
+MIN_SURVIVAL = 1e-9
 """As in `kernels.trees`: below it, the rest of a survival is not distinguished from `next`."""
 
 _EDGE, _ROUNDS = 1e-6, 4
@@ -64,13 +64,13 @@ class TreeRounds:
 
     Attributes:
         tree: topology.
-        seen: [R, N + 1, F] float32 features.
+        features: [R, N + 1, F] float32.
         accepted: [R, N + 1] bool, the nodes that the target accepts.
         reachable: [R, N + 1] bool, the nodes that a policy can decide on: without a gap or an end of text on the path.
     """
 
     tree: Topology
-    seen: Array
+    features: Array
     accepted: Array
     reachable: Array
 
@@ -83,7 +83,7 @@ class TreeRounds:
         reachable[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
         for node, parent in enumerate(tree.parent[1:], 1):  # parents come before their children
             reachable[:, node] &= reachable[:, parent]
-        return cls(tree, seen_features(arrays, features, row, visited.history).numpy(), accepted, reachable)
+        return cls(tree, policy_features(arrays, features, row, visited.history).numpy(), accepted, reachable)
 
     @cached_property
     def width(self) -> Array:
@@ -102,7 +102,7 @@ class TreeRounds:
 
     def scores(self, head: Head, depth: int) -> Array:
         """Return [R, B, 2] float64, the scores of a head for the B nodes of a depth."""
-        rows = np.ascontiguousarray(self.seen[:, self.tree.levels[depth]])
+        rows = np.ascontiguousarray(self.features[:, self.tree.levels[depth]])
         return head.scores(rows.reshape(-1, rows.shape[-1]), depth).reshape(*rows.shape[:2], 2)
 
     def fit_rows(self) -> FitRows:
@@ -115,10 +115,9 @@ class TreeRounds:
         use = self.accepted[:, parents] & self.reachable
         depth = np.broadcast_to(self.tree.depth, use.shape)
         labels = np.stack([self.accepted, self.accepted_children[..., 0]], -1)
-        known = np.stack([depth > 0, self.accepted & (self.width > 0)], -1)
-        columns = (self.seen[use], depth[use], labels[use].astype(np.float32), known[use])
-        seen, depths, targets, is_known = map(torch.from_numpy, columns)
-        return FitRows(seen, depths, targets, is_known)
+        has_label = np.stack([depth > 0, self.accepted & (self.width > 0)], -1)
+        columns = (self.features[use], depth[use], labels[use].astype(np.float32), has_label[use])
+        return FitRows(*map(torch.from_numpy, columns))
 
 
 def node_ranks(tree: Topology) -> Array:
@@ -133,7 +132,7 @@ def best_child_acceptance(rows: FitRows) -> tuple[float, ...]:
     """Return a_1..a_K, the probability by depth that the best child of an accepted node is accepted."""
     out: list[float] = []
     for depth in range(int(rows.depth.max())):
-        use = rows.known[:, 1] & (rows.depth == depth)
+        use = rows.has_label[:, 1] & (rows.depth == depth)
         out.append(float(rows.labels[use, 1].double().mean()) if bool(use.any()) else (out[-1] if out else 0.0))
     return tuple(out)
 
@@ -184,7 +183,7 @@ def _fit_level(parent: Array, logits: Array, labels: Array, rank: Array, ranks: 
         return start
     product = np.clip(parent * expit(logits), _EDGE, 1.0 - _EDGE)
     columns = np.column_stack([logit(product), logits, rank[:, None] == np.arange(ranks)])
-    return _fit_logistic(columns, labels, start, HOLD * np.array([1.0, 1.0, *[RANK_HOLD] * ranks]))
+    return _fit_logistic(columns, labels, start, PRIOR_ROWS * np.array([1.0, 1.0, *[RANK_PRIOR_FACTOR] * ranks]))
 
 
 def _fit_logistic(columns: Array, labels: Array, start: Array, hold: Array) -> Array:
@@ -213,7 +212,7 @@ def path_chances(head: Head, accept: PathCalibrator, next_: PathCalibrator, roun
             survival[:, level] = accept.of(parents, scores[..., 0], depth, ranks[level])
         current = survival[:, level]
         joint = next_.of(current, scores[..., 1], depth, ranks[level])
-        next_chance[:, level] = joint / np.maximum(current, LEAST_SURVIVAL)
+        next_chance[:, level] = joint / np.maximum(current, MIN_SURVIVAL)
     return survival, next_chance
 
 
@@ -281,7 +280,7 @@ def solve_tree(
     policy: TreeGain,
     arrays: TraceArrays,
     profile: Profile,
-    firsts: Sequence[int] = FIRST,
+    firsts: Sequence[int] = FIRST_DEPTHS,
     rates: Rates | None = None,
 ) -> tuple[TreeGain, float]:
     """Solve rho of a tree policy by Dinkelbach's iteration; see `rules.solve_derived` for arguments and result.
@@ -303,11 +302,11 @@ def solve_tree(
             (rate,) = rates([candidate])
             if rate > best_rate:
                 best, best_rate = candidate, rate
-            if abs(rate - rho) < SETTLED * rho:
+            if abs(rate - rho) < RATE_TOLERANCE * rho:
                 break
             rho = rate
 
-    for share in AHEAD:
+    for share in LOOK_AHEAD:
         improve(ahead=share)
     for first in firsts:
         # After the deepest depth that was ever reached there is nothing to decide.
@@ -317,7 +316,7 @@ def solve_tree(
     for floor in FLOORS:
         candidate = policy.with_rule(dataclasses.replace(best.rule, floor=floor))
         (rate,) = rates([candidate])
-        if rate >= (1.0 - UNHARMED) * best_rate:
+        if rate >= (1.0 - FLOOR_TOLERANCE) * best_rate:
             return candidate, rate
     return best, best_rate
 
@@ -382,7 +381,7 @@ def fit_tree(
     }
     if report is not None:
         learned = replay(report, policy, profile).rate
-        fixed = replay(*drafted_alone(report, static.nodes), profile).rate
+        fixed = replay(*isolate_subtree(report, static.nodes), profile).rate
         metrics |= {
             "held_out_tokens_per_s": learned,
             "held_out_static_tree_tokens_per_s": fixed,
@@ -452,7 +451,7 @@ def choose_tree(
     for done, nodes in enumerate(trees):
         if len(trees) > 1:
             progress("choose a tree", done, len(trees))
-        part, held = (of if of is None or nodes is whole else on_subtree(of, nodes) for of in (arrays, report))
+        part, held = (of if of is None or nodes is whole else restrict_to_subtree(of, nodes) for of in (arrays, report))
         assert part is not None
         choices.append(fit_tree(plan, part, folds, profile, held, progress))
     best = max(choices, key=lambda choice: choice[0].metadata.rho)

@@ -18,8 +18,8 @@ from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.heads.base import Head
 from ...policies.profile import Profile
-from ..replay.arrays import TraceArrays, seen_features
-from ..replay.columns import seen_states
+from ..replay.arrays import TraceArrays, policy_features
+from ..replay.columns import policy_states
 from ..replay.run import replay
 from .base import HeadEstimator
 from .calibration import Outputs
@@ -154,18 +154,18 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     for fold, head in enumerate(fitted.heads):
         inside = owner == fold
         row, place = visited.row[inside], inside.nonzero()[:, 0].numpy()
-        seen = seen_features(arrays, names, row, visited.history[inside]).numpy()
+        seen = policy_features(arrays, names, row, visited.history[inside]).numpy()
         for depth, part in itertools.product(range(seen.shape[1]), torch.arange(len(row)).split(_SCORE_ROUNDS)):
             nodes = torch.tensor([depth - 1]) if depth else None
-            states = {name: seen_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
+            states = {name: policy_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
             logits[place[part], depth] = head.scores(np.ascontiguousarray(seen[part, depth]), depth, states)
     lag = fitted.heads[0].lag
-    labels, known = round_labels(arrays, visited.row, lag=lag)
+    labels, has_label = round_labels(arrays, visited.row, lag=lag)
     prompt = np.unique(arrays.clusters, return_inverse=True)[1]
     return Outputs(
         logits,
         labels.numpy(),
-        known.numpy(),
+        has_label.numpy(),
         arrays.accepted[visited.row].numpy(),
         prompt[arrays.owner[visited.row]],
         (arrays.tokens[visited.row] != NO_TOKEN).numpy(),

@@ -49,7 +49,7 @@ _ROUNDS, _TOLERANCE = 100, 1e-4
 
 def regression_rows(rows: FitRows) -> list[tuple[Array, Array]]:
     """Return (mask [M], labels of these rows in [0, 1]) of the three regressions."""
-    drawn, (accept, following) = rows.drawn.numpy(), rows.known.numpy().T
+    drawn, (accept, following) = rows.drawn.numpy(), rows.has_label.numpy().T
     masks = ((accept, 0), (drawn & following, 1), (~drawn & following, 1))
     return [(use, rows.labels.numpy()[use, output]) for use, output in masks]
 

@@ -19,7 +19,7 @@ from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.measurements import Noise
 from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer, Line
-from specstop.train.evaluate.statistics import FEWEST, Clusters, Resamples, clusters_needed, form_clusters
+from specstop.train.evaluate.statistics import MIN_CLUSTERS, Clusters, Resamples, clusters_needed, form_clusters
 from specstop.train.evaluate.verdict import answer, doubts, findings, verdict
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
@@ -146,7 +146,7 @@ def test_errors_of_prices_widen_intervals() -> None:
 
 def test_the_number_of_clusters_needed_excludes_1() -> None:
     assert clusters_needed(Ratio(1.02, 0.98, 1.06), 50) == int(np.ceil(50 * (np.log(0.98 / 1.02) / np.log(1.02)) ** 2))
-    assert clusters_needed(Ratio(1.3, 1.29, 1.31), 5) == FEWEST
+    assert clusters_needed(Ratio(1.3, 1.29, 1.31), 5) == MIN_CLUSTERS
     assert clusters_needed(Ratio(1.0, 0.9, 1.1), 50) is None and clusters_needed(Ratio(1.1), 1) is None
 
 

@@ -28,7 +28,7 @@ from specstop.policies.rules import Threshold
 from specstop.train import train
 from specstop.train.heads import HEADS, head_class, make_head
 from specstop.train.heads.calibration import (
-    LEAST,
+    MIN_ROWS,
     Outputs,
     auc,
     calibrate,
@@ -361,7 +361,7 @@ def test_every_map_is_monotone_and_a_probability(shape: str, kind: str, count: i
     chance = calibrator(np.linspace(-30, 30, 4001))
     assert bool((np.diff(chance) >= -1e-7).all())
     assert 0 <= float(chance.min()) < float(chance.max()) <= 1
-    if count < LEAST or (not soft and len(np.unique(labels)) < 2):
+    if count < MIN_ROWS or (not soft and len(np.unique(labels)) < 2):
         assert calibrator.kind == "identity"
 
 
@@ -441,7 +441,7 @@ def test_rounds_that_say_nothing_change_nothing() -> None:
     accept, outputs = simulated_rounds("calibrated", rounds=400)
     for length in (0, DEPTH):
         assert fit_survival(accept, dataclasses.replace(outputs, length=np.full(400, length))) is None
-    assert fit_survival(*simulated_rounds("overconfident", rounds=LEAST - 1)) is None
+    assert fit_survival(*simulated_rounds("overconfident", rounds=MIN_ROWS - 1)) is None
     # Rounds whose tokens were not drawn, among others.
     accept, outputs = simulated_rounds("overconfident", rounds=3000)
     drawn = np.concatenate([outputs.drawn, np.zeros((400, DEPTH), dtype=bool)])
