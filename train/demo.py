@@ -218,8 +218,10 @@ class _Stages:
             side: read_prompts(self.pair_folder / f"prompts-{side}.jsonl", getattr(self.sizes, side))
             for side in ("train", "test")
         }
-        room = self.models.readable - self.sizes.tokens
-        self.ids = {side: encode(prompts, self.models.tokenizer, room) for side, prompts in self.prompts.items()}
+        max_prompt_tokens = self.models.readable - self.sizes.tokens
+        self.ids = {
+            side: encode(prompts, self.models.tokenizer, max_prompt_tokens) for side, prompts in self.prompts.items()
+        }
         self.traces: dict[str, Trace] = {}
         self.arrays: dict[str, TraceArrays] = {}
         self.learned: list[LearnedPolicy] = []

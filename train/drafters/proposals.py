@@ -48,7 +48,7 @@ def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> 
         yield network.outputs[head](network.state(head, batch.states[:, :rows], path))
 
 
-def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
+def position_log_probs(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
     """Return [B, n - 1, T, V + 1], the log-probabilities of the symbols at T positions after each root."""
 
     def next_symbols(states: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _ctc_loss(network: CTCNetwork, batch: Batch, embedding: Module, output: Modu
     hardly determines where each token stands, so the first position is also fitted to the target's distribution of the next
     token (the released code distils ten times as much as it aligns).
     """
-    symbols = positions(network, batch, embedding, output)
+    symbols = position_log_probs(network, batch, embedding, output)
     with torch.no_grad():
         target = output(batch.states[:, 1:-1]).softmax(-1)  # [B, n - 2, V]; row s is of token s + 2
     nats = -(target * symbols[:, :-1, 0, :-1]).sum(-1)

@@ -289,12 +289,14 @@ def reliability(name: str, arrays: TraceArrays, played: Rounds, seed: int) -> Js
         for node in tree.levels[depth] if depth >= start else ():
             above[node] = above[tree.parent[node]]
         level = torch.tensor(tree.levels[depth]) - 1
-        known = torch.ones(len(row), len(level), dtype=torch.bool)
+        is_selected = torch.ones(len(row), len(level), dtype=torch.bool)
         if start > 1 and depth >= start:
-            known = accepted[:, [above[int(node) + 1] - 1 for node in level]]
-        if depth >= start and known.any():
+            is_selected = accepted[:, [above[int(node) + 1] - 1 for node in level]]
+        if depth >= start and is_selected.any():
             depths.append(
-                calibration(depth, predicted[:, level][known].numpy(), accepted[:, level][known].numpy(), seed)
+                calibration(
+                    depth, predicted[:, level][is_selected].numpy(), accepted[:, level][is_selected].numpy(), seed
+                )
             )
     total = sum(one["all"]["count"] for one in depths) or 1
     means = {key: sum(one[key] * one["all"]["count"] for one in depths) / total for key in ("ece", "ece_perfect")}

@@ -46,7 +46,7 @@ from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report
 from .statistics import form_clusters
-from .verdict import answer, doubts, findings
+from .verdict import find_doubts, find_warnings, make_answer
 
 HUGGING_FACE = 0.4
 
@@ -351,11 +351,11 @@ def _report(place: _Place, compared: ComparisonResult, detailed: bool, places: i
     """Return the report on compared policies."""
     setting, clusters, boot = place.setting, compared.clusters, compared.boot
     lines, profile, replays = compared.lines, setting.costs.profile, compared.replays if detailed else None
-    reasons = doubts(lines, compared.below_bound, profile)
+    reasons = find_doubts(lines, compared.below_bound, profile)
     if reasons:
         lines = [dataclasses.replace(x, verdict=NOISY) if x.verdict not in ("", TOO_FEW) else x for x in lines]
     stops = stop_costs(replays) if replays else []
-    result = answer(
+    result = make_answer(
         lines, f"fixed:{np.argmax(compared.fixed)}", clusters, stops=stops, doubts=reasons, primary=setting.primary,
         places=places,
     )  # fmt: skip
@@ -364,7 +364,7 @@ def _report(place: _Place, compared: ComparisonResult, detailed: bool, places: i
     if replays and result:
         sections = details(replays, result.candidate, stops, boot, setting.seed, setting.progress)
     warnings = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in place.failed.items()]
-    warnings += findings(profile, setting.clusters, setting.arrays.prompt_ids, reasons, compared.to_achievable)
+    warnings += find_warnings(profile, setting.clusters, setting.arrays.prompt_ids, reasons, compared.to_achievable)
     warnings += unpriced_warnings(place.unpriced, profile, place.trace.header)
     bands = acceptance_bands(setting.arrays, setting.resamples(setting.clusters))
     return Report(

@@ -1,4 +1,4 @@
-"""What exports to serving engines are chosen by: prompts to choose on, other prompts to report on, fixed lengths replayed."""
+"""The data of an export to a serving engine: prompts to choose on, other prompts to report on, replays of fixed lengths."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Basis:
         profile: with the price of the policy's decisions.
         fit_fixed, held_fixed: replays of the fixed lengths 0..K.
         best: the fixed length that is fastest on `fit`.
-        facts: what the export is made from.
+        facts: origin of the export.
 
     Raises:
         TraceError: the traces are not dense ones of chains, both share prompts, there are too few prompts to hold some out,
@@ -124,9 +124,9 @@ class Basis:
         replays = [export, self.held_fixed[0], self.held_fixed[self.best], planned_rounds(held, plan)]
         spent = [one.text_seconds(self.profile) for one in replays]
         # The bound has its own seconds; its rounds only describe how they vary with the timings of the profile.
-        known = torch.stack([*spent[:-1], plan.seconds], 1)
+        seconds = torch.stack([*spent[:-1], plan.seconds], 1)
         this, plain, best, bound = (
-            PricedReplays(self._boot, self._costs, replays, held.prompt_tokens, known).seconds().T
+            PricedReplays(self._boot, self._costs, replays, held.prompt_tokens, seconds).seconds().T
         )
         report, choice = (len(set(part.clusters)) for part in (self.held, self.fit))
         figures: dict[str, Any] = {

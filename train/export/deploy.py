@@ -111,7 +111,7 @@ def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: 
     if to not in TARGETS:
         raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
     if to in ("onnx", "hf") and policy is None:
-        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} is made of one")
+        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} exports one")
     if to != "hf" and drafter is not None:
         raise InputError(
             f"--drafter: only hf has a drafter, not {to}; an engine's files are for the drafter of the traces"

@@ -242,12 +242,12 @@ def _fit_heads(
 
     def fit(visited: Visits) -> FoldHeads:
         return fit_folds(
-            arrays, folds, plan.features, visited, plan.head, seed=plan.options.seed, every=plan.options.cross_fit,
+            arrays, folds, plan.features, visited, plan.head, seed=plan.options.seed, all_folds=plan.options.cross_fit,
             progress=progress, mixed=mixed,
         )  # fmt: skip
 
     if arrays.only_positions:
-        visited = Visits.once((~arrays.cut).nonzero()[:, 0])
+        visited = Visits.without_history((~arrays.cut).nonzero()[:, 0])
         return fit(visited), visited, profile
     grid = fixed_grid(arrays, profile)
     # Length 0 is left out: it visits every anchor, as no policy that drafts does.
@@ -260,7 +260,7 @@ def _fit_heads(
         acceptance = conditional_acceptance(arrays, visited)
         rule = _rule_without_search(plan, policies[0], arrays, profile, acceptance, best_of(grid).rate)
         on_policy = on_policy_rounds(arrays, folds, [policy.with_rule(rule) for policy in policies], profile)
-        visited = on_policy if len(on_policy.row) >= MIN_ROUNDS else on_policy.with_more(reference)
+        visited = on_policy if len(on_policy.row) >= MIN_ROUNDS else on_policy.concatenate(reference)
     return fitted, visited, profile
 
 
@@ -335,7 +335,7 @@ def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profi
     """
     metrics: dict[str, Any] = {}
     if report.only_positions:
-        visited = Visits.once((~report.cut).nonzero()[:, 0])
+        visited = Visits.without_history((~report.cut).nonzero()[:, 0])
     else:
         rounds, fixed_rate = replay(report, policy, profile), best_of(fixed_grid(report, profile)).rate
         visited = visits(report, [rounds])

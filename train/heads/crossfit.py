@@ -1,4 +1,4 @@
-"""Heads fitted fold by fold, so that every prompt has outputs of a head that never saw it; calibration is fitted on these."""
+"""Heads fitted fold by fold. Every prompt has outputs of a head that was fitted without it; calibration is fitted on these."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def fit_folds(
     head: HeadEstimator,
     *,
     seed: int = 0,
-    every: bool = True,
+    all_folds: bool = True,
     progress: Progress = silent,
     mixed: TraceArrays | None = None,
 ) -> FoldHeads:
@@ -98,7 +98,7 @@ def fit_folds(
         visited: rounds to fit on.
         head: estimator, which is cloned.
         seed: of the fits.
-        every: fit a head for each fold; else for the first only.
+        all_folds: fit a head for each fold; else for the first only.
         progress: see `Progress`.
         mixed: a trace of `collect --mix`: the heads are fitted on its rows; early stopping uses the held-out fold.
 
@@ -112,7 +112,7 @@ def fit_folds(
         for fold in range(folds.count)
     ]
     fitted: list[HeadEstimator] = []
-    total = folds.count if every else 1
+    total = folds.count if all_folds else 1
     task = f"train {head.form}"
     for fold in range(total):
         progress(task, fold, total)
@@ -173,21 +173,21 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     )
 
 
-def on_policy_rounds(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], profile: Profile) -> Visits:
+def on_policy_rounds(arrays: TraceArrays, folds: Folds, policies: Sequence[StopPolicy], profile: Profile) -> Visits:
     """Return the rounds that policies play on prompts left out of their fit.
 
-    A head knows the prompts that it was fitted on: it stops there where drafts fail, as it does not on new ones.
+    On the prompts that it was fitted on, a head stops before drafts fail more often than on new prompts.
 
     Args:
         arrays: traces.
         folds: of its prompts.
-        drafts: a policy for each fold, its head fitted on the others; if there are fewer, the first one plays the rest.
+        policies: one for each fold, its head fitted on the others; if there are fewer, the first one plays the rest.
         profile: what rounds cost.
     """
     parts = []
     for fold in range(folds.count):
         sequences = folds.sequences(fold)
-        played = replay(arrays.subset(sequences), drafts[fold if fold < len(drafts) else 0], profile)
+        rounds = replay(arrays.subset(sequences), policies[fold if fold < len(policies) else 0], profile)
         # From numbers within the fold to those of the trace.
-        parts.append(dataclasses.replace(played, sequence=torch.tensor(sequences)[played.sequence]))
+        parts.append(dataclasses.replace(rounds, sequence=torch.tensor(sequences)[rounds.sequence]))
     return visits(arrays, parts)

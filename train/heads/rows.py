@@ -78,7 +78,8 @@ def join_rows(parts: Sequence[FitRows]) -> FitRows:
 class Visits:
     """Rounds that policies played on a trace, without cut ones.
 
-    Policies skip easy runs, so the anchors that they visit are harder than the average anchor. Heads are fitted on visits.
+    Policies skip easy runs of tokens, so the anchors that they visit are harder than the average anchor. Heads are fitted on
+    these anchors.
 
     Attributes:
         row: [R] of the anchor in the trace.
@@ -89,12 +90,12 @@ class Visits:
     history: Tensor
 
     @classmethod
-    def once(cls, row: Tensor) -> Visits:
-        """Return one round at each of these anchors [R], without earlier rounds."""
+    def without_history(cls, row: Tensor) -> Visits:
+        """Return one round at each of these anchors [R], all without earlier rounds."""
         return cls(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
 
-    def with_more(self, other: Visits) -> Visits:
-        """Return these rounds, then the other ones."""
+    def concatenate(self, other: Visits) -> Visits:
+        """Return these rounds, followed by the other ones."""
         return Visits(torch.cat([self.row, other.row]), torch.cat([self.history, other.history]))
 
     def part(self, use: Tensor) -> Visits:
@@ -191,7 +192,7 @@ def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
 # Mixed texts (`collect --mix`)
 
 
-def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Sequence[str]) -> TraceArrays:
+def mixed_arrays(trace: Trace, reference: Trace, features: Sequence[str], hidden: Sequence[str]) -> TraceArrays:
     """Read a mixed trace to fit heads that are calibrated on another trace.
 
     Raises:
@@ -200,7 +201,7 @@ def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Seq
     if not trace.header.mix:
         raise TraceError(f"--mixed: {trace.folder} is no mixed trace; collect one with --mix 0.15 --depth 1")
     check_compatible(
-        like.header, trace.header, str(like.folder), str(trace.folder), ("pair", "vocabulary", "verification")
+        reference.header, trace.header, str(reference.folder), str(trace.folder), ("pair", "vocabulary", "verification")
     )
     read = [name for name in features if name not in HISTORY_FEATURES]
     return trace_arrays(trace, read, (*SOFT_COLUMNS, IS_DRAFT_SAMPLE), hidden)
@@ -225,7 +226,7 @@ def mixed_rows(
     owner = arrays.owner
     row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
     if lag == 0:
-        return fit_rows(arrays, features, Visits.once(row), tuple(arrays.hidden), soft=soft)
+        return fit_rows(arrays, features, Visits.without_history(row), tuple(arrays.hidden), soft=soft)
     if lag > 1 or features:
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
     # The state after Y_i is in the row of the next position, which must be of the same text.

@@ -205,7 +205,7 @@ class _Batch:
                 break
             request = self.waiting.popleft()
             text = int(self.texts[request])
-            self.source.open(stream, text)
+            self.source.start_text(stream, text)
             self.request[stream] = request
             begun.append(stream)
             read = float(self.profile.prefill_seconds(self.arrays.prompt_tokens.numpy()[text : text + 1])[0])
@@ -231,4 +231,4 @@ class _Batch:
             round.verified, round.accepted, round.committed, round.backlog, round.decisions,
         )  # fmt: skip
         self.columns.append(np.stack(columns, 1)[rows])
-        source.active = active & ~source.over()
+        source.active = active & ~source.ended_texts()

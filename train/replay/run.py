@@ -106,7 +106,7 @@ def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profi
         source.commit(round)
         unknown = History.start(len(left)).record
         turns.append((unknown, round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
-        source.next_texts()
+        source.start_next_texts()
     return _results(arrays, profile, [NoPolicy()] * len(drafted), turns, is_tree=False)
 
 
@@ -150,7 +150,7 @@ def _play(
         round = play_round(source, host)
         fed = round.steps.T if is_tree else ()
         turns.append((history, on, owner, sequence, anchor, *_columns(round), *fed))
-        begun = source.next_texts()
+        begun = source.start_next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
     return _results(arrays, profile, policies, turns, is_tree)

@@ -151,7 +151,7 @@ def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceA
     )
     lookup = synthetic_trace([[1, 0, 2, 0, 1, 0]], DEPTH)
     lookup.tokens[1::2] = NO_TOKEN
-    every = Visits.once(torch.arange(6))
+    every = Visits.without_history(torch.arange(6))
     assert conditional_acceptance(lookup, every)[:2] == (1.0, pytest.approx(1 / 3)), "of rounds that have a token"
 
 

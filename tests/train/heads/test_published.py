@@ -330,7 +330,7 @@ def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: 
     assert hard.labels[:, 0].tolist() == list(hits) and len(mixed_rows(mixed, set(), (), 1)) > len(rows)
     # A head without lag reads the place itself.
     rows, every = mixed_rows(mixed, set(), (), 0), (~mixed.cut).nonzero()[:, 0]
-    whole = fit_rows(mixed, (), Visits.once(every), ("draft_hidden",))
+    whole = fit_rows(mixed, (), Visits.without_history(every), ("draft_hidden",))
     assert torch.equal(rows.hidden["draft_hidden"], whole.hidden["draft_hidden"])
     assert torch.equal(rows.labels, whole.labels) and set(rows.depth.tolist()) == {0, 1}
 
