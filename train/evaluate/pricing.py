@@ -2,10 +2,10 @@
 
 A profile is an average of timings, and another hour on the same machine gives a different one. Each resample of the prompts
 is therefore priced with a profile that is estimated from a bootstrap sample of the timings. Policies stop where they stopped
-in the replay: their thresholds are what is deployed, and only the prices of their rounds change.
+in the replay, because the same thresholds are deployed. Only the prices of their rounds change.
 
-The price of a decision belongs to the profile, like that of a draft step. If each report timed it again, each report would
-give a different answer. Timings that the profile lacks are therefore read from the policy's folder if it was trained for this
+The price of a decision belongs to the profile, as that of a draft step does. If every report measured it again, every report
+would give a different answer. Timings that the profile lacks are therefore read from the policy's folder if it was trained for this
 profile, otherwise from the user's cache, under the policy's content, the machine, the versions and the profile.
 """
 

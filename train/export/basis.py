@@ -35,8 +35,8 @@ HELD_OUT = 0.25
 """Share of the prompts that figures are reported on."""
 
 MIN_TABLE_GAIN = 0.005
-"""The length changes with the batch size only if that gains this share: a length that changes with every request that comes
-or goes costs more than it gains (vLLM, issue 49548)."""
+"""Minimum relative gain for which the length changes with the batch size. A length that changes with every request costs more
+than it gains (vLLM, issue 49548)."""
 
 TOP = tuple(f"top{rank}" for rank in range(1, 11))
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))

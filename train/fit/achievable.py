@@ -1,9 +1,8 @@
 """The achievable estimate: throughput of the best cross-fitted policy on all recorded scalars, decisions free.
 
-Acceptance probabilities of every anchor and depth come from boosted trees that have never seen the prompt. The derived rule,
-or for batches the rule `batch`, decides by them; its few settings are chosen on the texts that are reported on. It is an
-estimate from below of what the features hold, because more prompts would fit better models, and hidden states are not among
-them.
+Acceptance probabilities of every anchor and depth come from boosted trees that were fitted without the prompt. The derived
+rule, or for batches the rule `batch`, decides by them. Its few settings are chosen on the reported texts. The estimate is a
+lower bound of the value of all features: more prompts would fit better models, and hidden states are not used.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def recorded_scalars(arrays: TraceArrays) -> tuple[str, ...]:
 
 
 def _history(arrays: TraceArrays, played: Rounds) -> Tensor:
-    """Return [N, 4] the HISTORY features at each anchor; at one that was passed over, those of the round that did."""
+    """Return [N, 4], the HISTORY features at each anchor; inside a round, those of the round."""
     assert played.history is not None
     row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     history = torch.zeros(len(arrays.accepted), played.history.shape[1])
@@ -96,7 +95,7 @@ def _history(arrays: TraceArrays, played: Rounds) -> Tensor:
 def _cross_fitted(
     arrays: TraceArrays, profile: Profile, names: Sequence[str], history: Tensor, seed: int
 ) -> tuple[TraceArrays, LearnedPolicy]:
-    """Return the trace with the scores of heads that have not seen the prompts, and a policy that reads them."""
+    """Return the trace with the scores of heads that were fitted without the prompts, and a policy that reads them."""
     # The header forgets recorded hidden states too: `check_sizes` would compare the two scores with the models' widths.
     bare = dataclasses.replace(arrays, hidden={}, header=dataclasses.replace(arrays.header, hidden={}))
     every = Visits(torch.arange(len(arrays.accepted)), history)

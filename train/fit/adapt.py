@@ -69,7 +69,7 @@ def adapt_to_profile(policy: StopPolicy, arrays: TraceArrays | None, profile: Pr
     arrays = unfitted_prompts(policy, arrays)
     if arrays is None:
         return policy, "rho as saved, of another profile: the head was fitted on all prompts of the training traces"
-    # Another first decision must be clearly faster: training chose this one on prompts that its heads had not seen.
+    # Another first decision must be clearly faster: training chose this one on prompts that its heads were not fitted on.
     firsts = (policy.rule.first, *(first for first in FIRST_DEPTHS if first != policy.rule.first))
     prompts = len(set(arrays.clusters))
     note = f"rho solved for this profile on {prompts} training prompts that the head was not fitted on"

@@ -1,4 +1,4 @@
-"""Policies for trees, under the rule `gain`: they extend and verify the nodes worth their price.
+"""Policies for trees, under the rule `gain`, which extends and verifies the nodes whose expected tokens exceed their cost.
 
 A head is fitted on nodes with an accepted path and calibrated along paths. A profile gives the prices, replay the rate that
 turns seconds into tokens, and the choice of the tree to draft.
@@ -41,19 +41,20 @@ LOOK_AHEAD = (0.0, 0.5, 0.8, 1.0)
 """Shares of the mean acceptance that are tried."""
 
 FLOORS, FLOOR_TOLERANCE = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
-"""Floors that are tried, and the share of the rate that one may cost: the rate lacks the time that fewer branches save."""
+"""Floors that are tried, and the relative loss of rate that is tolerated: replay does not count the time that fewer branches
+save in a decision."""
 
 PRIOR_ROWS = 20.0
-"""Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""
+"""Weight, in rows, of the prior of each calibration parameter: its value without a fit. It matters at depths with few rows."""
 
 RANK_PRIOR_FACTOR = 0.05
 """Factor of `PRIOR_ROWS` for shifts by rank."""
 
 RARE_SHARE = (-2.5, 0.0)
-"""Share of siblings of a rank of which none was accepted, for which a fit would diverge: 8%."""
+"""Parameters (u, v) of a rank at which no sibling was accepted, where a fit would diverge: an acceptance of 8%."""
 
 MIN_SURVIVAL = 1e-9
-"""As in `kernels.trees`: below it, the rest of a survival is not distinguished from `next`."""
+"""Minimum survival that `next` is divided by, as in `kernels.trees`."""
 
 _EDGE, _ROUNDS = 1e-6, 4
 
@@ -368,7 +369,7 @@ def fit_tree(
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         policy = policy.with_rule(dataclasses.replace(policy.rule, rate=rate, **seconds))
-        # Like the next pass: on prompts played by heads that have not seen them, under one rule.
+        # As in the next pass: every prompt is replayed by a head that was fitted without it, under one rule.
         rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
         policy, rate = solve_tree(policy, arrays, profile, rates=rates)
         players = [other.with_rule(policy.rule) for other in policies]

@@ -25,13 +25,13 @@ GAINS = {"temperature": 1e-4, "isotonic": 0.005}
 """Relative gain in loss that each map must bring. An isotonic one costs more to evaluate than a temperature."""
 
 MIN_ROWS = 20
-"""Number of rows below which no map is fitted."""
+"""Minimum number of rows to fit a map on."""
 
 KNOTS = 33
 """Knots of a survival table."""
 
 MAX_STARTS = 3
-"""Number of first factors that survival tables are fitted for; a product that begins deeper is not mapped."""
+"""Maximum depth of the first factor of a product that has survival tables. Products that begin deeper are not mapped."""
 
 BINS, DRAWS = 10, 200
 """Of the calibration error: bins, and simulations of a perfect predictor."""

@@ -1,4 +1,4 @@
-"""Heads fitted fold by fold. Every prompt has outputs of a head that was fitted without it; calibration is fitted on these."""
+"""Heads fitted fold by fold, so that every prompt has outputs of a head that was fitted without it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .rounds import COUNTS, Rounds
 from .source import TraceSource
 
 MIN_BATCHES = 4
-"""Number of batches that the requests fill at least: the last requests run in a batch that is not full."""
+"""Minimum number of full batches. The last requests run in a batch that is not full, which should weigh little."""
 
 
 def request_order(texts: int, size: int, seed: int) -> Array:

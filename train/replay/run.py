@@ -37,7 +37,7 @@ MAX_HIDDEN_BYTES = 1 << 26
 """Bytes of the hidden states that these streams receive at once."""
 
 MIN_ACTIVE_SHARE = 0.75
-"""Share of the streams with a text below which the other streams are removed."""
+"""Share of active streams below which the inactive ones are removed."""
 
 
 def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile: Profile | str | Path) -> Rounds:
