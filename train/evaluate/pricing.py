@@ -5,8 +5,8 @@ is therefore priced with a profile that is estimated from a bootstrap sample of 
 in the replay, because the same thresholds are deployed. Only the prices of their rounds change.
 
 The price of a decision belongs to the profile, as that of a draft step does. If every report measured it again, every report
-would give a different answer. Timings that the profile lacks are therefore read from the policy's folder if it was trained for this
-profile, otherwise from the user's cache, under the policy's content, the machine, the versions and the profile.
+would give a different answer. Timings that the profile lacks are therefore read from the policy's folder if it was trained
+for this profile, otherwise from the user's cache, under the policy's content, the machine, the versions and the profile.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ FLOORS, FLOOR_TOLERANCE = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
 save in a decision."""
 
 PRIOR_ROWS = 20.0
-"""Weight, in rows, of the prior of each calibration parameter: its value without a fit. It matters at depths with few rows."""
+"""Weight, in rows, of the prior of each calibration parameter, which is its value without a fit."""
 
 RANK_PRIOR_FACTOR = 0.05
 """Factor of `PRIOR_ROWS` for shifts by rank."""

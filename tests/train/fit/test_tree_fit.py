@@ -184,7 +184,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[flo
     head = LinearHead(names, {"weight": weight, **{name: v.astype(np.float32) for name, v in blank.items()}})
     rounds = TreeRounds.of(arrays, names, visited)
     accept, next_ = fit_paths([(head, rounds)])
-    seen, (survival, next_chance) = rounds.seen, path_chances(head, accept, next_, rounds)
+    seen, (survival, next_chance) = rounds.features, path_chances(head, accept, next_, rounds)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
     policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)
