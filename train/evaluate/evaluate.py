@@ -360,7 +360,7 @@ def _report(place: _Place, compared: ComparisonResult, detailed: bool, places: i
         places=places,
     )  # fmt: skip
     facts = _facts(place, compared)
-    sections = {}
+    sections: dict[str, Any] = {}
     if replays and result:
         sections = details(replays, result.candidate, stops, boot, setting.seed, setting.progress)
     warnings = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in place.failed.items()]

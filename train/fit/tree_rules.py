@@ -118,7 +118,8 @@ class TreeRounds:
         labels = np.stack([self.accepted, self.accepted_children[..., 0]], -1)
         has_label = np.stack([depth > 0, self.accepted & (self.width > 0)], -1)
         columns = (self.features[use], depth[use], labels[use].astype(np.float32), has_label[use])
-        return FitRows(*map(torch.from_numpy, columns))
+        features, depths, targets, mask = map(torch.from_numpy, columns)
+        return FitRows(features, depths, targets, mask)
 
 
 def node_ranks(tree: Topology) -> Array:
