@@ -21,7 +21,7 @@ from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.rounds import scale_costs
 from timed import timed_profile
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -36,7 +36,7 @@ def place(
     (folder / "fit").symlink_to(sides[0].folder)
     (folder / "held").symlink_to(sides[1].folder)
     full_profile.save(folder / "profile.json")
-    scaled(full_profile, draft=2.0).save(folder / "slow.json")
+    scale_costs(full_profile, draft=2.0).save(folder / "slow.json")
     save_policy(learned, folder / "policy")
     evaluate(sides[1], full_profile, [Confidence(0.6, DEPTH)], out=folder / "report")
     evaluate(sides[1], full_profile, [Confidence(0.3, DEPTH)], out=folder / "other", seed=1)

@@ -74,9 +74,9 @@ def deploy(
     if to == "hf":
         assert chosen is not None
         spec = drafter or (None if trace is None else drafter_of(trace.header))
-        check_exportable(source, chosen, spec)  # before the replay
+        exported_drafter = check_exportable(source, chosen, spec)  # before the replay
         if trace is None or costs is None:
-            return write_hf(source, chosen, folder, spec)
+            return write_hf(source, chosen, folder, *exported_drafter)
     assert trace is not None and costs is not None
     basis = Basis(trace, costs, chosen, held_out=held, seed=seed, progress=progress)
     if to != "hf":
@@ -84,8 +84,8 @@ def deploy(
     assert basis.policy is not None
     replayed, basis.policy = basis.policy, None  # it is itself the export
     alone = basis.single_request(replay(basis.held, replayed, basis.profile))
-    figures = {"alone": alone, "settled": basis.settled, "facts": basis.facts}
-    return write_hf(source, replayed, folder, spec, figures)
+    figures = {"alone": alone, "adaptation": basis.adaptation, "facts": basis.facts}
+    return write_hf(source, replayed, folder, *exported_drafter, figures)
 
 
 def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:
     files, figures, page_facts = serialisers[to](basis, folder)
     content = {"schema": 1, "kind": "export", "engine": to, **figures, "facts": basis.facts}
     page = page_of(
-        "engine.md.j2", engine=to, files=files, figures=figures, facts=basis.facts, settled=basis.settled,
+        "engine.md.j2", engine=to, files=files, figures=figures, facts=basis.facts, adaptation=basis.adaptation,
         shares_prompts=basis.shares_prompts, **page_facts,
     )  # fmt: skip
     with staged_folder(folder) as stage:
@@ -111,7 +111,7 @@ def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: 
     if to not in TARGETS:
         raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
     if to in ("onnx", "hf") and policy is None:
-        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} is made of one")
+        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} exports one")
     if to != "hf" and drafter is not None:
         raise InputError(
             f"--drafter: only hf has a drafter, not {to}; an engine's files are for the drafter of the traces"

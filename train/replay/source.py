@@ -67,7 +67,7 @@ class TraceSource:
         self.backlog = self._unread_text(self.context())
         self.active = np.ones(len(queues), dtype=bool)
         self.row = np.zeros(len(queues), dtype=np.int64)
-        self.next_texts()
+        self.start_next_texts()
 
     def context(self) -> Array:
         """Return [R], the number of committed tokens, including the prompts."""
@@ -81,12 +81,12 @@ class TraceSource:
         # A draft that reads all on the target's states has none for the first token.
         return context - 1 if self._reading == "all" else context
 
-    def next_texts(self) -> Array:
+    def start_next_texts(self) -> Array:
         """Move streams with ended texts to their next text; return the streams that begin one."""
         begun = np.zeros(len(self.queues), dtype=bool)
         # Repeat, because a text that ends with its first token has no round.
         while True:
-            ended = self.over()
+            ended = self.ended_texts()
             if not ended.any():
                 return np.flatnonzero(begun)
             self._turn = self._turn + ended
@@ -98,12 +98,12 @@ class TraceSource:
             self.anchor = np.where(begins, self._first_anchor[self.sequence], self.anchor)
             self.backlog = np.where(begins, self._unread_text(self.context()), self.backlog)
 
-    def over(self) -> Array:
+    def ended_texts(self) -> Array:
         """Return [R] bool, the active streams with ended texts."""
         out: Array = self.active & (self.anchor >= self._text[self.sequence])
         return out
 
-    def open(self, stream: int, sequence: int) -> None:
+    def start_text(self, stream: int, sequence: int) -> None:
         """Begin a text in a stream. The stream stays inactive if the text ends with its first token."""
         self.sequence[stream], self.anchor[stream] = sequence, self._first_anchor[sequence]
         self.backlog[stream] = self._unread_text(self._prompt[sequence] + self.anchor[stream])

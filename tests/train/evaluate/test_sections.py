@@ -39,10 +39,10 @@ from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.pricing import (
     TIMED,
     TRAINED,
-    Priced,
+    PricedReplays,
     ProfileBootstrap,
     ResampleSource,
-    unpriced_finding,
+    unpriced_warnings,
     with_prices,
 )
 from specstop.train.evaluate.records import REPORT_SCHEMA
@@ -50,7 +50,7 @@ from specstop.train.evaluate.report_comparison import compare_reports, read_repo
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import judge, oracle_plan
+from specstop.train.replay.bounds import oracle_plan, round_regret
 from specstop.train.replay.run import replay
 from timed import timed_profile
 
@@ -93,7 +93,7 @@ def test_parts_of_the_time_add_up(arrays: TraceArrays, profile: Profile) -> None
 
 def test_losses_of_a_policy_add_up_to_its_distance_from_the_bound(arrays: TraceArrays, profile: Profile) -> None:
     rounds, plan = replay(arrays, FixedLength(2), profile), oracle_plan(arrays, profile)
-    regret, tokens = judge(arrays, rounds, plan, profile), int(arrays.text_tokens.sum())
+    regret, tokens = round_regret(arrays, rounds, plan, profile), int(arrays.text_tokens.sum())
     total = stop_cost("fixed:2", regret, tokens)
     assert total["total_s"] == pytest.approx(float((rounds.seconds - plan.seconds).sum()), abs=1e-9)
     assert sum(total["ms_per_token"]) == pytest.approx(1e3 * total["total_s"] / tokens, abs=1e-6)
@@ -201,7 +201,7 @@ def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, noisy: Pro
     replays = [replay(arrays, policy, noisy) for policy in policies]
     assert max(int(rounds.backlog.max()) for rounds in replays) > 3, "long backlogs are priced token by token"
     boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
-    priced = Priced(boot, draws, replays, arrays.prompt_tokens)
+    priced = PricedReplays(boot, draws, replays, arrays.prompt_tokens)
     spent, prompts, profile = map(priced.seconds, ResampleSource)
     assert spent.shape == (1 + REPLICATES, len(policies)) and profile.shape == (1 + DRAWS, len(policies))
     for at, rounds in enumerate(replays):
@@ -216,7 +216,7 @@ def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, noisy: Pro
 def test_a_profile_without_timings_is_not_resampled(chains: TraceArrays, full_profile: Profile) -> None:
     rounds = replay(chains, Confidence(0.4, DEPTH), full_profile)
     boot, draws = Resamples(chains.prompt_ids), ProfileBootstrap(full_profile)
-    priced = Priced(boot, draws, [rounds], chains.prompt_tokens, rounds.seconds[:, None])
+    priced = PricedReplays(boot, draws, [rounds], chains.prompt_tokens, rounds.seconds[:, None])
     assert draws.profiles == () and "kept no repeated timings" in draws.describe()
     assert np.array_equal(priced.seconds()[:, 0], boot.total(rounds.seconds))
     assert priced.seconds(ResampleSource.PROFILE).shape == (1, 1)
@@ -284,7 +284,7 @@ def test_a_policy_trained_for_the_profile_contains_its_timings(
     assert unpriced == {"logistic": (str(tmp_path / "policy"), TRAINED)} and not cache.exists()
     assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
     assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), "timings, not only their mean"
-    (finding,) = unpriced_finding(unpriced, priced, sides[1].header)
+    (finding,) = unpriced_warnings(unpriced, priced, sides[1].header)
     assert str(tmp_path / "policy") in finding
     with pytest.raises(AssertionError, match="measured again"):
         with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)

@@ -19,8 +19,8 @@ from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.measurements import Noise
 from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer, Line
-from specstop.train.evaluate.statistics import FEWEST, Clusters, Resamples, clusters_needed, form_clusters
-from specstop.train.evaluate.verdict import answer, doubts, findings, verdict
+from specstop.train.evaluate.statistics import MIN_CLUSTERS, Clusters, Resamples, clusters_needed, form_clusters
+from specstop.train.evaluate.verdict import find_doubts, find_warnings, make_answer, verdict
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
 from synthetic import synthetic_trace
@@ -146,7 +146,7 @@ def test_errors_of_prices_widen_intervals() -> None:
 
 def test_the_number_of_clusters_needed_excludes_1() -> None:
     assert clusters_needed(Ratio(1.02, 0.98, 1.06), 50) == int(np.ceil(50 * (np.log(0.98 / 1.02) / np.log(1.02)) ** 2))
-    assert clusters_needed(Ratio(1.3, 1.29, 1.31), 5) == FEWEST
+    assert clusters_needed(Ratio(1.3, 1.29, 1.31), 5) == MIN_CLUSTERS
     assert clusters_needed(Ratio(1.0, 0.9, 1.1), 50) is None and clusters_needed(Ratio(1.1), 1) is None
 
 
@@ -167,7 +167,7 @@ def policy(name: str, kind: str, rate: float, ratio: Ratio, count: int = 40, **p
 
 
 def answered(lines: Sequence[Line], count: int = 40, **options: Any) -> Answer:
-    result = answer(lines, "fixed:3", clusters(count), **options)
+    result = make_answer(lines, "fixed:3", clusters(count), **options)
     assert result is not None
     return result
 
@@ -216,7 +216,7 @@ def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
         ([], 0.5, quiet, ""),
     ):
         lines = [*FIXED, replace(top, oracle_share=Ratio(share, share, share))]
-        reasons = doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
+        reasons = find_doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
         result = answered(lines, doubts=reasons)
         assert (result.verdict == NOISY) == bool(word) and word in result.headline
         assert result.deploy != bool(word)
@@ -241,7 +241,7 @@ def test_a_prompt_with_most_of_the_tokens_is_reported(longest: int, share: int) 
     """Above a third of the tokens there is no verdict."""
     arrays = synthetic_trace([[0] * longest, *[[1] * 9] * 20], 3)
     chosen = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist())
-    warnings = findings(SimpleNamespace(noise=None), chosen, arrays.prompt_ids)  # type: ignore[arg-type]
+    warnings = find_warnings(SimpleNamespace(noise=None), chosen, arrays.prompt_ids)  # type: ignore[arg-type]
     assert len(warnings) == bool(share) and all(f"'0' has {share}% of all tokens" in text for text in warnings)
     assert verdict(Ratio(1.1, 1.05, 1.2), 21, None, chosen.largest) == (TOO_FEW if share == 50 else DEPLOY)
 

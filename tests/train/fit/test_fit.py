@@ -118,8 +118,8 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
     assert rows.depth.tolist() == [row[1] for row in slow]
     drawn = rows.drawn.tolist()
     assert drawn == [row[1] > 0 for row in slow]
-    assert rows.known.T.tolist() == [drawn, [row[4] for row in slow]]
-    accept, following = (rows.labels[rows.known[:, at], at] for at in (0, 1))
+    assert rows.has_label.T.tolist() == [drawn, [row[4] for row in slow]]
+    accept, following = (rows.labels[rows.has_label[:, at], at] for at in (0, 1))
     assert accept.tolist() == [row[2] for row, use in zip(slow, drawn, strict=True) if use]
     assert following.tolist() == [row[3] for row in slow if row[4]]
     for label in (accept, following):
@@ -151,7 +151,7 @@ def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceA
     )
     lookup = synthetic_trace([[1, 0, 2, 0, 1, 0]], DEPTH)
     lookup.tokens[1::2] = NO_TOKEN
-    every = Visits.once(torch.arange(6))
+    every = Visits.without_history(torch.arange(6))
     assert conditional_acceptance(lookup, every)[:2] == (1.0, pytest.approx(1 / 3)), "of rounds that have a token"
 
 
@@ -192,7 +192,7 @@ def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float,
     """Return (loss of the head, of the truth, of the constant) for both outputs."""
     truth = true_logits(rows.features, rows.depth == 0)
     result = []
-    for column, (label, use) in enumerate(zip(rows.labels.T, rows.known.T, strict=True)):
+    for column, (label, use) in enumerate(zip(rows.labels.T, rows.has_label.T, strict=True)):
         constant = np.full(int(use.sum()), float(label[use].double().mean()))
         logits = (head_logits[use, column], truth[use, column])
         chances = (*(torch.sigmoid(x).numpy() for x in logits), constant)
@@ -321,7 +321,7 @@ def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[T
     soft, hard = rows_of(block[0], True), rows_of(block[0], False)
     assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
     assert set(hard.labels.unique().tolist()) == {0.0, 1.0} and hard.labels.dtype == torch.float32
-    for column, use in enumerate(soft.known.T):
+    for column, use in enumerate(soft.has_label.T):
         chance, bit = soft.labels[use, column], hard.labels[use, column]
         assert abs(float(chance.mean() - bit.mean())) < 4 * float(bit.std()) / len(bit) ** 0.5
         assert float(chance.std()) < float(bit.std())
@@ -370,7 +370,7 @@ FLAT = Profile(TABLE, TABLE, 0.0, 0.0, (0.0, 0.0), {})
 def test_features_that_tell_the_accepted_length_are_worth_much() -> None:
     arrays = telling_trace()
     fixed = best_of(fixed_grid(arrays, FLAT)).rate
-    assert achievable_estimate(arrays, FLAT, ("entropy", "anchor_entropy", "depth")).rate > 1.15 * fixed
+    assert achievable_estimate(arrays, FLAT).rate > 1.15 * fixed
 
 
 # Batches

@@ -20,9 +20,10 @@ from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.fit.batch_rules import SCALES, batch_rate, settle_batch, settle_lengths
+from specstop.train.fit.adapt import MIN_GAIN_IN_SAMPLE, adapt_to_profile, retune, solve_rate
+from specstop.train.fit.batch_rules import SCALES, batch_rate, tune_batch_lengths, tune_batch_rule
 from specstop.train.fit.rules import (
-    FIRST,
+    FIRST_DEPTHS,
     LOOK_AHEAD,
     MIN_GAIN,
     THRESHOLDS,
@@ -34,11 +35,10 @@ from specstop.train.fit.rules import (
     replayed_rates,
     tune_confidence,
 )
-from specstop.train.fit.settle import MIN_GAIN_IN_SAMPLE, retune, settle_for, solve_rate
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
-from specstop.train.replay.batch import at_once, deal, replay_batch
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.batch import arrive_at_once, replay_batch, request_order
+from specstop.train.replay.rounds import scale_costs
 from specstop.train.replay.run import replay
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
@@ -57,7 +57,7 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
 
 @pytest.mark.parametrize("factor", [0.01, 1.0, 3.0])
 def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Profile, factor: float) -> None:
-    costs = scaled(profile, draft=factor)
+    costs = scale_costs(profile, draft=factor)
     rates = [replay(arrays, FixedLength(k), costs).rate for k in range(DEPTH + 1)]
     grid = fixed_grid(arrays, costs)
     assert [r.rate for r in grid] == rates
@@ -67,7 +67,7 @@ def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Prof
 
 @pytest.mark.parametrize("factor", [0.2, 1.0])
 def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, profile: Profile, factor: float) -> None:
-    costs = scaled(profile, draft=factor)
+    costs = scale_costs(profile, draft=factor)
     rates = {t: replay(arrays, Confidence(t, DEPTH), costs).rate for t in THRESHOLDS}
     tuned = tune_confidence(arrays, costs)
     assert rates[tuned.threshold] == max(rates.values()) > min(rates.values())
@@ -78,19 +78,19 @@ def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, prof
 def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, factor: float
 ) -> None:
-    costs = scaled(full_profile, draft=factor)
+    costs = scale_costs(full_profile, draft=factor)
     acceptance = learned.metadata.acceptance
     solved, rate = solve_rate(learned, arrays, costs, acceptance)
     assert rate == replay(arrays, solved, costs).rate
     rho = max(r.rate for r in fixed_grid(arrays, costs))
     context, decision_s = typical_context(arrays), costs.decision("logistic")
     for share in LOOK_AHEAD:
-        for first in FIRST:
+        for first in FIRST_DEPTHS:
             table = costs.chain_costs(context, decision_s, first, DEPTH)
             rule = Derived(derived_thresholds(rho, table, [share * a for a in acceptance]), first)
             other = replay(arrays, learned.with_rule(rule), costs).rate
             # The iteration begins at this rho for depth 1 only; another has to be clearly better than the best.
-            assert (1 + MIN_GAIN) ** FIRST.index(first) * rate >= other * (1 if first == 1 else 1 - CLOSE)
+            assert (1 + MIN_GAIN) ** FIRST_DEPTHS.index(first) * rate >= other * (1 if first == 1 else 1 - CLOSE)
     assert (solved.head, solved.accept, solved.next) == (learned.head, learned.accept, learned.next)
     assert isinstance(solved.rule, Derived)
     assert len(solved.rule.thresholds) == DEPTH
@@ -104,7 +104,7 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     free = dataclasses.replace(full_profile, low=low, high=low, step_s=0.0, decision_s={})
     solved, rate = solve_rate(learned, arrays, free, learned.metadata.acceptance)
     assert rate == pytest.approx(replay(arrays, FixedLength(DEPTH), free).rate)
-    costly = scaled(full_profile, draft=1000.0)
+    costly = scale_costs(full_profile, draft=1000.0)
     solved, rate = solve_rate(learned, arrays, costly, learned.metadata.acceptance)
     assert solved.first == 0
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
@@ -136,7 +136,7 @@ def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speed
 ) -> None:
     late = learned.with_rule(Derived([0.4] * DEPTH, 2))
     late.metadata = dataclasses.replace(learned.metadata, metrics={"rows": 3, "held_out_rounds": 5})
-    costs = scaled(full_profile, draft=3.0)
+    costs = scale_costs(full_profile, draft=3.0)
     tuned = retune(late, arrays, costs, [2])
     assert tuned.rule.first == 2 and tuned.rule.to_dict() != late.rule.to_dict()
     assert tuned.metadata.metrics == {"rows": 3} and costs.same_costs(tuned.metadata.profile)
@@ -179,11 +179,11 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(
 ) -> None:
     held, free = by_temperature[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
-    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
+    settled = tune_batch_rule(free, [Part(held)], timed.with_decisions({name: 3.0}))
     assert [size for size, _ in settled.rule.lengths] == [2, 4] and sorted(settled.unasked) == [1, 2, 3, 4]
     for size, length in settled.rule.lengths:
         played, fixed = (
-            replay_batch(held, policy, settled.profile, size, at_once(held.sequences))
+            replay_batch(held, policy, settled.profile, size, arrive_at_once(held.sequences))
             for policy in (settled, FixedLength(length))
         )
         assert float(played.seconds.sum()) == pytest.approx(float(fixed.seconds.sum()), rel=EXACT)
@@ -195,14 +195,14 @@ def test_what_was_settled_stays_where_only_decisions_have_another_price(
 ) -> None:
     held, free = by_temperature[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
-    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
+    settled = tune_batch_rule(free, [Part(held)], timed.with_decisions({name: 3.0}))
     cheap = timed.with_decisions({name: 1e-9})
-    kept, note = settle_for(settled, None, cheap)
+    kept, note = adapt_to_profile(settled, None, cheap)
     assert isinstance(kept, BatchStop) and (kept.unasked, note) == (settled.unasked, "")
     assert kept.profile.decision(name) == cheap.decision(name)
-    again, note = settle_for(settled, held, cheap)
+    again, note = adapt_to_profile(settled, held, cheap)
     assert "on the training traces" in note
-    assert again.rule.to_dict() == settle_batch(settled, [Part(held)], cheap, MIN_GAIN_IN_SAMPLE).rule.to_dict()  # type: ignore[attr-defined]
+    assert again.rule.to_dict() == tune_batch_rule(settled, [Part(held)], cheap, MIN_GAIN_IN_SAMPLE).rule.to_dict()  # type: ignore[attr-defined]
     everything = for_batches(settled, "all")
     assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send
 
@@ -212,14 +212,14 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
 ) -> None:
     held, policy = by_temperature[0.7], learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
     paid = timed.with_decisions({policy.cost_name: 3.0})
-    settled = settle_lengths(policy, [Part(held)], paid)
+    settled = tune_batch_lengths(policy, [Part(held)], paid)
     (alone, none), *lengths = settled.rule.lengths
     assert (alone, none) == (1, None) and [size for size, _ in lengths] == [2, 4]
     assert isinstance(settled.rule, Derived) and settled.rule.thresholds == policy.rule.thresholds
     assert sorted(settled.unasked) == [2, 3, 4], "it was solved for one text"
     for size, length in lengths:
-        played = replay_batch(held, settled, paid, size, at_once(held.sequences))
-        fixed = replay_batch(held, FixedLength(length), paid, size, at_once(held.sequences))
+        played = replay_batch(held, settled, paid, size, arrive_at_once(held.sequences))
+        fixed = replay_batch(held, FixedLength(length), paid, size, arrive_at_once(held.sequences))
         decided = played.decisions > 0
         streams = played.call.bincount()[played.call]
         assert not decided[streams > 1].any()
@@ -233,8 +233,8 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     free = timed.with_decisions({policy.cost_name: 0.0})
     never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
     best = int(np.argmax([batch_rate(FixedLength(k), [Part(held)], free, 4) for k in range(DEPTH + 1)]))
-    assert best == 1 or settle_lengths(never, [Part(held)], free).unasked[4] == best
-    once = settle_lengths(policy, [Part(held)], free)
+    assert best == 1 or tune_batch_lengths(never, [Part(held)], free).unasked[4] == best
+    once = tune_batch_lengths(policy, [Part(held)], free)
     assert isinstance(once.rule, Derived) and [size for size, _ in once.rule.scales] == [1, 2, 4]
     for size, factor in once.rule.scales[1:]:
         tried = {
@@ -244,10 +244,10 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
             for times in SCALES
         }
         assert tried[factor] == max(tried.values())
-    assert settle_lengths(settled, [Part(held)], free).unasked == once.unasked, (
+    assert tune_batch_lengths(settled, [Part(held)], free).unasked == once.unasked, (
         "what it was settled for before is forgotten"
     )
-    assert settle_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
+    assert tune_batch_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
 
 
 def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
@@ -260,14 +260,14 @@ def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
     apart = [Part(half, head) for half, head in zip(halves, heads, strict=True)]
     tokens = seconds = 0.0
     for half, head in zip(halves, heads, strict=True):
-        order = deal(half.sequences, 4, 0)[:24]
-        played = replay_batch(half, with_head(policy, head), free, 4, at_once(len(order)), order)
+        order = request_order(half.sequences, 4, 0)[:24]
+        played = replay_batch(half, with_head(policy, head), free, 4, arrive_at_once(len(order)), order)
         tokens += float(played.committed.sum())
         seconds += float(played.seconds.sum()) - free.prefill_seconds(half.prompt_tokens.numpy()[order]).sum()
     assert batch_rate(policy, apart, free, 4) == pytest.approx(float(tokens / seconds), rel=EXACT)
     # On prompts that were left out the heads know nothing, whatever the policy's own head may know of its own prompts.
     unaware = [Part(held, Certain(30.0)), Part(held, Certain(30.0))]
     costly = free.with_decisions({name: 2e-4 for name in free.decision_s})
-    for settled in (settle_lengths(policy, unaware, costly), settle_batch(policy, unaware, costly)):
+    for settled in (tune_batch_lengths(policy, unaware, costly), tune_batch_rule(policy, unaware, costly)):
         assert settled.head is policy.head
         assert {2, 4} <= {size for size, length in settled.rule.lengths if length is not None}  # type: ignore[attr-defined]

@@ -23,9 +23,9 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.fit.adapt import adapt_to_profile, unfitted_prompts
 from specstop.train.fit.plan import FEATURES, REPORT_SHARE, Plan, TrainOptions, split_report
 from specstop.train.fit.run import fit_policy, train
-from specstop.train.fit.settle import settle_for, unfitted_prompts
 from specstop.train.fit.tune import TUNE_FOLDS, search
 from specstop.train.heads import make_head
 from specstop.train.replay.arrays import TraceArrays, joined_arrays, trace_arrays
@@ -322,17 +322,17 @@ def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
     free = unfitted_prompts(policy, arrays)
     assert free is not None and set(free.clusters) == set(policy.metadata.prompts["select"])
     costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
-    settled, note = settle_for(policy, arrays, costly)
+    settled, note = adapt_to_profile(policy, arrays, costly)
     assert "that the head was not fitted on" in note
     # Other outcomes of the prompts that the head was fitted on, and of report prompts, change nothing.
     used = {*policy.metadata.prompts["fit"], *policy.metadata.prompts["report"]}
     fitted = torch.tensor([name in used for name in arrays.clusters])[arrays.owner]
     changed = dataclasses.replace(arrays, accepted=torch.where(fitted, 0, arrays.accepted))
-    again, _ = settle_for(policy, changed, costly)
+    again, _ = adapt_to_profile(policy, changed, costly)
     assert isinstance(settled, LearnedPolicy) and isinstance(again, LearnedPolicy)
     assert settled.metadata.rho == again.metadata.rho and settled.rule.to_dict() == again.rule.to_dict()
     only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in set(policy.metadata.prompts["fit"])])
-    assert settle_for(policy, only, costly)[0] is policy
+    assert adapt_to_profile(policy, only, costly)[0] is policy
 
 
 def test_evaluation_on_training_prompts_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

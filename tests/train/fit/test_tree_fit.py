@@ -33,12 +33,12 @@ from specstop.policies.learned import PathCalibrator, TreeGain
 from specstop.policies.profile import Profile
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.run import Trained, train
-from specstop.train.fit.settle import settle_for
+from specstop.train.fit.adapt import adapt_to_profile
+from specstop.train.fit.run import TrainResult, train
 from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, tree_seconds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.bounds import on_subtree, subtree
+from specstop.train.replay.bounds import restrict_to_subtree, subtree
 from specstop.train.replay.run import replay
 
 TREE = "3,2,1,1,1"
@@ -57,7 +57,7 @@ def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def trained(
     forest: dict[float, Trace], profile: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> dict[float, Trained]:
+) -> dict[float, TrainResult]:
     folder = tmp_path_factory.mktemp("trained")
     costs = profile.with_decisions({"tree": 1e-5})
     return {t: train(trace, costs, rule="gain", out=folder / str(t), passes=2) for t, trace in forest.items()}
@@ -75,7 +75,7 @@ def test_the_live_loop_plays_what_replay_says(
     prompts: list[Prompt],
     prompt_ids: list[list[int]],
     forest: dict[float, Trace],
-    trained: dict[float, Trained],
+    trained: dict[float, TrainResult],
     profile: Profile,
     temperature: float,
     head: str,
@@ -101,7 +101,7 @@ def test_the_live_loop_plays_what_replay_says(
 
 
 def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
-    trained: dict[float, Trained], pair: Pair, prompt_ids: list[list[int]]
+    trained: dict[float, TrainResult], pair: Pair, prompt_ids: list[list[int]]
 ) -> None:
     policy, prompts = trained[0.7].policy, [prompt_ids[0]]
     length, chained = Settings(0.7, NEW, verification="match"), Settings(0.7, NEW, tree="chain:3", verification="match")
@@ -120,7 +120,7 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
 
 
 def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
-    forest: dict[float, Trace], trained: dict[float, Trained], full_profile: Profile, tmp_path: Path
+    forest: dict[float, Trace], trained: dict[float, TrainResult], full_profile: Profile, tmp_path: Path
 ) -> None:
     output = trained[0.7]
     costly = replace(
@@ -128,7 +128,7 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
     )
     report = evaluate(forest[0.7], costly, [output.policy], allow_overlap=True)
     assert "rho as saved" in report["tree"].note
-    settled, note = settle_for(output.policy, trace_arrays(forest[0.7]), costly)
+    settled, note = adapt_to_profile(output.policy, trace_arrays(forest[0.7]), costly)
     assert isinstance(settled, TreeGain) and settled.metadata.rho != output.policy.metadata.rho
     assert "not fitted on" in note and costly.same_costs(settled.metadata.profile)
 
@@ -149,7 +149,7 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
             below = tree.children[node]
             assert rows.depth[at] == tree.depth[node]
             assert bool(rows.labels[at, 0]) == accepted[node]
-            assert bool(rows.known[at, 1]) == (accepted[node] and bool(below))
+            assert bool(rows.has_label[at, 1]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
                 assert bool(rows.labels[at, 1]) == accepted[below[0]]
@@ -184,7 +184,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[flo
     head = LinearHead(names, {"weight": weight, **{name: v.astype(np.float32) for name, v in blank.items()}})
     rounds = TreeRounds.of(arrays, names, visited)
     accept, next_ = fit_paths([(head, rounds)])
-    seen, (survival, next_chance) = rounds.seen, path_chances(head, accept, next_, rounds)
+    seen, (survival, next_chance) = rounds.features, path_chances(head, accept, next_, rounds)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
     policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)
@@ -241,7 +241,7 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "progress": silent}
     large = collect(pair, prompts, tmp_path / "large", tree=TREE, sampling=filtered, **options)
     for trace, sampling in ((forest[0.7], SamplingParams()), (large, filtered)):
-        small = on_subtree(trace_arrays(trace), SMALL)
+        small = restrict_to_subtree(trace_arrays(trace), SMALL)
         name, folder = subtree(trace.header.tree, SMALL).name, tmp_path / f"small {sampling.options}"
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, sampling=sampling, **options))
         assert small.tree.parent == whole.tree.parent and small.path is not None and whole.path is not None

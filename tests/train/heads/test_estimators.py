@@ -28,7 +28,7 @@ from specstop.policies.rules import Threshold
 from specstop.train import train
 from specstop.train.heads import HEADS, head_class, make_head
 from specstop.train.heads.calibration import (
-    LEAST,
+    MIN_ROWS,
     Outputs,
     auc,
     calibrate,
@@ -39,6 +39,7 @@ from specstop.train.heads.calibration import (
     log_loss,
     perfect_error,
 )
+from specstop.train.heads.crossfit import fit_head
 from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator, ResNet
 from specstop.train.heads.rows import FitRows
@@ -196,7 +197,14 @@ def test_a_fit_that_diverges_is_refused(parts: Parts) -> None:
         MLPEstimator(NAMES, epochs=1).fit(rows, stop_rows=rows)
 
 
-# Boosted trees
+@pytest.mark.parametrize("name", ["logistic", "mlp", "xgboost"])
+def test_a_head_is_fitted_if_the_held_out_prompts_have_no_drawn_token(name: str, parts: Parts) -> None:
+    stop_rows = parts[1].subset(parts[1].depth == 0)
+    for held_out in (stop_rows, stop_rows.subset(torch.zeros(len(stop_rows), dtype=torch.bool))):
+        fitted = fit_head(make_head(name), parts[0], held_out, NAMES).export()
+        use = (parts[1].depth == 1).numpy()
+        logits = fitted.scores(parts[1].features[use].numpy(), 1)[:, 0]
+        assert auc(logits, parts[1].labels[use, 0].numpy()) > 0.7
 
 
 # Tokens
@@ -353,7 +361,7 @@ def test_every_map_is_monotone_and_a_probability(shape: str, kind: str, count: i
     chance = calibrator(np.linspace(-30, 30, 4001))
     assert bool((np.diff(chance) >= -1e-7).all())
     assert 0 <= float(chance.min()) < float(chance.max()) <= 1
-    if count < LEAST or (not soft and len(np.unique(labels)) < 2):
+    if count < MIN_ROWS or (not soft and len(np.unique(labels)) < 2):
         assert calibrator.kind == "identity"
 
 
@@ -433,7 +441,7 @@ def test_rounds_that_say_nothing_change_nothing() -> None:
     accept, outputs = simulated_rounds("calibrated", rounds=400)
     for length in (0, DEPTH):
         assert fit_survival(accept, dataclasses.replace(outputs, length=np.full(400, length))) is None
-    assert fit_survival(*simulated_rounds("overconfident", rounds=LEAST - 1)) is None
+    assert fit_survival(*simulated_rounds("overconfident", rounds=MIN_ROWS - 1)) is None
     # Rounds whose tokens were not drawn, among others.
     accept, outputs = simulated_rounds("overconfident", rounds=3000)
     drawn = np.concatenate([outputs.drawn, np.zeros((400, DEPTH), dtype=bool)])

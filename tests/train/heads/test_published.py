@@ -22,7 +22,7 @@ from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
-from specstop.train.fit.run import Trained, train
+from specstop.train.fit.run import TrainResult, train
 from specstop.train.heads import HEADS, head_class
 from specstop.train.heads.base import HeadEstimator
 from specstop.train.heads.calibration import log_loss
@@ -33,7 +33,7 @@ from specstop.train.heads.published import (
     DynaSDSoftEstimator,
     SpecDecEstimator,
     SpecDecPublishedEstimator,
-    balanced,
+    balance_classes,
 )
 from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
@@ -95,7 +95,7 @@ def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
     assert dict(head.sizes) == {"draft_hidden": DRAFT, "target_hidden": TARGET}
     first = (held.depth == 0)[:, None]
     outputs = [torch.sigmoid(torch.where(first, *(scored(one, held, d) for d in (0, 1)))) for one in (head, blind)]
-    for column, use in enumerate(held.known.T):
+    for column, use in enumerate(held.has_label.T):
         labels = held.labels[use, column].numpy()
         loss, without, best = (log_loss(p[use, column].numpy(), labels) for p in (*outputs, truth))
         assert loss < best + LOSS < without - LOSS, "hidden states hold what scalars do not"
@@ -132,7 +132,7 @@ def test_dynasds_soft_model_learns_the_ratio() -> None:
     assert [tuple(head.tensors()[f"weight.{i}"].shape) for i in range(3)] == [(512, DRAFT), (256, 512), (1, 256)]
     chance, truth = torch.sigmoid(scored(head, held, 1)[:, 0])[held.drawn], soft[held.drawn]
     assert float((chance - truth).abs().mean()) < 0.04 and abs(float(chance.mean() - truth.mean())) < MEAN
-    first = held.labels[~held.drawn & held.known[:, 1], 1].mean()
+    first = held.labels[~held.drawn & held.has_label[:, 1], 1].mean()
     assert float(torch.sigmoid(scored(head, held, 0))[0, 1]) == pytest.approx(float(first), abs=0.05)
 
 
@@ -144,17 +144,17 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft:
     hits = (torch.rand(9_000, generator=generator) < chance).float()
     labels, known = torch.stack([chance if soft else hits, hits], 1), torch.tensor([True, False]).expand(9_000, 2)
     rows = FitRows(features, torch.ones(9_000, dtype=torch.int64), labels, known)
-    sample = balanced(rows, 3)
+    sample = balance_classes(rows, 3)
     assert float(sample.labels[:, 0].mean()) == 0.5 and set(sample.labels[:, 0].tolist()) == {0.0, 1.0}
     assert len(sample) == pytest.approx(2 * float((1 - hits).sum()), rel=0.1)
-    assert not torch.equal(sample.features, balanced(rows, 4).features)
+    assert not torch.equal(sample.features, balance_classes(rows, 4).features)
     head = fitted(DynaSDHardEstimator(HARD_FEATURES, epochs=6, learning_rate=5e-3), rows, rows)
     output = torch.sigmoid(scored(head, rows, 1)[:, 0])
     odds = float(hits.mean() / (1 - hits.mean()))
     expected = chance / (chance + odds * (1 - chance))  # the sample has rejected rows `odds` times as often
     assert float((output - expected).abs().mean()) < 0.05 and float((output - chance).abs().mean()) > 0.2
     flat = dataclasses.replace(rows, labels=torch.ones_like(labels))
-    assert len(balanced(flat, 0)) == len(rows), "rows of one kind are all kept"
+    assert len(balance_classes(flat, 0)) == len(rows), "rows of one kind are all kept"
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -201,7 +201,7 @@ def test_soft_labels_are_the_clipped_ratio_and_a_lagging_head_has_no_row_for_the
     expected = [float((p / q)[row, d - 1].clamp(max=1)) if d and q[row, d - 1] else 0.0 for row, d in places]
     assert rows.labels[:, 0].tolist() == pytest.approx(expected)
     assert 1.0 in expected and any(0 < x < 1 for x in expected)
-    assert torch.equal(rows.labels[:, 1], hard.labels[:, 1]) and torch.equal(rows.known, hard.known)
+    assert torch.equal(rows.labels[:, 1], hard.labels[:, 1]) and torch.equal(rows.has_label, hard.has_label)
     # The state after x_K is not recorded, because x_K is never fed.
     lagging = fit_rows(arrays, ("top1",), visited, lag=1)
     assert lagging.depth.tolist() == [d for _, d in places if d < 3]
@@ -242,7 +242,7 @@ def costs(profile: Profile) -> Profile:
 @pytest.fixture(scope="module")
 def trained(
     hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Trained]:
+) -> dict[str, TrainResult]:
     folder = tmp_path_factory.mktemp("trained")
     options = {"params": QUICK, "cross_fit": False}
     return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in READS}
@@ -250,7 +250,7 @@ def trained(
 
 @pytest.mark.parametrize("kind", READS)
 def test_a_published_head_decodes_as_it_replays_under_its_rule(
-    pair: Pair, hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
+    pair: Pair, hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, TrainResult], kind: str
 ) -> None:
     features, states, rule = READS[kind]
     policy, build = trained[kind].policy, head_class(kind)
@@ -325,19 +325,19 @@ def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: 
     states, ratios, hits = zip(*expected, strict=True)
     assert len(rows) == len(expected) > 100 and torch.equal(rows.hidden["draft_hidden"], torch.stack(states))
     assert rows.labels[:, 0].tolist() == pytest.approx(ratios)
-    assert bool(rows.drawn.all()) and not rows.known[:, 1].any()
+    assert bool(rows.drawn.all()) and not rows.has_label[:, 1].any()
     hard = mixed_rows(mixed, held, (), 1)
     assert hard.labels[:, 0].tolist() == list(hits) and len(mixed_rows(mixed, set(), (), 1)) > len(rows)
     # A head without lag reads the place itself.
     rows, every = mixed_rows(mixed, set(), (), 0), (~mixed.cut).nonzero()[:, 0]
-    whole = fit_rows(mixed, (), Visits.once(every), ("draft_hidden",))
+    whole = fit_rows(mixed, (), Visits.without_history(every), ("draft_hidden",))
     assert torch.equal(rows.hidden["draft_hidden"], whole.hidden["draft_hidden"])
     assert torch.equal(rows.labels, whole.labels) and set(rows.depth.tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("kind", ["specdec", "dynasd-soft"])
 def test_heads_are_fitted_on_mixed_texts(
-    hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
+    hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, TrainResult], kind: str
 ) -> None:
     mixed_fit = train(hidden[0], costs, head=kind, params=QUICK, cross_fit=False, mixed=hidden[2])
     assert mixed_fit.policy.max_depth == DEPTH

@@ -34,19 +34,19 @@ from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.tree_rules import Gain
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.batch import BatchRounds, at_once, poisson, recorded, replay_batch
+from specstop.train.replay.batch import BatchRounds, arrive_at_once, poisson_arrivals, recorded_arrivals, replay_batch
 from specstop.train.replay.bounds import (
     StaticTree,
     batch_bound,
     best_static_tree,
     best_subtrees,
-    drafted_alone,
-    judge,
+    isolate_subtree,
     likeliest_nodes,
-    on_subtree,
     oracle_plan,
     oracle_seconds,
     planned_rounds,
+    restrict_to_subtree,
+    round_regret,
 )
 from specstop.train.replay.run import replay
 from synthetic import synthetic_trace
@@ -89,7 +89,7 @@ def joint(timed: Profile) -> list[StopPolicy]:
 
 
 def served(arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int) -> BatchRounds:
-    return replay_batch(arrays, policy, profile, batch, at_once(arrays.sequences))
+    return replay_batch(arrays, policy, profile, batch, arrive_at_once(arrays.sequences))
 
 
 @pytest.mark.parametrize(("batch", "temperature", "joins"), [(3, 0.7, False), (4, 0.0, False), (4, 0.7, True)])
@@ -157,16 +157,16 @@ def test_requests_wait_for_their_arrival_and_for_a_stream(arrays: Arrays, timed:
     assert len(apart.call.unique()) == len(apart), "each alone in the batch"
     assert apart.latency.tolist() == pytest.approx(apart.seconds.tolist()), "no request waits"
     order = np.array([3, 1, 1])
-    repeated = replay_batch(trace, policy, timed, 2, recorded([7.0, 7.0, 8.0], 3), order)
+    repeated = replay_batch(trace, policy, timed, 2, recorded_arrivals([7.0, 7.0, 8.0], 3), order)
     assert repeated.tokens.tolist() == trace.text_tokens[order].tolist() and repeated.text.tolist() == [3, 1, 1]
 
 
 def test_poisson_arrivals_are_seeded_and_recorded_ones_begin_at_zero() -> None:
-    times = poisson(4000, 5.0, seed=1)
-    assert (np.diff(times) > 0).all() and times.tolist() == poisson(4000, 5.0, seed=1).tolist()
-    assert times.tolist() != poisson(4000, 5.0, seed=2).tolist()
+    times = poisson_arrivals(4000, 5.0, seed=1)
+    assert (np.diff(times) > 0).all() and times.tolist() == poisson_arrivals(4000, 5.0, seed=1).tolist()
+    assert times.tolist() != poisson_arrivals(4000, 5.0, seed=2).tolist()
     assert times[-1] / 4000 == pytest.approx(0.2, rel=0.1)  # six standard errors
-    assert recorded([5.0, 5.0, 6.5, 9.0], 3).tolist() == [0.0, 0.0, 1.5]
+    assert recorded_arrivals([5.0, 5.0, 6.5, 9.0], 3).tolist() == [0.0, 0.0, 1.5]
 
 
 def test_batches_that_cannot_be_replayed_are_refused(arrays: Arrays, timed: Profile, profile: Profile) -> None:
@@ -178,13 +178,13 @@ def test_batches_that_cannot_be_replayed_are_refused(arrays: Arrays, timed: Prof
         (lambda: served(trace, policy, profile, 2), InputError, "no batches"),
         (lambda: served(trace, policy, timed, 5), InputError, "got 5"),
         (lambda: served(trace, policy, timed, 0), InputError, "1 or more"),
-        (lambda: replay_batch(trace, policy, timed, 2, at_once(3)), InputError, "expected 8 times"),
+        (lambda: replay_batch(trace, policy, timed, 2, arrive_at_once(3)), InputError, "expected 8 times"),
         (lambda: served(trace, FixedLength(DEPTH + 1), timed, 2), TraceError, "drafts up to"),
-        (lambda: recorded([], 1), InputError, "times"),
-        (lambda: recorded([2.0, 1.0], 1), InputError, "times"),
-        (lambda: recorded([0.0, float("nan")], 1), InputError, "times"),
-        (lambda: recorded([1.0, 2.0], 3), InputError, "times"),
-        (lambda: poisson(3, 0.0), InputError, "rate above 0"),
+        (lambda: recorded_arrivals([], 1), InputError, "times"),
+        (lambda: recorded_arrivals([2.0, 1.0], 1), InputError, "times"),
+        (lambda: recorded_arrivals([0.0, float("nan")], 1), InputError, "times"),
+        (lambda: recorded_arrivals([1.0, 2.0], 3), InputError, "times"),
+        (lambda: poisson_arrivals(3, 0.0), InputError, "rate above 0"),
     ):
         with pytest.raises(error, match=noun):
             run()
@@ -227,17 +227,18 @@ def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(
     for policy in policies:
         rounds = replay(trace, policy, profile)
         assert (rounds.seconds >= plan.seconds - SUMS).all(), policy.name
-        regret = judge(trace, rounds, plan, profile)
+        regret = round_regret(trace, rounds, plan, profile)
         lost = rounds.by_sequence(regret.choice_s + regret.decision_s + regret.backlog_s)
         assert lost.tolist() == pytest.approx((rounds.seconds - plan.seconds).tolist(), abs=SUMS)
         assert (regret.choice_s >= -SUMS).all() and not (regret.early & regret.late).any()
         if is_chain:
-            same = (rounds.steps == regret.ideal) & (rounds.verified == rounds.steps)
+            ideal = plan.steps[rounds.sequence, rounds.anchor - trace.first_anchor[rounds.sequence]]
+            same = (rounds.steps == ideal) & (rounds.verified == rounds.steps)
             assert not (regret.early | regret.late)[same].any()
     planned = planned_rounds(trace, plan)
     assert planned.tokens.tolist() == trace.text_tokens.tolist()
     if is_chain:  # in a tree, a path may be priced as a chain
-        choice = judge(trace, planned, plan, profile).choice_s
+        choice = round_regret(trace, planned, plan, profile).choice_s
         larger_is_cheaper = planned.by_sequence(choice)
         assert planned.text_seconds(plan.profile).tolist() == pytest.approx((plan.seconds + larger_is_cheaper).tolist())
     part = oracle_seconds(trace.subset([4, 1]), profile)
@@ -331,14 +332,14 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees: Tra
     for arrays in (trees, none_accepted, only_last):
         for count in range(trees.tree.nodes + 1):
             chosen = likeliest_nodes(arrays, count, DEPTH)
-            assert len(chosen) == on_subtree(arrays, chosen).tree.nodes == count
+            assert len(chosen) == restrict_to_subtree(arrays, chosen).tree.nodes == count
     assert likeliest_nodes(trees, 1, DEPTH) == [0]
     with pytest.raises(InputError, match="nodes"):
         likeliest_nodes(trees, trees.tree.nodes, 1)
     for later_sibling_or_orphan in ([1], [0, 5]):
         with pytest.raises(TraceError, match="smaller tree"):
-            on_subtree(trees, later_sibling_or_orphan)
-    assert replay(on_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
+            restrict_to_subtree(trees, later_sibling_or_orphan)
+    assert replay(restrict_to_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
 
 
 def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Profile) -> None:
@@ -350,7 +351,7 @@ def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Prof
         assert torch.equal(rounds.tokens, inside.tokens) and torch.equal(rounds.verified, inside.verified)
         assert rounds.seconds.sum() <= inside.seconds.sum()
         assert (rounds.seconds >= oracle_seconds(trees, costs) - SUMS).all()
-        assert torch.equal(rounds.seconds, replay(*drafted_alone(trees, policy.nodes), costs).seconds)
+        assert torch.equal(rounds.seconds, replay(*isolate_subtree(trees, policy.nodes), costs).seconds)
         assert rounds.rate >= max(replay(trees, FixedLength(k), costs).rate for k in range(DEPTH + 1))
         assert len(policy.nodes) < trees.tree.nodes and (policy.nodes or costs is costly)
     assert policy.shape.is_chain, "a second candidate costs more than it gains"

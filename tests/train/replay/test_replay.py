@@ -32,9 +32,9 @@ from specstop.policies.published.online import Online
 from specstop.policies.registry import load_policy
 from specstop.policies.rules import Threshold
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, policy_features, trace_arrays
 from specstop.train.replay.bounds import StaticTree
-from specstop.train.replay.rounds import BY_ROUND, Rounds, scaled
+from specstop.train.replay.rounds import BY_ROUND, Rounds, scale_costs
 from specstop.train.replay.run import replay, replay_lengths, replay_many
 from synthetic import synthetic_trace
 
@@ -214,7 +214,7 @@ def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Prof
     arrays, policy = recorded(None, 0.7), Recording()
     played = replay(arrays, policy, profile)
     row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
-    table = seen_features(arrays, policy.features, row, played.history)
+    table = policy_features(arrays, policy.features, row, played.history)
     assert table.shape == (len(played), DEPTH + 1, len(policy.features))
     for depth, features in policy.seen.items():
         assert sorted(features) == sorted(table[played.decisions > depth, depth].tolist())
@@ -235,10 +235,12 @@ def equal(one: Rounds, other: Rounds) -> bool:
 def test_prices_are_linear_in_the_costs_of_a_profile(recorded: Trees, profile: Profile, tree: str | None) -> None:
     rounds = replay(recorded(tree, 0.7), Confidence(0.3, DEPTH), profile)
     spent = rounds.price(profile)
-    doubled = [rounds.price(scaled(profile, **{part: 2.0})) - spent for part in ("draft", "verify", "decision")]
+    decided = profile.with_decisions({rounds.cost_name: 2.0 * profile.decision(rounds.cost_name)})
+    changed = scale_costs(profile, draft=2.0), scale_costs(profile, verify=2.0), decided
+    doubled = [rounds.price(one) - spent for one in changed]
     assert all(float(more.sum()) > 0 for more in doubled)
     torch.testing.assert_close(doubled[2], rounds.decision_seconds(profile), rtol=1e-9, atol=EXACT)
-    everything = rounds.price(scaled(profile, draft=2.0, verify=2.0, decision=2.0))
+    everything = rounds.price(scale_costs(decided, draft=2.0, verify=2.0))
     torch.testing.assert_close(everything, spent + sum(doubled), rtol=1e-9, atol=EXACT)
     bare = rounds.price(profile, bare=True) + rounds.decision_seconds(profile)
     assert bool((bare <= spent + EXACT).all()), "a larger backlog is not cheaper"
@@ -261,7 +263,7 @@ def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(
     recorded: Trees, profile: Profile, tree: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep with hidden states is divided into parts."""
-    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", 16 * 4 * 2 * 8)
+    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MAX_HIDDEN_BYTES", 16 * 4 * 2 * 8)
     arrays, learned = recorded(tree, 0.7), learned_policy()
     rules = [learned.with_rule(Threshold("survival", t)) for t in (0.1, 0.3, 0.5)]
     for sweep in ([*SWEEP, *rules], [ReadsStates(), ReadsStates(), Confidence(0.3, DEPTH)]):

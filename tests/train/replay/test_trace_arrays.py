@@ -27,7 +27,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.arrays import TraceArrays, joined_arrays, seen_features, temperatures, trace_arrays
+from specstop.train.replay.arrays import TraceArrays, joined_arrays, policy_features, temperatures, trace_arrays
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
 from specstop.train.replay.run import replay
 from synthetic import synthetic_trace
@@ -88,7 +88,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
         with pytest.raises(error, match=noun):
             replay(trace, policy, profile)
     with pytest.raises(TraceError, match="'top1'"):
-        seen_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
+        policy_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
     with pytest.raises(TraceError, match="no draft_hidden"):
         trace_arrays(traces[0.7], hidden=["draft_hidden"])
 
@@ -116,16 +116,17 @@ def test_an_impossible_trace_is_refused(traces: dict[float, Trace], column: str,
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataObject) -> None:
-    keep = data.draw(st.lists(st.integers(0, arrays.sequences - 1), min_size=1, max_size=6))
+    keep = data.draw(st.lists(st.integers(0, arrays.sequences - 1), max_size=6))
     part = arrays.subset(keep)
-    rows = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep])
+    none = torch.zeros(0, dtype=torch.int64)
+    rows = torch.cat([none, *(torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep)])
     assert part.prompt_ids == [arrays.prompt_ids[s] for s in keep]
     assert torch.equal(part.text_tokens, arrays.text_tokens[keep])
-    for name in ("accepted", "tokens", "ends", "cut", "every_anchor", "draft_bound"):
+    for name in ("accepted", "tokens", "ends", "cut", "anchor_by_row", "draft_bound"):
         assert torch.equal(getattr(part, name), getattr(arrays, name)[rows]), name
-    anchors = dataclasses.replace(part, anchors=part.every_anchor)
-    for one in (part, anchors) if len(set(keep)) == len(keep) else (part,):
-        at = one.find(one.owner.numpy(), one.every_anchor.numpy())
+    anchors = dataclasses.replace(part, anchors=part.anchor_by_row)
+    for one in () if not keep else (part, anchors) if len(set(keep)) == len(keep) else (part,):
+        at = one.find(one.owner.numpy(), one.anchor_by_row.numpy())
         assert at.tolist() == list(range(len(rows)))
         assert one.find(np.array([0]), np.array([10_000])).tolist() == [-1]
         assert one.find(np.array([0]), np.array([0])).tolist() == [-1], "the first anchor is 1"
