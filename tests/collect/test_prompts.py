@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerFast
 
 TEXTS = strategies.text(strategies.characters(exclude_categories=("C", "Z")), min_size=1)
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+PARTS = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
 
 
 def write(folder: Path, text: str | bytes, name: str = "prompts.jsonl") -> Path:
@@ -90,9 +91,10 @@ def test_every_source_gives_the_same_prompts(
         ({"id": 5, "question": "2 + 2?", "answer": "4"}, {}, Prompt("5", "2 + 2?")),
         ({"id": "a", "prompt": None, "question": "q", "group": None, "category": 3}, {}, Prompt("a", "q", "3")),
         ({"id": "a", "messages": SYSTEM}, {}, Prompt("a", "a", system="s")),
-        ({"id": "a", "messages": [{"role": "user", "content": [{"type": "text", "text": "1"}, "2"]}]}, {}, Prompt("a", "1\n2")),
-        ({"id": "a", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "y"}]}, {}, Prompt("a", "y")),
-        ({"id": "a", "prompt": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}, {}, Prompt("a", "1\n2")),
+        ({"id": "a", "messages": [{"role": "user", "content": PARTS}]}, {}, Prompt("a", "1\n2")),
+        ({"id": "a", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "y"}]}, {},
+         Prompt("a", "y")),
+        ({"id": "a", "prompt": PARTS}, {}, Prompt("a", "1\n2")),
         ({"id": 1, "prompt": "no", "text": "yes", "answer": "42"}, {"column": "text", "completion": "answer"},
          Prompt("1", "yes", completion="42")),
         ({"id": 1, "prompt": "a", "answer": [4, 2]}, {"completion": "answer"}, Prompt("1", "a", completion=(4, 2))),
