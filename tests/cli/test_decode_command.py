@@ -22,7 +22,6 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.profile import Profile
 
 PROMPTS = ["w7 w8 w9 w7", "w20 w33 w9"]
-HOT = ("--temperature", 1.5, "--verification", "match")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,38 +59,22 @@ def test_every_mode_is_named_with_its_label(models: list[str], greedy: list[str]
         assert decoded(models, *options)["texts"] == greedy
 
 
-@pytest.mark.parametrize(
-    "item", ["top_k=2", "top_p=0.4", "min_p=0.6", "repetition_penalty=2.5", "no_repeat_ngram=1", "min_new_tokens=14"]
-)
-def test_a_sampling_option_changes_the_text_and_a_tree_does_not(models: list[str], item: str) -> None:
-    prompts = [*PROMPTS, "w12", "w40 w41"]
-    result = decoded(models, *HOT, "--sampling", item, prompts=prompts)
-    tree = ("--tree", "3,2", "--policy", "confidence:0.3")
-    assert decoded(models, *HOT, "--sampling", item, *tree, prompts=prompts)["texts"] == result["texts"]
-    assert decoded(models, *HOT, prompts=prompts)["texts"] != result["texts"]
-    if item == "min_new_tokens=14":
-        assert result["tokens"] == 14 * len(prompts)
-
-
 def test_sampling_defaults_of_the_target(pair_folder: Path, tmp_path: Path) -> None:
     target = shutil.copytree(pair_folder / "target", tmp_path / "target")
     raw = json.loads((target / "generation_config.json").read_text())
     (target / "generation_config.json").write_text(json.dumps(raw | {"repetition_penalty": 1.7, "top_k": 5}))
     models = ["--target", target, "--draft", pair_folder / "draft", "--dtype", "float64"]
-    (tmp_path / "prompts.txt").write_text("w7 w8 w9\nw20 w8\n")
+    (tmp_path / "p.txt").write_text("w7 w8 w9\nw20 w8\n")
     texts, sampling = [], []
     for more in ([], ["--sampling", "model_defaults=false"], ["--sampling", "repetition_penalty=1.0"]):
         answer = cli("decode", "w7 w8 w9", "w20 w8", *models, "--max-new-tokens", 20, "--json", *more)
         assert ("repetition_penalty=1.7 (" in answer.err) == (not more), answer.err
         texts.append(json.loads(answer.out)["texts"])
-        out = tmp_path / f"t{len(texts)}"
-        collect = ["collect", *models, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 8, "--depth", 2]
-        assert cli(*collect, "--out", out, *more).code == 0
-        sampling.append(load_trace(out).header.sampling)
+        collect = ["collect", *models, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 8, "--depth", 2, "--out"]
+        assert cli(*collect, tmp_path / f"t{len(texts)}", *more).code == 0
+        sampling.append(load_trace(tmp_path / f"t{len(texts)}").header.sampling)
     assert texts[0] != texts[1] == texts[2]
     assert sampling == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
-    assert "sampling" in refused(*collect, "--out", tmp_path / "t2", "--resume", "--quiet")
-    assert parsed("info", target)["sampling defaults"] == "repetition-penalty 1.7, top-k 5"
 
 
 def test_structured_output(tmp_path: Path) -> None:
@@ -102,23 +85,22 @@ def test_structured_output(tmp_path: Path) -> None:
         pair.tokenizer.save_pretrained(tmp_path / name)  # type: ignore[union-attr]
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
     (tmp_path / "list.ebnf").write_text('root ::= "[" [a-c]{2,4} "]"')
-    (tmp_path / "prompts.txt").write_text("the name\na tag\n")
+    (tmp_path / "p.txt").write_text("the name\na tag\n")
     models = model_options(tmp_path, "--dtype", "float64")
     schema, grammar = (f"json_schema={tmp_path / 'person.json'}", f"grammar={tmp_path / 'list.ebnf'}")
-    for chosen in (models, [*models[:2], *models[4:], "--drafter", "lookup"]):
-        command = ["decode", *chosen, "the name", "a tag", "--sampling", schema, "--json"]
-        result = json.loads(cli(*command, "--temperature", 0.7, "--max-new-tokens", 90).out)
-        assert all(map(is_person, result["texts"])) and result["incomplete"] == 0
-    answer = cli(*command, "--max-new-tokens", 5)
+    command = ["decode", *models, "the name", "a tag", "--sampling", schema, "--json", "--max-new-tokens"]
+    result = json.loads(cli(*command, 90, "--temperature", 0.7).out)
+    assert all(map(is_person, result["texts"])) and result["incomplete"] == 0
+    answer = cli(*command, 5)
     assert json.loads(answer.out)["incomplete"] == 2 and "--max-new-tokens" in answer.err
-    command = [*models, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 20, "--quiet"]
+    command = [*models, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 20, "--quiet"]
     lines = parsed("bench", *command, "--sampling", grammar, "--policy", "fixed:3")["lines"]
     assert {line["same_text"] for line in lines} == {2}, "includes the loops of transformers"
     assert cli("collect", *command, "--sampling", schema, "--out", tmp_path / "t", "--depth", 3).code == 0
     assert "json-schema" in parsed("info", tmp_path / "t")["filter"]
     for item, noun in (
         ("json_schema=.", "directory"), (f"json_schema={tmp_path / 'target/model.safetensors'}", "UTF-8"),
-        (f"json_schema={tmp_path / 'prompts.txt'}", "JSON"), (f"grammar={tmp_path / 'prompts.txt'}", "grammar"),
+        (f"json_schema={tmp_path / 'p.txt'}", "JSON"), (f"grammar={tmp_path / 'p.txt'}", "grammar"),
     ):  # fmt: skip
         assert noun in refused("decode", *models, "a", "--sampling", item)
 
@@ -204,12 +186,12 @@ def test_a_failing_policy_is_reported_with_its_file_and_line(
     assert answer.code == 2 and f"{module}:{LINE}" in answer.err
     assert (failed["failed"], failed["file"], failed["line"], failed["ratio"]) == (True, module, LINE, None)
     assert not plain["failed"] and not fixed["failed"] and fixed["ratio"] > 0
-    answer = cli("decode", "w7 w8", *models, *policies[:2], "--json")
+    decode = ["decode", "w7 w8", *models, *policies[:2]]
+    answer = cli(*decode, "--json")
     result = json.loads(answer.out)
     assert (answer.code, result["failed"], result["line"]) == (0, True, LINE)
     assert result["texts"] == decoded(models, "--policy", "fixed:0", prompts=["w7 w8"])["texts"]
-    for command in (bench, ["decode", "w7 w8", *models, *policies[:2]]):
-        assert "FAILED" in cli(*command).out
+    assert "FAILED" in cli(*bench).out and "FAILED" in cli(*decode).out
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -225,22 +207,19 @@ def test_evaluate_leaves_out_a_policy_that_fails(
     assert (report["failed"][0]["file"], report["failed"][0]["line"]) == (module, LINE)
     names = [entry["name"] for entry in report["lines"]]
     assert "confidence:0.7" in names and not any("raiser" in name for name in names)
-    assert "raiser" in (tmp_path / "report/report.md").read_text() and (tmp_path / "report/run.yaml").exists()
     assert "raiser" in refused(*command, tmp_path / "other", "--primary", "raiser", "--quiet")
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.usefixtures("module")
-def test_a_failing_policy_leaves_no_trace_and_no_profile(models: list[str], tmp_path: Path) -> None:
+def test_a_failing_policy_leaves_no_trace_and_no_profile_and_its_output_goes_to_standard_error(
+    models: list[str], tmp_path: Path
+) -> None:
     common = [*models[:-2], "--prompts", tmp_path / "p.txt", "--depth", 4, "--quiet"]
     live = ["--collector", "live", "--policy", "raiser?after=5", "--max-new-tokens", 12, "--out", tmp_path / "live"]
     assert "raiser: " in refused("collect", *common, *live)
     assert "raiser: " in refused("profile", *common, "--policy", "raiser", "--repeats", 1, "--out", tmp_path / "x.json")
     assert not (tmp_path / "x.json").exists()
-
-
-@pytest.mark.usefixtures("module")
-def test_output_of_a_policy_goes_to_standard_error(models: list[str], tmp_path: Path) -> None:
     for command in (["decode", "w7 w8"], ["bench", "--no-library", "--prompts", tmp_path / "p.txt"]):
         answer = cli(*command, *models, "--policy", "raiser?method=print", "--json")
         assert answer.code == 0 and "noise" in answer.err and json.loads(answer.out)
