@@ -319,14 +319,11 @@ def test_each_sample_is_labelled_by_its_completion(pair: Pair, temperature: floa
 @pytest.mark.parametrize(
     ("environment", "rank"),
     [
-        ({}, DistributedRank()),
-        ({"LOCAL_RANK": "3"}, DistributedRank()),
+        ({}, DistributedRank()), ({"LOCAL_RANK": "3"}, DistributedRank()),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, DistributedRank(5, 8, 1)),
-        ({"RANK": "1"}, None),
-        ({"RANK": "two", "WORLD_SIZE": "3"}, None),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, None),
+        *((wrong, None) for wrong in ({"RANK": "1"}, {"RANK": "two", "WORLD_SIZE": "3"}, {"RANK": "2", "WORLD_SIZE": "2"})),
     ],
-)
+)  # fmt: skip
 def test_a_process_reads_its_rank_from_the_environment(
     environment: Mapping[str, str], rank: DistributedRank | None
 ) -> None:
@@ -374,11 +371,9 @@ THROUGH = {"through": "vllm"}
 def test_options_that_cannot_be_combined_are_refused_before_anything_is_written(
     pair: Pair, many: list[Prompt], tmp_path: Path, options: dict[str, Any], noun: str
 ) -> None:
-    chosen = dataclasses.replace(pair, drafter=options["drafter"]) if "through" in options and "drafter" in options else (
-        with_drafter(pair, options["drafter"]) if "drafter" in options else pair)  # fmt: skip
-    defaults = {"depth": 3, "temperature": 0.7, "max_new_tokens": 8}
+    if "drafter" in options:
+        options = {**options}
+        pair = (dataclasses.replace if "through" in options else with_drafter)(pair, drafter=options.pop("drafter"))
     with pytest.raises(SpecstopError, match=noun):
-        collect(
-            chosen, many[:2], tmp_path / "t", **{**defaults, **{k: v for k, v in options.items() if k != "drafter"}}
-        )
+        collect(pair, many[:2], tmp_path / "t", **{"depth": 3, "temperature": 0.7, "max_new_tokens": 8, **options})
     assert not (tmp_path / "t").exists()

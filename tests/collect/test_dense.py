@@ -114,27 +114,20 @@ def test_rows_are_those_of_a_search_without_cache(
     assert all(counts.values()), counts
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@TEMPERATURES
 @pytest.mark.parametrize(
     ("tree", "verification"), [(None, "match"), ("2,2", "match"), ("2,2", "rejection"), ("2,1", "rejection_replace"),
                                ("chain:5", "block")]
 )  # fmt: skip
 def test_rows_do_not_depend_on_chunks_nor_on_the_batch(
-    pair: Pair,
-    prompts: list[Prompt],
-    prompt_ids: list[list[int]],
-    temperature: float,
-    tree: str | None,
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], temperature: float, tree: str | None,
     verification: str,
-) -> None:
-    work, settings = (
-        tasks(prompts, prompt_ids)[2:],
-        Settings(temperature, NEW, DEPTH, tree=tree, verification=verification),
-    )
+) -> None:  # fmt: skip
+    work = tasks(prompts, prompt_ids)[2:]
+    settings = Settings(temperature, NEW, DEPTH, tree=tree, verification=verification)
     draws = 1 if verification == "match" or temperature == 0 else 2
     whole, pieces, single = (
-        DenseCollector(pair, settings, tuple(HIDDEN_STATES), draws=draws, **size)
-        for size in ({}, {"memory_bytes": 1}, {})
+        DenseCollector(pair, settings, BOTH, draws=draws, **size) for size in ({}, {"memory_bytes": 1}, {})
     )
     chunks = whole.rows(work)
     assert [int(chunk["sequence"][0]) for chunk in chunks] == list(range(2 * draws, 8 * draws))

@@ -201,13 +201,9 @@ def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
 
 
 def test_under_a_policy_only_its_decisions_are_timed() -> None:
-    steps = Steps("mine")
-    for drafted, decisions in ((3, 0.5), (0, 0.0), (1, 0.25), (0, 0.0)):
-        steps.play(drafted, decisions=decisions)
-    assert dict(steps.timer.timed) == {Key("decisions", "mine", (3,)): [0.5], Key("decisions", "mine", (1,)): [0.25]}
     steps = Steps("mine", 3)
-    for _ in range(2):
-        steps.play(3, 1, 0, decisions=0.75)
+    for drafted in ((3, 1, 0), (0, 0, 0), (2, 1, 0)):
+        steps.play(*drafted, decisions=0.75)
     assert dict(steps.timer.timed) == {Key("decisions", "mine", (3,)): [0.75]}
 
 
@@ -236,15 +232,13 @@ CHOICES: dict[str, Choice] = {
 """Draft lengths that an engine chooses from the confidence [R, K] in its tokens."""
 
 
-def simulated(choose: Choice, requests: int = 60, rounds: int = 60) -> tuple[list[dict[str, Any]], Array]:
+def simulated(choose: Choice, requests: int = 60) -> tuple[list[dict[str, Any]], Array]:
     """Return the records of an engine, and the accepted lengths of all rounds at full depth."""
     generator = np.random.default_rng(0)
     records, lengths = [], []
     for request in range(requests):
         odds = (
-            generator.normal(1.0, 0.8)
-            + generator.normal(0.0, 0.7, (rounds, 1))
-            + generator.normal(0.0, 0.6, (rounds, DEPTH))
+            generator.normal(1.0, 0.8) + generator.normal(0.0, 0.7, (60, 1)) + generator.normal(0.0, 0.6, (60, DEPTH))
         )
         confidence = 1.0 / (1.0 + np.exp(-odds))
         length = (generator.random(odds.shape) < confidence).cumprod(1).sum(1)
@@ -276,14 +270,6 @@ def live_columns(length: Array, drafted: Array, depth: int) -> dict[str, Array]:
         "observed": drawn & (node <= length[:, None]), "drawn": drawn, "sent": drawn,
         "tokens": np.zeros(drawn.shape, dtype=np.int32), "explored": np.zeros(len(length), dtype=bool),
     }  # fmt: skip
-
-
-def test_random_lengths_give_the_share_at_full_depth() -> None:
-    length = simulated(CHOICES["random"], requests=200, rounds=200)[1]
-    drafted = np.random.default_rng(1).integers(1, DEPTH + 1, len(length))
-    outcomes = depth_outcomes(live_header(chain(DEPTH)), live_columns(length, drafted, DEPTH))
-    assert outcomes.survival == pytest.approx([(length >= k).mean() for k in range(1, DEPTH + 1)], rel=0.02)
-    assert "assumes that draft lengths do not depend on acceptance" in outcomes.basis
 
 
 @settings(max_examples=200, deadline=None)

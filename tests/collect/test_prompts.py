@@ -29,7 +29,7 @@ from specstop.collect.prompts import (
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -56,11 +56,6 @@ def refused(source: str | Path, message: str, **options: Any) -> None:
     with pytest.raises(InputError, match=message) as caught:
         read_prompts(source, **options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @given(strategies.lists(strategies.tuples(TEXTS, TEXTS), min_size=1, max_size=4, unique_by=lambda pair: pair[0]))
@@ -163,17 +158,17 @@ def test_a_file_is_read_as_far_as_the_limit_and_unreadable_files_are_refused(tmp
         refused(write(tmp_path, text, name), "cannot be read as")
 
 
-STREAMS = {
-    "lines": ("one\n\n  two\n", ["one", "two"]),
-    "json lines": ('{"prompt": "one"}\n{"prompt": "two"}\n', ["one", "two"]),
-    "array": (json.dumps([{"prompt": "one"}, {"prompt": "two"}], indent=1), ["one", "two"]),
-    "byte order mark": ('\ufeff{"prompt": "one"}', ["one"]),
-}
-
-
-@pytest.mark.parametrize("form", STREAMS)
-def test_pipes_are_read_and_their_form_recognised(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    text, expected = STREAMS[form]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\n\n  two\n", ["one", "two"]), ('{"prompt": "one"}\n{"prompt": "two"}\n', ["one", "two"]),
+        ('[\n {"prompt": "one"},\n {"prompt": "two"}\n]', ["one", "two"]), ('\ufeff{"prompt": "one"}', ["one"]),
+    ],
+    ids=["lines", "json lines", "array", "byte order mark"],
+)  # fmt: skip
+def test_pipes_are_read_and_their_form_recognised(
+    text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stream = io.TextIOWrapper(io.BytesIO(text.encode()))
     monkeypatch.setattr(sys, "stdin", stream)
     assert [p.text for p in read_prompts("-")] == expected and not stream.closed
@@ -185,8 +180,8 @@ def test_pipes_are_read_and_their_form_recognised(form: str, monkeypatch: pytest
     writer.join(10)
 
 
-@pytest.mark.usefixtures("private_cache")
-def test_folders_are_read_as_data_sets(tmp_path: Path) -> None:
+def test_folders_are_read_as_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "set"
     folder.mkdir()
     refused(folder, "no data set can be read")
@@ -238,6 +233,10 @@ def test_stored_prompts_are_read_as_they_were(tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("stored")
     (folder / "prompts.jsonl").write_text(prompts_json(prompts))
     assert stored_prompts(folder) == prompts
+    for damage in ("[]\n", '{"id": "a"}\n', '{"id": '):
+        (folder / "prompts.jsonl").write_text(damage + prompts_json(prompts))
+        with pytest.raises(TraceError, match="damaged"):
+            stored_prompts(folder)
 
 
 def test_prompts_are_encoded_and_those_without_a_place_are_refused_or_left_out(

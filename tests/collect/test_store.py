@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies
 from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain, draft_of, pair_options
@@ -91,22 +89,6 @@ def test_fields_out_of_range_or_in_contradiction_are_refused(changes: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "exactness", "every"),
-    [
-        ({}, "path", True), ({"verification": "block"}, "law", True), ({"collector": "live"}, "", False),
-        ({"texts": "completions"}, "", False), ({"texts": "sampled"}, "path", True),
-        ({"mix": 0.5, "topology": (-1,)}, "", True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_replay_is_exact_where_every_anchor_of_the_texts_was_recorded(
-    changes: dict[str, Any], exactness: str, every: bool
-) -> None:
-    header = dataclasses.replace(HEADER, **changes)
-    assert (header.exactness, header.has_every_anchor) == (exactness, every)
-
-
-@pytest.mark.parametrize(
     ("draft", "facts", "words"),
     [
         ("d", {}, "--draft d"), ("", {}, "--draft DRAFT"),
@@ -168,20 +150,6 @@ def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"notes\.txt|header\.json"):
             open_for_writing(tmp_path / "mine", HEADER, **how)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-
-
-def test_a_failed_write_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(table: pa.Table, path: Path, **options: object) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "as it happens")
-
-    open_for_writing(tmp_path, HEADER)
-    write_shard(tmp_path, HEADER, 1, [random_rows(3, 0)])
-    before = {str(p) for p in tmp_path.rglob("*")}
-    monkeypatch.setattr(pq, "write_table", half)
-    with pytest.raises(OSError, match="as it happens"):
-        write_shard(tmp_path, HEADER, 0, [random_rows(3, 0)])
-    assert {str(p) for p in tmp_path.rglob("*")} == before
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:

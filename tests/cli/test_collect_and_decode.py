@@ -1,7 +1,8 @@
-"""`specstop collect`: prompts, several processes, interruption, `--extra`; and `specstop info` of a trace."""
+"""`specstop collect`, `decode` and `bench`: prompts, processes, interruptions, sampling, and policies that fail."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -14,11 +15,17 @@ from typing import Any
 
 import pytest
 import yaml
+from byte_pair import PERSON, byte_pair, is_person
 from commands import COMPACT, cli, files, loading_once, model_options, parsed, refused
 from conftest import make_prompts
 from specstop.cli.options import Models, PromptSource
 from specstop.collect import shards
 from specstop.collect.store import Trace, load_trace
+from specstop.decode.models.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.verify.modes import MODES
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.profile import Profile
 from transformers import AutoTokenizer
 
 COUNT = 24
@@ -228,3 +235,203 @@ def test_trees_live_rounds_mixed_text_and_hidden_states_are_collected(
     assert done.header.hidden == {} and hidden.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
     facts = parsed("info", hidden.folder)
     assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
+
+
+# Decoding
+
+PROMPTS = ["w7 w8 w9 w7", "w20 w33 w9"]
+
+
+@pytest.fixture(scope="module")
+def models(pair_folder: Path) -> list[str]:
+    return model_options(pair_folder, "--dtype", "float64", "--max-new-tokens", "14")
+
+
+@pytest.fixture(scope="module")
+def greedy(pair: Pair) -> list[str]:
+    """The greedy texts of the target."""
+    assert pair.tokenizer is not None
+    ids = [pair.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    texts = plain_texts(pair, ids, [stream_key(0, str(i)) for i in range(len(ids))], 14, 0.0).tokens
+    return [pair.tokenizer.decode(text, skip_special_tokens=True) for text in texts]
+
+
+def decoded(models: list[str], *options: object, prompts: list[str] = PROMPTS) -> dict[str, Any]:
+    return dict(parsed("decode", *prompts, *models, *options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_named_with_its_label(models: list[str], greedy: list[str], mode: str) -> None:
+    label = "lossless" if MODES[mode].lossless else "LOSSY"
+    options = ["--verification", mode, *(["--tree", "3,2"] if mode != "block" else [])]
+    result = decoded(models, *options, "--temperature", 0.7)
+    assert result["verification"] == f"{mode} ({label})"
+    assert decoded(models, *options, "--temperature", 0.7)["texts"] == result["texts"], "the seed decides"
+    if label == "lossless":
+        assert decoded(models, *options)["texts"] == greedy
+
+
+def test_sampling_defaults_of_the_target(pair_folder: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(pair_folder / "target", tmp_path / "target")
+    raw = json.loads((target / "generation_config.json").read_text())
+    (target / "generation_config.json").write_text(json.dumps(raw | {"repetition_penalty": 1.7, "top_k": 5}))
+    models = ["--target", target, "--draft", pair_folder / "draft", "--dtype", "float64"]
+    (tmp_path / "p.txt").write_text("w7 w8 w9\nw20 w8\n")
+    texts, sampling = [], []
+    for more in ([], ["--sampling", "model_defaults=false"], ["--sampling", "repetition_penalty=1.0"]):
+        answer = cli("decode", "w7 w8 w9", "w20 w8", *models, "--max-new-tokens", 20, "--json", *more)
+        assert ("repetition_penalty=1.7 (" in answer.err) == (not more), answer.err
+        texts.append(json.loads(answer.out)["texts"])
+        collect = ["collect", *models, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 8, "--depth", 2, "--out"]
+        assert cli(*collect, tmp_path / f"t{len(texts)}", *more).code == 0
+        sampling.append(load_trace(tmp_path / f"t{len(texts)}").header.sampling)
+    assert texts[0] != texts[1] == texts[2]
+    assert sampling == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
+
+
+def test_structured_output(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    pair = byte_pair()
+    for name, model in (("target", pair.target), ("draft", pair.draft_model)):
+        model.save_pretrained(tmp_path / name)
+        pair.tokenizer.save_pretrained(tmp_path / name)  # type: ignore[union-attr]
+    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    (tmp_path / "list.ebnf").write_text('root ::= "[" [a-c]{2,4} "]"')
+    (tmp_path / "p.txt").write_text("the name\na tag\n")
+    models = model_options(tmp_path, "--dtype", "float64")
+    schema, grammar = (f"json_schema={tmp_path / 'person.json'}", f"grammar={tmp_path / 'list.ebnf'}")
+    command = ["decode", *models, "the name", "a tag", "--sampling", schema, "--json", "--max-new-tokens"]
+    result = json.loads(cli(*command, 90, "--temperature", 0.7).out)
+    assert all(map(is_person, result["texts"])) and result["incomplete"] == 0
+    answer = cli(*command, 5)
+    assert json.loads(answer.out)["incomplete"] == 2 and "--max-new-tokens" in answer.err
+    command = [*models, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 20, "--quiet"]
+    lines = parsed("bench", *command, "--sampling", grammar, "--policy", "fixed:3")["lines"]
+    assert {line["same_text"] for line in lines} == {2}, "includes the loops of transformers"
+    assert cli("collect", *command, "--sampling", schema, "--out", tmp_path / "t", "--depth", 3).code == 0
+    assert "json-schema" in parsed("info", tmp_path / "t")["filter"]
+    for item, noun in (
+        ("json_schema=.", "directory"), (f"json_schema={tmp_path / 'target/model.safetensors'}", "UTF-8"),
+        (f"json_schema={tmp_path / 'p.txt'}", "JSON"), (f"grammar={tmp_path / 'p.txt'}", "grammar"),
+    ):  # fmt: skip
+        assert noun in refused("decode", *models, "a", "--sampling", item)
+
+
+def test_several_texts_have_headings_and_quiet_omits_the_table(models: list[str]) -> None:
+    command = ["decode", "w7 w8", "w9 w10", *models, "--policy", "fixed:2", "--max-new-tokens", "4", "--batch", 2]
+    texts = json.loads(cli(*command, "--json").out)["texts"]
+    quiet, plain = cli(*command, "--quiet"), cli(*command)
+    alone = f"[1 of 2: 0]\nw7 w8{texts[0]}\n\n[2 of 2: 1]\nw9 w10{texts[1]}\n"
+    assert (quiet.code, quiet.out.replace(" ", "")) == (0, alone.replace(" ", ""))
+    assert plain.out.startswith(quiet.out) and "tokens/s" in plain.out
+
+
+@pytest.mark.parametrize(
+    ("text", "is_terminal", "is_read"),
+    [("w7 w8\nw9\n", False, True), ("w7", True, False), ("", False, False), (" \n", False, False)],
+)
+def test_standard_input(
+    models: list[str], monkeypatch: pytest.MonkeyPatch, text: str, is_terminal: bool, is_read: bool
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(text.encode()))
+    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", stream)
+    if is_read:
+        assert parsed("decode", *models)["texts"] == decoded(models, prompts=["w7 w8\nw9"])["texts"]
+    else:
+        assert "standard input" in refused("decode", *models)
+
+
+# Policies that fail
+
+
+MODULE = """
+from specstop.policies import StopPolicy
+
+class Raiser(StopPolicy):
+    name, features, max_depth = "raiser", ("top1",), 4
+
+    def __init__(self, method="keep", after=0):
+        self.method, self.left = method, after
+
+    def act(self, method):
+        if self.method == "print":
+            print("noise")
+        if method == self.method:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError("boom")
+
+    def keep(self, step, state):
+        self.act("keep")
+        return step.alive, state
+
+    def observe(self, outcome, state):
+        self.act("observe")
+"""
+LINE = next(at for at, line in enumerate(MODULE.splitlines(), 1) if "boom" in line)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The file of an installed plugin."""
+    info = tmp_path / "site" / "raiser-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: raiser\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[specstop.policies]\nraiser = raiser_plugin:Raiser\n")
+    (tmp_path / "site" / "raiser_plugin.py").write_text(MODULE)
+    (tmp_path / "p.txt").write_text("w7 w8\nw9 w20 w8\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    importlib.invalidate_caches()
+    yield str(tmp_path / "site" / "raiser_plugin.py")
+    sys.modules.pop("raiser_plugin", None)
+
+
+@pytest.mark.parametrize("method", ["keep", "observe"])
+def test_a_failing_policy_is_reported_with_its_file_and_line(
+    models: list[str], tmp_path: Path, module: str, method: str
+) -> None:
+    policies = ["--policy", f"raiser?method={method}", "--policy", "fixed:2"]
+    bench = ["bench", *models, *policies, "--prompts", tmp_path / "p.txt", "--no-library", "--quiet"]
+    answer = cli(*bench, "--json")
+    plain, failed, fixed = json.loads(answer.out)["lines"]
+    assert answer.code == 2 and f"{module}:{LINE}" in answer.err
+    assert (failed["failed"], failed["file"], failed["line"], failed["ratio"]) == (True, module, LINE, None)
+    assert not plain["failed"] and not fixed["failed"] and fixed["ratio"] > 0
+    decode = ["decode", "w7 w8", *models, *policies[:2]]
+    answer = cli(*decode, "--json")
+    result = json.loads(answer.out)
+    assert (answer.code, result["failed"], result["line"]) == (0, True, LINE)
+    assert result["texts"] == decoded(models, "--policy", "fixed:0", prompts=["w7 w8"])["texts"]
+    assert "FAILED" in cli(*bench).out and "FAILED" in cli(*decode).out
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_evaluate_leaves_out_a_policy_that_fails(
+    traces: dict[float, Trace], profile: Profile, tmp_path: Path, module: str
+) -> None:
+    profile.with_decisions({"raiser": 1e-5, "confidence": 1e-5}).save(tmp_path / "profile.json")
+    command = ["evaluate", "--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json",
+               "--policy", "raiser", "--policy", "confidence:0.7", "--out"]  # fmt: skip
+    answer = cli(*command, tmp_path / "report", "--json")
+    report = json.loads(answer.out)
+    assert answer.code == 2 and f"{module}:{LINE}" in answer.err
+    assert (report["failed"][0]["file"], report["failed"][0]["line"]) == (module, LINE)
+    names = [entry["name"] for entry in report["lines"]]
+    assert "confidence:0.7" in names and not any("raiser" in name for name in names)
+    assert "raiser" in refused(*command, tmp_path / "other", "--primary", "raiser", "--quiet")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("module")
+def test_a_failing_policy_leaves_no_trace_and_no_profile_and_its_output_goes_to_standard_error(
+    models: list[str], tmp_path: Path
+) -> None:
+    common = [*models[:-2], "--prompts", tmp_path / "p.txt", "--depth", 4, "--quiet"]
+    live = ["--collector", "live", "--policy", "raiser?after=5", "--max-new-tokens", 12, "--out", tmp_path / "live"]
+    assert "raiser: " in refused("collect", *common, *live)
+    assert "raiser: " in refused("profile", *common, "--policy", "raiser", "--repeats", 1, "--out", tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+    for command in (["decode", "w7 w8"], ["bench", "--no-library", "--prompts", tmp_path / "p.txt"]):
+        answer = cli(*command, *models, "--policy", "raiser?method=print", "--json")
+        assert answer.code == 0 and "noise" in answer.err and json.loads(answer.out)
