@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import json
 import os
 import pkgutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import COMMANDS, ascii_locale, cli, model_options
+from commands import COMMANDS, ascii_locale, cli, during, model_options
 from specstop.cli.output import table
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
@@ -171,18 +169,6 @@ def test_ctrl_c_in_an_import_unless_it_is_ignored(ignored: bool) -> None:
     command = [sys.executable, "-c", RUN_WITH_SIGNAL, "numpy", str(ignored)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == ((0, "") if ignored else INTERRUPTED)
-
-
-def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
-    """Send SIGINT when this function is called, except for the first `after` times."""
-    original, calls = getattr(owner, name), itertools.count()
-
-    def call(*args: Any, **options: Any) -> Any:
-        if next(calls) == after:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(*args, **options)
-
-    monkeypatch.setattr(owner, name, call)
 
 
 INTERRUPTIONS = {

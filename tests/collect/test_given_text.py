@@ -27,11 +27,10 @@ from specstop.collect.run import collect, plan_run
 from specstop.collect.store import Trace
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import gumbel, stream_key
-from specstop.decode.verify.sampling import SamplingParams
+from specstop.decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from specstop.policies import Confidence
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning, TraceError
@@ -267,16 +266,11 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
         replay(trace_arrays(trace), FixedLength(1), profile)
 
 
-def with_noise(logits: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Return [R] tokens drawn from rows of logits without our noise, and [R, V] noise given them."""
-    rows = logits.expand(DRAWS, -1)
-    tokens = torch.multinomial(torch.softmax(rows, -1), 1, generator=torch.Generator().manual_seed(seed))[:, 0]
-    return tokens, gumbel_given(stream_key(seed, "a"), torch.arange(DRAWS), rows, tokens)
-
-
 def test_noise_given_a_sample_has_the_law_of_plain_noise() -> None:
     """The token is the best one. Each token's noise is Gumbel; so is its joint law with others."""
-    tokens, noise = with_noise(LOGITS, 2)
+    rows = LOGITS.expand(DRAWS, -1)
+    tokens = torch.multinomial(torch.softmax(rows, -1), 1, generator=torch.Generator().manual_seed(2))[:, 0]
+    noise = gumbel_given(stream_key(2, "a"), torch.arange(DRAWS), rows, tokens)
     assert (torch.log_softmax(LOGITS, -1) + noise).argmax(-1).equal(tokens) and torch.isfinite(noise).all()
     plain = gumbel(stream_key(3, "b"), torch.arange(DRAWS), len(LOGITS), torch.float64)
     for token in range(len(LOGITS)):
@@ -290,38 +284,18 @@ def test_noise_given_a_sample_has_the_law_of_plain_noise() -> None:
         assert stats.chi2_contingency(np.stack(cells)).pvalue > FALSE_ALARM
 
 
-def write(
-    pair: Pair, prompt: list[int], limit: int, temperature: float, sampling: SamplingParams, seed: int
-) -> list[int]:
-    """Return a text as any engine would sample it: token by token, with a generator of its own."""
-    generator, text = torch.Generator().manual_seed(seed), list[int]()
-    processors = sampling.build(temperature, prompt, (EOS,), torch.device("cpu"))
-    with torch.inference_mode():
-        model, unread = CachedModel(pair.target, len(prompt) + limit, pair.vocabulary), prompt
-        while len(text) < limit and EOS not in text:
-            logits = model.read(torch.tensor([unread]), 1)[:, -1]
-            ids = torch.tensor([[*prompt, *text]])
-            scores = processors(ids, logits) if len(processors) else logits / temperature
-            text.append(int(torch.multinomial(torch.softmax(scores[0], -1), 1, generator=generator)))
-            unread = text[-1:]
-    return text
-
-
 def encoded(pair: Pair, prompts: list[Prompt]) -> list[tuple[Prompt, list[int]]]:
     assert pair.tokenizer is not None
     return [(prompt, pair.tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
 
 
-@pytest.fixture(scope="module")
-def written(pair: Pair) -> dict[str, dict[str, list[int]]]:
-    """Texts of eight prompts by prompt id, sampled plainly and under filters."""
-    return {
-        name: {
-            p.id: write(pair, ids, NEW + DEPTH, TEMPERATURE, sampling, at)
-            for at, (p, ids) in enumerate(encoded(pair, make_prompts(8, "given", 31)))
-        }
-        for name, sampling in (("plain", SamplingParams()), ("filtered", TOP_P))
-    }
+def sampled_texts(
+    pair: Pair, prompts: list[Prompt], limit: int, temperature: float, sampling: SamplingParams = MODEL_DEFAULTS
+) -> dict[str, list[int]]:
+    """Return texts by prompt id, sampled with random numbers that a collector does not use."""
+    keys, ids = [stream_key(99, prompt.id) for prompt in prompts], [ids for _, ids in encoded(pair, prompts)]
+    texts = plain_texts(pair, ids, keys, limit, temperature, sampling=sampling).tokens
+    return {prompt.id: list(text) for prompt, text in zip(prompts, texts, strict=True)}
 
 
 class GivenSource:
@@ -338,14 +312,14 @@ class GivenSource:
         return out
 
 
-@pytest.mark.parametrize(("kind", "sampling"), [("plain", SamplingParams()), ("filtered", TOP_P)])
+@pytest.mark.parametrize("sampling", [SamplingParams(), TOP_P], ids=["plain", "filtered"])
 @pytest.mark.parametrize("tree", [None, "3,2,1,1,1"])
 def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_given_text(
-    pair: Pair, written: dict[str, dict[str, list[int]]], profile: Profile, tmp_path: Path, kind: str,
-    sampling: SamplingParams, tree: str | None,
-) -> None:  # fmt: skip
+    pair: Pair, profile: Profile, tmp_path: Path, sampling: SamplingParams, tree: str | None
+) -> None:
     prompts = make_prompts(8, "given", 31)
-    texts, ids = written[kind], {p.id: tokens for p, tokens in encoded(pair, prompts)}
+    texts = sampled_texts(pair, prompts, NEW + DEPTH, TEMPERATURE, sampling)
+    ids = {p.id: tokens for p, tokens in encoded(pair, prompts)}
     options = {"depth": DEPTH, "tree": tree, "temperature": TEMPERATURE, "max_new_tokens": NEW, "sampling": sampling}
     trace = collect(pair, prompts, tmp_path / "trace", completions=texts, verification="match", **options)
     arrays = trace_arrays(trace)
@@ -371,13 +345,12 @@ def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_g
     assert rounds > 80
 
 
-def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
-    pair: Pair, written: dict[str, dict[str, list[int]]], tmp_path: Path
-) -> None:
+def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(pair: Pair, tmp_path: Path) -> None:
     prompts, few = make_prompts(8, "given", 31), SamplingParams(top_k=6)
+    texts = sampled_texts(pair, prompts, NEW + DEPTH, TEMPERATURE)
     settings, impossible, expected = Settings(TEMPERATURE, NEW, sampling=few, verification="match"), 0, set()
     for s, (p, ids) in enumerate(encoded(pair, prompts)):
-        text = written["plain"][p.id][: NEW + 3]
+        text = texts[p.id][: NEW + 3]
         with torch.inference_mode():
             kept = sampled_rows(pair, settings, ids, text, target_rows(pair, ids, text)[0]) > -torch.inf
         possible = [bool(kept[at, token]) for at, token in enumerate(text)]
@@ -388,7 +361,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     assert impossible > 5
     options: dict[str, Any] = {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW, "sampling": few}
     with pytest.warns(SpecstopWarning, match="cannot be drawn"):
-        trace = collect(pair, prompts, tmp_path / "a", completions=written["plain"], **options)
+        trace = collect(pair, prompts, tmp_path / "a", completions=texts, **options)
     assert f" {impossible} of " in trace.header.facts["completions"]
     assert set(by_anchor(trace)) == expected
 
@@ -399,7 +372,7 @@ def test_texts_of_another_temperature_are_refused_before_anything_is_written(pai
     options: dict[str, Any] = {"depth": 2, "temperature": TEMPERATURE, "max_new_tokens": NEW}
     errors = []
     for temperature in (0.4, TEMPERATURE, 1.4):
-        texts = {p.id: write(pair, ids, NEW, temperature, SamplingParams(), at) for at, (p, ids) in enumerate(named)}
+        texts = sampled_texts(pair, many, NEW, temperature)
         balance = sampling_balance(pair, settings, named, texts, NEW)
         errors.append(balance["mean"] / balance["standard_error"])
         if temperature != TEMPERATURE:
@@ -411,8 +384,8 @@ def test_texts_of_another_temperature_are_refused_before_anything_is_written(pai
 
 
 def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> None:
-    named = encoded(plain_pair, make_prompts(9, "loop", 51))
-    texts = {p.id: write(plain_pair, ids, 12, 0.9, TOP_P, at) for at, (p, ids) in enumerate(named)}
+    prompts = make_prompts(9, "loop", 51)
+    named, texts = encoded(plain_pair, prompts), sampled_texts(plain_pair, prompts, 12, 0.9, TOP_P)
     parts = []
     for p, prompt in named:
         for at, token in enumerate(texts[p.id]):

@@ -109,20 +109,6 @@ def test_a_record_becomes_a_prompt(
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("", "empty"), (3, "int"), ({"a": 1}, "dict"), ([], "empty"), ([[3]], "type"), ([{"a": 1}], "user"),
-        ([{"role": "assistant", "content": "a"}], "assistant"), ([{"role": "user", "content": 3}], "int"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
-        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "text"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_value_without_a_text_is_refused_with_its_place(tmp_path: Path, value: Any, message: str) -> None:
-    refused(write_records(tmp_path, [{"prompt": "ok"}, {"prompt": value}]), f"line 2: .*{message}")
-
-
-@pytest.mark.parametrize(
     ("content", "message", "options"),
     [
         ('{"prompt": "a"}\n\n{oops', "line 3: invalid JSON", {}), ("[", "invalid JSON", {}), ("\n \n", "is empty", {}),
@@ -135,6 +121,11 @@ def test_a_value_without_a_text_is_refused_with_its_place(tmp_path: Path, value:
         ('{"prompt": "a"}', 'completions: .*line 1: .*"answer"', {"completion": "answer"}),
         ('{"prompt": "a", "out": [8, "w9"]}', "completions: .*line 1", {"completion": "out"}),
         ('{"prompt": "a"}', "limit: expected", {"limit": 0}),
+        *(([record("ok"), record("a", value)], f"line 2: .*{noun}", {}) for value, noun in (
+            ("", "empty"), (3, "int"), ({"a": 1}, "dict"), ([], "empty"), ([[3]], "type"), ([{"a": 1}], "user"),
+            ([{"role": "assistant", "content": "a"}], "assistant"), ([{"role": "user", "content": 3}], "int"),
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        )),
         ([record("q", sample="x"), record("q", sample="x")], "prompt.* 2.*`sample`", {}),
         ([record(None), record(None)], "prompt.* 2.*`sample`", {}),
         ([record("r1", prompt_id="q"), record("r2", "b", prompt_id="q")], "prompt.* 2.*another text", {}),
