@@ -223,33 +223,29 @@ def one_line_or_success(*words: object) -> None:
         assert answer.err.count("\n") == 1 and answer.out == ""
 
 
+FIELDS = st.sampled_from(["depth", "seed", "policy", "quiet", "limit", "out"])
+
+
 @several
-@given(
-    raw=st.one_of(
-        VALUES, st.dictionaries(st.sampled_from(["depth", "seed", "policy", "quiet", "limit", "out"]), VALUES)
-    )
-)
+@given(raw=VALUES | st.dictionaries(FIELDS, VALUES))
 def test_any_configuration_is_refused_in_one_line(raw: Any, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     one_line_or_success("train", "--config", tmp_path / "run.yaml")
     assert list(tmp_path.iterdir()) == [tmp_path / "run.yaml"]
 
 
-def forged(
-    trace: Trace,
-    out: Path,
-    header: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw,
-    table: Callable[[pa.Table], pa.Table] = lambda rows: rows,
-) -> Path:
-    """Return a copy of a trace with changed header and rows, and consistent metadata of shards."""
+def forged(trace: Trace, out: Path, header: dict[str, Any], prefix: str = "") -> Path:
+    """Return a copy of a trace with changed header, prompt ids and groups, and consistent metadata of shards."""
     shutil.rmtree(out, ignore_errors=True)
     folder = shutil.copytree(trace.folder, out)
-    text = json.dumps(header(json.loads((folder / "header.json").read_text())))
+    text = json.dumps({**json.loads((folder / "header.json").read_text()), **header})
     (folder / "header.json").write_text(text)
     for shard in (folder / "data").glob("*.parquet"):
-        rows = table(pq.read_table(shard))
-        count = str(len(rows))
-        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, ROWS_KEY: count}), shard)
+        rows = pq.read_table(shard)
+        for name in ("prompt_id", "group") if prefix else ():
+            texts = pa.array([prefix + text for text in rows[name].to_pylist()])
+            rows = rows.set_column(rows.schema.get_field_index(name), rows.schema.field(name), texts)
+        pq.write_table(rows.replace_schema_metadata({HEADER_KEY: text, ROWS_KEY: str(len(rows))}), shard)
     return folder
 
 
@@ -261,7 +257,7 @@ def test_any_value_in_a_field_of_a_profile_or_header(
     profile, header = full_profile.to_dict(), json.loads(sides[1].header.to_json())
     name, value = data.draw(st.sampled_from(sorted({*profile, *header}))), data.draw(VALUES)
     if name in header:
-        one_line_or_success("info", forged(sides[1], tmp_path / "trace", lambda raw: {**raw, name: value}))
+        one_line_or_success("info", forged(sides[1], tmp_path / "trace", {name: value}))
     if name in profile:
         (tmp_path / "profile.json").write_text(json.dumps({**profile, name: value}))
         one_line_or_success("info", tmp_path / "profile.json")
@@ -272,14 +268,8 @@ def test_control_characters_of_ids_and_names_are_escaped(
 ) -> None:
     name = "\x1b[31m<script>alert(1)</script>|`x`\x9b"
 
-    def renamed(rows: pa.Table) -> pa.Table:
-        for column in ("prompt_id", "group"):
-            texts = pa.array([name + text for text in rows[column].to_pylist()])
-            rows = rows.set_column(rows.schema.get_field_index(column), rows.schema.field(column), texts)
-        return rows
-
     hostile = {"target": name, "draft": name, "facts": {"prompts from": name, "device": name}}
-    folder = forged(sides[1], tmp_path / "trace", lambda raw: {**raw, **hostile}, renamed)
+    folder = forged(sides[1], tmp_path / "trace", hostile, name)
     full_profile.save(tmp_path / "profile.json")
     report = tmp_path / "report"
     for command in (
@@ -304,10 +294,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "report.json": lambda path: read_report(path.parent),
     "acceptance.json": read_coefficients,
     "records.jsonl": lambda path: import_vllm(path, path.parent / "out"),
-    **{
-        name: lambda path: load_pair(path.parent)
-        for name in ("config.json", "generation_config.json", "tokenizer_config.json")
-    },
+    **{f"{name}config.json": lambda path: load_pair(path.parent) for name in ("", "generation_", "tokenizer_")},
 }
 
 

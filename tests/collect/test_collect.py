@@ -371,9 +371,9 @@ THROUGH = {"through": "vllm"}
 def test_options_that_cannot_be_combined_are_refused_before_anything_is_written(
     pair: Pair, many: list[Prompt], tmp_path: Path, options: dict[str, Any], noun: str
 ) -> None:
-    if "drafter" in options:
-        options = {**options}
-        pair = (dataclasses.replace if "through" in options else with_drafter)(pair, drafter=options.pop("drafter"))
+    options = {**options}
+    if drafter := options.pop("drafter", ""):
+        pair = dataclasses.replace(pair, drafter=drafter) if "through" in options else with_drafter(pair, drafter)
     with pytest.raises(SpecstopError, match=noun):
         collect(pair, many[:2], tmp_path / "t", **{"depth": 3, "temperature": 0.7, "max_new_tokens": 8, **options})
     assert not (tmp_path / "t").exists()
