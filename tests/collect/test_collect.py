@@ -29,7 +29,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, SpecstopError, SpecstopWarning, TraceError
 from specstop.policies.files import MANIFEST, STAGE_PREFIX, staging_path
-from specstop.policies.fixed import Confidence
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
@@ -335,6 +335,10 @@ def test_a_process_reads_its_rank_from_the_environment(
         assert rank.device("cuda") == ("cuda:1" if rank.world > 1 else "cuda") and rank.device("cuda:0") == "cuda:0"
 
 
+class ReadsEntropy(FixedLength):
+    features = ("anchor_entropy",)
+
+
 THROUGH = {"through": "vllm"}
 
 
@@ -362,7 +366,7 @@ THROUGH = {"through": "vllm"}
           for drafter in ("suffix", "suffix+model") for collector in ("dense", "live")),
         # Options and policies that vLLM does not support.
         ({"through": "vlm"}, "through"), ({"drafter": "medusa:heads", **THROUGH}, "drafter medusa:heads"),
-        ({"policy": "adaedl:0.3", **THROUGH}, "entropy"),
+        ({"policy": ReadsEntropy(2), **THROUGH}, "anchor_entropy"),
         *(({**THROUGH, **options}, "through") for options in (
             {"tree": "2,2"}, {"mix": 0.5}, {"hidden": ["draft_hidden"]}, {"verification": "rejection"}, {"draws": 2},
             {"completions": {"p0": "w7"}}, {"memory": 9})),

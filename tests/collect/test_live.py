@@ -143,7 +143,8 @@ def test_exploring_rounds_reach_the_full_depth_and_leave_the_others_and_the_text
     assert not all(row["sent"].all() for row in rows if not row["explored"])
     shared = [key for key in set(before) & set(after) if not after[key]["explored"]]
     assert len(shared) > 20
-    for key in shared if name != "selecting" else ():  # which decides by what it observed in earlier rounds
+    # `selecting` decides by what it observed in earlier rounds, and `fixed` counts no decisions unless it explores.
+    for key in shared if name in ("confidence:0.4", "trimming") else ():
         for column in ("drawn", "sent", "tokens", "committed", "decisions"):
             assert np.array_equal(before[key][column], after[key][column])
     lengths = [{key[0]: row["text_tokens"] for key, row in some.items()} for some in (before, after)]
@@ -235,9 +236,8 @@ def test_replay_of_filtered_traces_is_the_live_loop(
     assert trace.header.sampling == sampling.to_dict()
     arrays = trace_arrays(trace)
     missing = (arrays.tokens == NO_TOKEN).numpy()
-    assert missing.any() == (sampling.top_k == 2) and (not missing.any() or missing[:, [2, 5]].all()), (
-        "the third siblings"
-    )
+    if sampling.processors:  # two tokens are left for three siblings
+        assert missing[:, [2, 5]].all() and not missing[:, [0, 1, 3, 4]].any()
     assert not any(values.numpy()[missing].any() for values in arrays.columns.values() if values.dim() == 2)
 
 
