@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import drafter_folders
 from commands import cli
 from small_drafters import CLASSES, TRAINED, new_round, proposed, small_network
 from specstop.decode.drafters import (
@@ -289,12 +288,6 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, name):
     with pytest.raises(InputError, match=f"^drafter: .*{noun}") as error:
         load_drafter(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_randomly_damaged_folders_are_refused_or_draft_as_before(tmp_path):
-    outcomes, faults = drafter_folders.attack(60, 7, tmp_path)
-    assert faults == []
-    assert sum(outcomes.values()) == 60 and sum(n for name, n in outcomes.items() if name.endswith("refused")) > 30
 
 
 @pytest.mark.parametrize("before", ["", "suffix+"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-import random
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,6 @@ import huggingface_hub.constants
 import peft
 import pytest
 import torch
-from attacks import configs
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from safetensors.torch import load_file, save_file
 from small_models import table
@@ -142,6 +142,33 @@ def extra(name: str) -> Damage:
     return weights(lambda tensors: tensors.update({name: torch.zeros(3)}))
 
 
+def crafted(model: Path) -> None:
+    """Replace the weights by a pickle that runs a command when it is loaded."""
+
+    class Crafted:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch '{model.parent / 'ran'}'",)
+
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Crafted()))
+
+
+def in_pickle(model: Path) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def in_shards(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    files = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        part = {name: tensors[name] for name in tensors if files[name] == file}
+        save_file(part, model / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def swap_tokens(model: Path) -> None:
     raw = json.loads((model / "tokenizer.json").read_text())
     vocabulary = raw["model"]["vocab"]
@@ -159,7 +186,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a tensor is transposed": (weights(lambda t: t.update({UP: t[UP].T.contiguous()})), rf"{UP} of shape \[16, 32\]"),
     "a layer too many": (extra("model.layers.7.mlp.up_proj.weight"), r"model\.layers\.7\.mlp\.up_proj\.weight"),
     "NaN among the weights": (weights(lambda t: t[UP][3].fill_(math.nan)), f"{UP} .*NaN or infinite in float64"),
-    "a pickle that runs a command": (lambda m: configs.pickled(m, random.Random(2)), "pickle"),
+    "a pickle that runs a command": (crafted, "pickle"),
     "no heads": (config(num_attention_heads=0), "cannot load a model"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers.* from 1 to 1024"),
     "negative width": (config(hidden_size=-16), "hidden_size.*not -16"),
@@ -188,8 +215,8 @@ def test_a_damaged_model_is_refused_in_one_line_with_the_reason(folder, name, ro
 
 
 ACCEPTED: dict[str, Damage] = {
-    "weights as a pickle of tensors": lambda m: configs.pickled(m, random.Random(7)),
-    "weights in shards": lambda m: configs.sharded(m, random.Random(11)),
+    "weights as a pickle of tensors": in_pickle,
+    "weights in shards": in_shards,
     "a head for another task": extra("v_head.weight"),
     "tied but different embeddings": config(tie_word_embeddings=True),
     "code for a known kind": config(auto_map=CODE),
@@ -201,12 +228,6 @@ def test_an_unusual_folder_decodes_as_with_the_library(folder, name):
     ACCEPTED[name](folder / "target")
     assert (folder / "target" / "model.safetensors").exists() == (not name.startswith("weights"))
     assert text_of(load(folder, dtype="float64")) == greedy(base_model(folder, torch.float64))
-
-
-def test_randomly_damaged_folders_are_refused_or_decode_as_with_the_library(tmp_path):
-    outcomes, faults = configs.attack(12, 5, tmp_path)
-    assert faults == [] and sum(outcomes.values()) == 12
-    assert {"refused", "decodes as the library does"} <= {name.split(": ")[1] for name in outcomes}
 
 
 def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(folder, monkeypatch):
