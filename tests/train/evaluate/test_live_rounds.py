@@ -22,7 +22,7 @@ from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import (
     COLUMNS,
-    _builtin_policy,
+
     _recorded_totals,
     importance_estimate,
     importance_weights,
@@ -166,12 +166,6 @@ def test_without_the_recorded_policy_only_explored_rounds_count(
     assert without.tokens.value == pytest.approx(rounds.tokens[explored].mean())
 
 
-@pytest.mark.parametrize("name", ["fixed:4", "confidence:0.6", "", "fixed:x", "fixed:-1", "mine", "hub:a/b", "bandit"])
-def test_a_name_in_a_trace_creates_only_built_in_policies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a plugin was searched"))
-    policy = _builtin_policy(name)
-    assert (policy.name if policy else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
-
 
 def test_estimates_and_replays_that_a_trace_does_not_allow_are_refused(
     live: Any, traces: dict[float, Trace], profile: Profile
@@ -189,6 +183,19 @@ def test_estimates_and_replays_that_a_trace_does_not_allow_are_refused(
             run()
 
 
+def test_a_report_on_a_live_trace_values_single_rounds_and_states_its_caveats(
+    live: Any, profile: Profile, tmp_path: Path
+) -> None:
+    trace, policy = live(FixedLength(DEPTH), verification="rejection"), Confidence(0.7, DEPTH)
+    report, rounds = evaluate(trace, profile, [policy], out=tmp_path), evaluate_rounds(trace, policy, profile)
+    line = report[policy.name]
+    assert line.tokens_per_s == pytest.approx(rounds.rate) and report.facts["rounds"] == len(rounds.committed)
+    assert line.block_efficiency == pytest.approx(float(rounds.committed.mean()))
+    assert report["oracle bound"].tokens_per_s >= max(one.tokens_per_s for one in report.lines)
+    text = (tmp_path / "report.md").read_text()
+    assert report.caveats == rounds.caveats and all(caveat in text for caveat in rounds.caveats)
+
+
 def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:
     trace, recorded = live(TEST_POLICIES["from-anchor"], explore=0.25), TEST_POLICIES["from-anchor"]
     policies = [FixedLength(2), recorded, FixedLength(4)]
@@ -202,11 +209,9 @@ def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: 
 
 def test_single_rounds_of_trees_are_as_drawn(live: Any, profile: Profile) -> None:
     arrays = single_rounds(live(verification="rejection", tree="2,2,1"))
-    rounds = evaluate_rounds(arrays, FixedLength(3), profile)
-    assert float(rounds.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
-    early = evaluate_rounds(arrays, Confidence(0.5, 3), profile)
-    assert early.committed.sum() < rounds.committed.sum()
-    assert early.seconds.sum() < rounds.seconds.sum()
+    whole, early = (evaluate_rounds(arrays, policy, profile) for policy in (FixedLength(3), Confidence(0.5, 3)))
+    assert float(whole.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
+    assert early.committed.sum() < whole.committed.sum() and early.seconds.sum() < whole.seconds.sum()
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])

@@ -20,7 +20,7 @@ from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.decode.models.pair import Pair
-from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
@@ -59,19 +59,14 @@ def test_paths_and_specs_are_accepted_and_the_report_is_displayed(
 ) -> None:
     full_profile.save(tmp_path / "profile.json")
     policies = [save_policy(learned, tmp_path / "policy"), "fixed:2", "confidence:0.7"]
-    from_paths = evaluate(
-        str(sides[1].folder), tmp_path / "profile.json", policies, train_traces=sides[0].folder, out=tmp_path / "out"
-    )
-    assert from_paths.lines == report.lines
+    fit, held = sides[0].folder, str(sides[1].folder)
+    assert evaluate(held, tmp_path / "profile.json", policies, train_traces=fit).lines == report.lines
     names = [line.name for line in report.lines]
     baselines = ["plain decoding", "best fixed", "Hugging Face default", "confidence, tuned"]
     assert names == [*baselines, "logistic", "fixed:2", "confidence:0.7", "oracle bound"]
     rows = {row["policy"]: row for row in report.table}
     assert list(rows) == names and rows["logistic"]["vs_best_fixed"] == report["logistic"].to_best_fixed.value
-    displayed = repr(report)
-    assert report.answer is not None and report.answer.headline in displayed
-    assert all(name in displayed and name in report._repr_html_() for name in names)
-    assert report.plot().axes
+    assert all(name in repr(report) and name in report._repr_html_() for name in names) and report.plot().axes
     with pytest.raises(KeyError, match="'mlp' is not in the report"):
         report["mlp"]
 
@@ -95,8 +90,6 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
     counts = [float(played.log[:, column].sum()) / len(played.log) for column in (2, 3, 4)]
     assert [line.drafted, line.verified, line.accepted] == pytest.approx(counts)
     assert line.block_efficiency == pytest.approx(played.block_efficiency)
-    length = arrays.accepted[~arrays.cut]
-    assert report.acceptance == pytest.approx([float((length >= k).double().mean()) for k in range(1, DEPTH + 1)])
 
 
 def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
@@ -124,24 +117,6 @@ def test_a_report_does_not_overwrite_its_inputs(
     assert evaluate(held, costs, [policy], train_traces=fit)["logistic"], "all inputs are intact"
 
 
-def test_other_conditions_of_training_are_warned_of(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
-) -> None:
-    for changes, what in (
-        ({"temperature": 0.3}, "temperature"),
-        ({"verification": "rejection"}, "verification"),
-        ({"pair": {"target": "0"}}, "pair"),
-    ):
-        policy = learned.with_rule(learned.rule)
-        policy.metadata = dataclasses.replace(learned.metadata, **changes)
-        with pytest.warns(SpecstopWarning, match=f"logistic was trained for another {what}") as warned:
-            evaluate(sides[1], full_profile, [policy])
-        assert [warning.filename for warning in warned] == [__file__]
-    header = dataclasses.replace(sides[0].header, temperature=0.9)
-    with pytest.warns(SpecstopWarning, match="train_traces: .* in temperature"):
-        evaluate(sides[1], full_profile, train_traces=Trace(sides[0].folder, header, sides[0].rows))
-
-
 def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, report: Report
 ) -> None:
@@ -167,11 +142,8 @@ def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(
     bare = evaluate(sides[1], steep, [SmartSpec(max_depth=DEPTH)])["smartspec:0.7"]
     priced = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)])["smartspec:0.7"]
     assert dataclasses.replace(bare, note="") == priced and bare.note == "decides by the costs of this profile"
-    assert (
-        bare.drafted
-        == 0.0
-        < evaluate(sides[1], steep, [SmartSpec(draft=0.11, max_depth=DEPTH)])["smartspec:0.7"].drafted
-    )
+    cheap = evaluate(sides[1], steep, [SmartSpec(draft=0.11, max_depth=DEPTH)])["smartspec:0.7"]
+    assert bare.drafted == 0.0 < cheap.drafted
 
 
 def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
@@ -228,16 +200,11 @@ class Page(HTMLParser):
         return [attributes for tag, attributes in self.elements if tag in tags]
 
 
-def values(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values."""
-    data: dict[str, Any] = json.loads(json.dumps(report.to_dict()))
-    return data
-
-
 @pytest.fixture(scope="module")
 def data(report: Report, written: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
-    assert {key: value for key, value in data.items() if key not in ("run", "prompt_texts")} == values(report)
+    values = {key: value for key, value in data.items() if key not in ("run", "prompt_texts")}
+    assert values == json.loads(json.dumps(report.to_dict()))
     return data
 
 
@@ -247,7 +214,7 @@ def page(report: Report, written: Path) -> Page:
 
 
 def test_the_figures_of_page_csv_and_json_are_the_same(page: Page, data: dict[str, Any], written: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO((written / "report.csv").read_text())))
+    rows = list(csv.DictReader((written / "report.csv").read_text().splitlines()))
     sorted_by = {cell.get("data-value") for cell in page.all("td")}
     for row, line in zip(rows, data["lines"], strict=True):
         assert [row[name] for name in ("policy", "kind", "note")] == [line[name] for name in ("name", "kind", "note")]
@@ -293,29 +260,25 @@ def test_names_are_escaped(data: dict[str, Any]) -> None:
     assert "failed" in page.words
 
 
-def only_prompt(trace: Trace) -> Trace:
-    """Return the texts of the first prompt."""
+@pytest.fixture
+def one_prompt(sides: tuple[Trace, Trace]) -> Trace:
+    trace = sides[1]
     name = trace.rows["prompt_id"][0]
-    return Trace(
-        trace.folder, trace.header, trace.rows.filter(lambda prompt: prompt == name, input_columns="prompt_id")
-    )
+    rows = trace.rows.filter(lambda prompt: prompt == name, input_columns="prompt_id")
+    return Trace(trace.folder, trace.header, rows)
 
 
-def test_one_prompt_gives_no_verdict_and_no_interval(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    trace, policy = only_prompt(sides[1]), Confidence(0.7, DEPTH)
-    report = evaluate(trace, full_profile, [policy], out=tmp_path / "a")
+def test_one_prompt_gives_no_verdict_and_no_interval(one_prompt: Trace, full_profile: Profile, tmp_path: Path) -> None:
+    policy = Confidence(0.7, DEPTH)
+    report = evaluate(one_prompt, full_profile, [policy], out=tmp_path / "a")
     for line in report.lines:
         assert {ratio.low for ratio in (line.to_plain, line.to_best_fixed, line.oracle_share)} == {None}
         assert line.verdict in ("", TOO_FEW)
     assert report.answer is not None and report.answer.verdict == TOO_FEW
     text = (tmp_path / "a" / "report.html").read_text()
     assert report.answer.headline in "".join(Page(text).words)
-    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + to_markdown(values(report)))
-    with (tmp_path / "a" / "report.csv").open() as file:
-        assert {row["to_plain_low"] for row in csv.DictReader(file)} == {""}
-    again = evaluate(trace, full_profile, [policy], compare=tmp_path / "a")
+    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + (tmp_path / "a" / "report.md").read_text())
+    again = evaluate(one_prompt, full_profile, [policy], compare=tmp_path / "a")
     assert again.details["comparison"]["rows"][1] == ("best fixed", "-", {"value": 1.0, "low": None, "high": None})
 
 
@@ -327,25 +290,7 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
     assert line.tokens_per_s <= report["oracle bound"].tokens_per_s
-    assert any("achievable estimate" in word for word in Page(to_html(values(report))).words)
 
-
-def test_a_live_trace_is_evaluated_round_by_round_with_its_caveats(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
-) -> None:
-    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": 16, "verification": "rejection"}
-    live = collect(pair, prompts, tmp_path / "live", collector="live", policy=FixedLength(DEPTH), **options)
-    report = evaluate(live, profile, [Confidence(0.7, DEPTH)], out=tmp_path / "out")
-    rounds = evaluate_rounds(trace_arrays(live, extra=ROUND_COLUMNS), Confidence(0.7, DEPTH), profile)
-    assert len(rounds.sequence) == len(rounds.committed) == report.facts["rounds"]
-    line = report["confidence:0.7"]
-    assert line.tokens_per_s == pytest.approx(rounds.rate)
-    assert line.block_efficiency == pytest.approx(float(rounds.committed.mean()))
-    assert report["oracle bound"].tokens_per_s >= max(one.tokens_per_s for one in report.lines)
-    assert report.caveats == rounds.caveats
-    words = "".join(Page((tmp_path / "out" / "report.html").read_text()).words)
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert all(caveat in words and caveat in text for caveat in rounds.caveats)
 
 
 @pytest.mark.filterwarnings("ignore:logistic was trained for another temperature")
@@ -371,8 +316,6 @@ def test_each_place_is_compared_with_its_best_fixed_length(
             assert line.to_best_fixed.value == pytest.approx(rate / max(rates), rel=EXACT)
             assert line.verdict == verdict(line.speedup, place.facts["clusters"], line.parts)
     assert {row["place"] for row in report.table} == set(report.places) and report.plot().axes
-    with pytest.raises(KeyError, match="places"):
-        report["logistic"]
     data = json.loads((tmp_path / "out" / "report.json").read_text())
     assert list(data["places"]) == list(report.places) and len(report.summary) == len(policies)
     for name in FILES[:3]:
@@ -397,7 +340,7 @@ def test_intervals_hold_for_all_places_at_once(sides: tuple[Trace, Trace], full_
 
 
 def test_conflicting_arguments_are_refused(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
+    sides: tuple[Trace, Trace], one_prompt: Trace, full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
     held, one, two = sides[1], full_profile, [full_profile, scaled(full_profile, 2.0)]
     shutil.copytree(held.folder, tmp_path / "trace")
@@ -409,7 +352,7 @@ def test_conflicting_arguments_are_refused(
         (held, two, [learned], {"primary": "logistic"}, InputError, "primary"),
         (held, two, [learned], {"train_traces": sides[0]}, InputError, "train_traces"),
         (sides[0], two, [learned], {}, TraceError, "training prompts of logistic"),
-        (only_prompt(held), two, [FixedLength(1)], {}, InputError, "two prompts or more"),
+        (one_prompt, two, [FixedLength(1)], {}, InputError, "two prompts or more"),
     ):
         with pytest.raises(error, match=noun):
             evaluate(traces, profiles, policies, **options)  # type: ignore[arg-type]
