@@ -22,7 +22,6 @@ from specstop.policies.profile import Profile
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import (
     COLUMNS,
-
     _recorded_totals,
     importance_estimate,
     importance_weights,
@@ -166,6 +165,16 @@ def test_without_the_recorded_policy_only_explored_rounds_count(
     assert without.tokens.value == pytest.approx(rounds.tokens[explored].mean())
 
 
+@pytest.mark.parametrize("name", ["", "fixed:x", "fixed:-1", "mine", "hub:a/b", "bandit?arms=fixed:1,mine"])
+def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(
+    live: Any, profile: Profile, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a plugin was searched"))
+    trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
+    unnamed = Trace(trace.folder, dataclasses.replace(trace.header, policy=name), trace.rows)
+    estimate = importance_estimate(unnamed, FixedLength(4), profile)
+    assert any("is not built-in" in caveat for caveat in estimate.caveats)
+
 
 def test_estimates_and_replays_that_a_trace_does_not_allow_are_refused(
     live: Any, traces: dict[float, Trace], profile: Profile
@@ -187,12 +196,12 @@ def test_a_report_on_a_live_trace_values_single_rounds_and_states_its_caveats(
     live: Any, profile: Profile, tmp_path: Path
 ) -> None:
     trace, policy = live(FixedLength(DEPTH), verification="rejection"), Confidence(0.7, DEPTH)
-    report, rounds = evaluate(trace, profile, [policy], out=tmp_path), evaluate_rounds(trace, policy, profile)
-    line = report[policy.name]
+    report = evaluate(trace, profile, [policy], out=tmp_path / "out")
+    line, rounds = report[policy.name], evaluate_rounds(single_rounds(trace), policy, profile)
     assert line.tokens_per_s == pytest.approx(rounds.rate) and report.facts["rounds"] == len(rounds.committed)
     assert line.block_efficiency == pytest.approx(float(rounds.committed.mean()))
     assert report["oracle bound"].tokens_per_s >= max(one.tokens_per_s for one in report.lines)
-    text = (tmp_path / "report.md").read_text()
+    text = (tmp_path / "out" / "report.md").read_text()
     assert report.caveats == rounds.caveats and all(caveat in text for caveat in rounds.caveats)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
-import io
 import json
 import re
 import shutil
@@ -15,11 +14,8 @@ from typing import Any
 
 import pytest
 from contract_policies import DEPTH
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
-from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
@@ -29,7 +25,7 @@ from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.records import TOO_FEW, Report
-from specstop.train.evaluate.report import FILES, to_html, to_markdown
+from specstop.train.evaluate.report import FILES, to_html
 from specstop.train.evaluate.report_comparison import read_report
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.achievable import achievable_estimate
@@ -38,7 +34,6 @@ from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import oracle_seconds
 from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
-from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 
 EXACT = 1e-12  # the same sums, in another order
 
@@ -290,7 +285,6 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
     assert line.tokens_per_s <= report["oracle bound"].tokens_per_s
-
 
 
 @pytest.mark.filterwarnings("ignore:logistic was trained for another temperature")
