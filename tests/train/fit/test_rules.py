@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batch_profile import with_batches
 from contract_policies import DEPTH
 from joint_policies import batch_policy
 from learned_policies import Certain, learned, with_head
@@ -40,6 +39,7 @@ from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_cont
 from specstop.train.replay.batch import at_once, deal, replay_batch
 from specstop.train.replay.rounds import scaled
 from specstop.train.replay.run import replay
+from synthetic import with_batches
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 

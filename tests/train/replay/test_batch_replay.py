@@ -9,7 +9,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from batch_profile import table, with_batches
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
 from joint_policies import batch_policy
@@ -49,7 +48,7 @@ from specstop.train.replay.bounds import (
     planned_rounds,
 )
 from specstop.train.replay.run import replay
-from synthetic import synthetic_trace
+from synthetic import synthetic_trace, with_batches
 
 EXACT = SUMS = 1e-9
 COLUMNS = ("anchor", "drafted", "verified", "accepted", "committed", "backlog", "decisions")
@@ -159,21 +158,23 @@ def test_requests_wait_for_their_arrival_and_for_a_stream(arrays: Arrays, timed:
     order = np.array([3, 1, 1])
     repeated = replay_batch(trace, policy, timed, 2, recorded([7.0, 7.0, 8.0], 3), order)
     assert repeated.tokens.tolist() == trace.text_tokens[order].tolist() and repeated.text.tolist() == [3, 1, 1]
-
-
-def test_poisson_arrivals_are_seeded_and_recorded_ones_begin_at_zero() -> None:
+    assert recorded([5.0, 5.0, 6.5, 9.0], 3).tolist() == [0.0, 0.0, 1.5], "the first request arrives at 0"
     times = poisson(4000, 5.0, seed=1)
-    assert (np.diff(times) > 0).all() and times.tolist() == poisson(4000, 5.0, seed=1).tolist()
-    assert times.tolist() != poisson(4000, 5.0, seed=2).tolist()
-    assert times[-1] / 4000 == pytest.approx(0.2, rel=0.1)  # six standard errors
-    assert recorded([5.0, 5.0, 6.5, 9.0], 3).tolist() == [0.0, 0.0, 1.5]
+    assert (np.diff(times) > 0).all() and times[-1] / 4000 == pytest.approx(0.2, rel=0.1)  # six standard errors
+    assert np.array_equal(times, poisson(4000, 5.0, seed=1)) and times[0] != poisson(4000, 5.0, seed=2)[0]
 
 
-def test_batches_that_cannot_be_replayed_are_refused(arrays: Arrays, timed: Profile, profile: Profile) -> None:
+def test_what_cannot_be_replayed_is_refused(
+    arrays: Arrays, trees: TraceArrays, timed: Profile, profile: Profile
+) -> None:
     trace, policy = arrays[0.0], FixedLength(2)
-    only_four = [dataclasses.replace(table(at), verify_s={4: table(at).verify_s[4]}) for at in (8.0, 40.0)]
+    only_four = [
+        dataclasses.replace(side, verify_s={4: side.verify_s[4]}) for side in (timed.batch.low, timed.batch.high)
+    ]
     large = dataclasses.replace(timed, batch=BatchCosts(*only_four))
+    drawn = dataclasses.replace(trees, header=dataclasses.replace(trees.header, verification="rejection"))
     for run, error, noun in (
+        (lambda: replay(drawn, Gain(max_depth=2), profile), PolicyError, "gain.*rejection"),
         (lambda: served(trace, policy, large, 2), InputError, "got 2"),
         (lambda: served(trace, policy, profile, 2), InputError, "no batches"),
         (lambda: served(trace, policy, timed, 5), InputError, "got 5"),
@@ -250,7 +251,8 @@ def test_the_oracle_is_the_best_of_all_choices_of_lengths(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     depth = 3
     costs = torch.rand(2, depth + 1, generator=generator, dtype=torch.float64) + 0.5
-    low, high = (CostTable(c, (0.1, 0.2), 0.0, tuple(v.tolist())) for c, v in zip((8.0, 20.0), costs, strict=True))
+    drafts = ((0.0, 0.0), (0.1, 0.2), (0.2, 0.1))[seed]  # the last is a noisy profile: a backlog of two is cheaper
+    low, high = (CostTable(c, drafts, 0.0, tuple(v.tolist())) for c, v in zip((8.0, 20.0), costs, strict=True))
     profile = Profile(low, high, 0.01, 0.05, (0.5, 0.01))
     accepted = [
         [min(int(torch.randint(0, depth + 1, (), generator=generator)), n - t) for t in range(n)] for n in (1, 4, 6)
@@ -269,33 +271,6 @@ def test_the_oracle_is_the_best_of_all_choices_of_lengths(seed: int) -> None:
 
     expected = [best(lengths, 0) + 0.5 + 7 * 0.01 for lengths in accepted]
     assert oracle_seconds(synthetic_trace(accepted, depth), profile).tolist() == pytest.approx(expected, abs=SUMS)
-
-
-@pytest.mark.parametrize(
-    ("draft_s", "verify_s", "anchors", "seconds"),
-    [
-        ((0.0, 0.0), (1.0, 1.0, 1.0, 1.0), 8, 2.0),  # a round of 3 + 1 tokens for 1 s
-        ((0.1, 0.1), (1.0, 1.0), 8, 4.4),  # the profile ends at depth 1: two tokens in 1.1 s
-        # A noisy profile, in which reading two tokens is cheaper: full acceptance leaves a backlog of two each round.
-        ((0.11, 0.10), (1.0, 1.0, 1.0, 1.0), 12, 3 * 1.3),
-    ],
-)
-def test_a_perfect_draft_reaches_its_closed_form(
-    draft_s: tuple[float, float], verify_s: tuple[float, ...], anchors: int, seconds: float
-) -> None:
-    table = CostTable(8.0, draft_s, 0.0, verify_s, 0.1 if draft_s[0] else None)
-    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    arrays = synthetic_trace([[3] * anchors], 3)
-    bound = oracle_seconds(arrays, profile)
-    assert bound.tolist() == pytest.approx([seconds])
-    for k in range(len(verify_s)):
-        assert replay(arrays, FixedLength(k), profile).seconds >= bound - SUMS
-
-
-def test_a_tree_policy_that_omits_drawn_tokens_is_refused_under_rejection(trees: TraceArrays, profile: Profile) -> None:
-    arrays = dataclasses.replace(trees, header=dataclasses.replace(trees.header, verification="rejection"))
-    with pytest.raises(PolicyError, match=r"gain.*rejection"):
-        replay(arrays, Gain(max_depth=2), profile)
 
 
 @pytest.mark.parametrize("seed", range(3))
