@@ -15,7 +15,7 @@ from specstop.collect.store import Trace
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import Calibrator, LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
@@ -42,12 +42,6 @@ from specstop.train.replay.run import replay
 from synthetic import with_batches
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
-
-
-def as_they_are(policy: LearnedPolicy) -> LearnedPolicy:
-    """Return a policy that takes its head's word for it."""
-    parts = policy.head, Calibrator(), Calibrator(), policy.rule, policy.max_depth, policy.metadata
-    return LearnedPolicy(policy.name, policy.features, *parts)
 
 
 @pytest.fixture(scope="module")
@@ -113,22 +107,17 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
 def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
 ) -> None:
-    folds = prompt_folds(arrays, 3, 0)
-    heads, policy = [Certain(0.0), Certain(30.0), Certain(-30.0)], as_they_are(learned)
-    rules = [Threshold("step", threshold) for threshold in (0.3, 0.6)]
-    parts = left_out_parts(arrays, folds, heads)
-    result = replayed_rates(parts, full_profile)([policy.with_rule(rule) for rule in rules])
-    for rule, rate in zip(rules, result, strict=True):
+    folds, heads = prompt_folds(arrays, 3, 0), [Certain(0.0), Certain(30.0), Certain(-30.0)]
+    rules = [learned.with_rule(Threshold("step", threshold)) for threshold in (0.3, 0.6)]
+    result = replayed_rates(left_out_parts(arrays, folds, heads), full_profile)(rules)
+    for policy, rate in zip(rules, result, strict=True):
         played = [
-            replay(arrays.subset(folds.sequences(fold)), with_head(policy.with_rule(rule), heads[fold]), full_profile)
-            for fold in (0, 1, 2)
+            replay(arrays.subset(folds.sequences(fold)), with_head(policy, head), full_profile)
+            for fold, head in enumerate(heads)
         ]
         assert played[2].drafted.double().mean() <= 1.0 < played[1].drafted.double().mean()
         tokens, seconds = (sum(float(getattr(one, of).sum()) for one in played) for of in ("tokens", "seconds"))
         assert rate == pytest.approx(tokens / seconds, rel=1e-6)  # sums of float32
-    assert policy.head is learned.head
-    (alone,) = left_out_parts(arrays, folds, heads[:1])
-    assert alone.head is heads[0] and alone.arrays.sequences == len(folds.sequences(0))
 
 
 def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speeds(
@@ -144,13 +133,6 @@ def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speed
     assert late.metadata.rho == learned.metadata.rho, "the policy itself does not change"
 
 
-def test_a_policy_that_lacks_the_mean_acceptance_is_refused(
-    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
-) -> None:
-    with pytest.raises(PolicyError, match="mean acceptance"):
-        solve_rate(learned, arrays, full_profile, learned.metadata.acceptance[:1])
-
-
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, before: int
@@ -159,14 +141,16 @@ def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
     solved, rate = solve_rate(learned, arrays, full_profile, acceptance)
     assert rate == replay(arrays, solved, full_profile).rate > 0.0
     assert solved.rule.first <= before + 1
+    with pytest.raises(PolicyError, match="mean acceptance"):
+        solve_rate(learned, arrays, full_profile, acceptance[:1])
 
 
 EXACT = 1e-9
 
 
 @pytest.fixture(scope="module")
-def by_temperature(traces: dict[float, Trace]) -> dict[float, TraceArrays]:
-    return {t: trace_arrays(trace) for t, trace in traces.items()}
+def held(traces: dict[float, Trace]) -> TraceArrays:
+    return trace_arrays(traces[0.7])
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +158,8 @@ def timed(profile: Profile) -> Profile:
     return with_batches(profile)
 
 
-def test_decisions_that_cost_more_than_they_gain_are_left_out(
-    by_temperature: dict[float, TraceArrays], timed: Profile
-) -> None:
-    held, free = by_temperature[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
+def test_decisions_that_cost_more_than_they_gain_are_left_out(held: TraceArrays, timed: Profile) -> None:
+    free = batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
     settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
     assert [size for size, _ in settled.rule.lengths] == [2, 4] and sorted(settled.unasked) == [1, 2, 3, 4]
@@ -188,14 +170,7 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(
         )
         assert float(played.seconds.sum()) == pytest.approx(float(fixed.seconds.sum()), rel=EXACT)
         assert not played.decisions.any()
-
-
-def test_what_was_settled_stays_where_only_decisions_have_another_price(
-    by_temperature: dict[float, TraceArrays], timed: Profile
-) -> None:
-    held, free = by_temperature[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
-    name = for_batches(free, profile=timed).cost_name
-    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
+    # Where only decisions have another price, what was settled stays, unless there are traces to settle it again.
     cheap = timed.with_decisions({name: 1e-9})
     kept, note = settle_for(settled, None, cheap)
     assert isinstance(kept, BatchStop) and (kept.unasked, note) == (settled.unasked, "")
@@ -208,9 +183,9 @@ def test_what_was_settled_stays_where_only_decisions_have_another_price(
 
 
 def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
-    by_temperature: dict[float, TraceArrays], timed: Profile, tmp_path: Path
+    held: TraceArrays, timed: Profile, tmp_path: Path
 ) -> None:
-    held, policy = by_temperature[0.7], learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
+    policy = learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
     paid = timed.with_decisions({policy.cost_name: 3.0})
     settled = settle_lengths(policy, [Part(held)], paid)
     (alone, none), *lengths = settled.rule.lengths
@@ -220,16 +195,10 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     for size, length in lengths:
         played = replay_batch(held, settled, paid, size, at_once(held.sequences))
         fixed = replay_batch(held, FixedLength(length), paid, size, at_once(held.sequences))
-        decided = played.decisions > 0
-        streams = played.call.bincount()[played.call]
-        assert not decided[streams > 1].any()
-        shared = int((streams > 1).sum())
-        assert torch.equal(played.log[streams > 1], fixed.log[:shared])
-        assert torch.equal(played.committed[streams > 1], fixed.committed[:shared])
-    save_policy(settled, tmp_path / "p")
-    assert load_policy_folder(tmp_path / "p").unasked == settled.unasked
-    drafts = ", ".join(f"{size} (drafts {length})" for size, length in lengths)
-    assert f"| batches without decisions | {drafts} |" in (tmp_path / "p" / "README.md").read_text()
+        is_shared = played.call.bincount()[played.call] > 1
+        assert not played.decisions[is_shared].any()
+        assert torch.equal(played.log[is_shared], fixed.log[: int(is_shared.sum())])
+    assert load_policy_folder(save_policy(settled, tmp_path / "p")).unasked == settled.unasked
     free = timed.with_decisions({policy.cost_name: 0.0})
     never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
     best = int(np.argmax([batch_rate(FixedLength(k), [Part(held)], free, 4) for k in range(DEPTH + 1)]))
@@ -237,23 +206,17 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     once = settle_lengths(policy, [Part(held)], free)
     assert isinstance(once.rule, Derived) and [size for size, _ in once.rule.scales] == [1, 2, 4]
     for size, factor in once.rule.scales[1:]:
-        tried = {
-            times: batch_rate(
-                policy.with_rule(Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(size, times)])), [Part(held)], free, size
-            )
-            for times in SCALES
-        }
+        rules = {times: Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(size, times)]) for times in SCALES}
+        tried = {times: batch_rate(policy.with_rule(rule), [Part(held)], free, size) for times, rule in rules.items()}
         assert tried[factor] == max(tried.values())
-    assert settle_lengths(settled, [Part(held)], free).unasked == once.unasked, (
-        "what it was settled for before is forgotten"
-    )
+    assert settle_lengths(settled, [Part(held)], free).unasked == once.unasked, "it is settled from the start"
     assert settle_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
 
 
 def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
-    by_temperature: dict[float, TraceArrays], timed: Profile
+    held: TraceArrays, timed: Profile
 ) -> None:
-    held, policy = by_temperature[0.7], learned(rule=Derived([0.3] * DEPTH, 1))
+    policy = learned(rule=Derived([0.3] * DEPTH, 1))
     policy.metadata = dataclasses.replace(policy.metadata, acceptance=(0.8,) * DEPTH)
     free = timed.with_decisions({policy.cost_name: 0.0, for_batches(policy, profile=timed).cost_name: 0.0})
     halves, heads = [held.subset([*range(at, held.sequences, 2)]) for at in (0, 1)], [Certain(-30.0), Certain(30.0)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from dataclasses import replace
@@ -23,9 +22,9 @@ from specstop.decode.run import decode
 from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import DraftStep
+from specstop.policies.contract import Array, DraftStep
 from specstop.policies.display import silent
-from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.errors import SpecstopWarning
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
@@ -39,6 +38,7 @@ from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, s
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import on_subtree, subtree
+from specstop.train.replay.checks import check_fit
 from specstop.train.replay.run import replay
 
 TREE = "3,2,1,1,1"
@@ -63,6 +63,12 @@ def trained(
     return {t: train(trace, costs, rule="gain", out=folder / str(t), passes=2) for t, trace in forest.items()}
 
 
+def linear_head(names: tuple[str, ...], weight: Array) -> LinearHead:
+    count = weight.shape[1]
+    tensors = {"mean": np.zeros(count), "scale": np.ones(count), "weight": weight, "bias": np.zeros(3)}
+    return LinearHead(names, {name: values.astype(np.float32) for name, values in tensors.items()})
+
+
 def all_visits(trace: Trace) -> Visits:
     arrays = trace_arrays(trace)
     row = (~arrays.cut).nonzero()[:, 0]
@@ -71,24 +77,15 @@ def all_visits(trace: Trace) -> Visits:
 
 @pytest.mark.parametrize(("temperature", "head"), [(0.0, "logistic"), (0.7, "logistic"), (0.7, "tokens")])
 def test_the_live_loop_plays_what_replay_says(
-    pair: Pair,
-    prompts: list[Prompt],
-    prompt_ids: list[list[int]],
-    forest: dict[float, Trace],
-    trained: dict[float, Trained],
-    profile: Profile,
-    temperature: float,
-    head: str,
-) -> None:
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], forest: dict[float, Trace],
+    trained: dict[float, Trained], profile: Profile, temperature: float, head: str,
+) -> None:  # fmt: skip
     policy = trained[temperature].policy
     if head == "tokens":
         costs = profile.with_decisions({"tree": 1e-5})
         policy = train(forest[temperature], costs, head=head, rule="gain", passes=1).policy
-        assert {"drawn_token", "above_token", "noisy_lead"} <= set(policy.features)
     assert isinstance(policy, TreeGain)
-    policy = policy.with_rule(
-        dataclasses.replace(policy.rule, rate=0.6 * policy.rule.rate)
-    )  # so that it drafts deeper, too
+    policy = policy.with_rule(replace(policy.rule, rate=0.6 * policy.rule.rate))  # so that it drafts deeper, too
     played = replay(trace_arrays(forest[temperature]), policy, profile)
     speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREE, verification="match"), profile)
     sizes = set()
@@ -105,8 +102,6 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
 ) -> None:
     policy, prompts = trained[0.7].policy, [prompt_ids[0]]
     length, chained = Settings(0.7, NEW, verification="match"), Settings(0.7, NEW, tree="chain:3", verification="match")
-    assert length.for_policy(policy).tree == TREE and length.for_policy(FixedLength(3)) == length
-    assert chained.for_policy(policy) == chained
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = decode(pair, [prompt_ids[0]], policy, settings=length)[0]
@@ -120,17 +115,18 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
 
 
 def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
-    forest: dict[float, Trace], trained: dict[float, Trained], full_profile: Profile, tmp_path: Path
+    forest: dict[float, Trace], trained: dict[float, Trained], full_profile: Profile
 ) -> None:
-    output = trained[0.7]
-    costly = replace(
-        full_profile, low=replace(full_profile.low, verify_s=tuple(30 * s for s in full_profile.low.verify_s))
-    )
-    report = evaluate(forest[0.7], costly, [output.policy], allow_overlap=True)
+    policy, verify_s = trained[0.7].policy, tuple(30 * s for s in full_profile.low.verify_s)
+    costly = replace(full_profile, low=replace(full_profile.low, verify_s=verify_s))
+    report = evaluate(forest[0.7], costly, [policy], allow_overlap=True)
     assert "rho as saved" in report["tree"].note
-    settled, note = settle_for(output.policy, trace_arrays(forest[0.7]), costly)
-    assert isinstance(settled, TreeGain) and settled.metadata.rho != output.policy.metadata.rho
+    settled, note = settle_for(policy, trace_arrays(forest[0.7]), costly)
+    assert isinstance(settled, TreeGain) and settled.metadata.rho != policy.metadata.rho
     assert "not fitted on" in note and costly.same_costs(settled.metadata.profile)
+    smaller = train(forest[0.7], costly.with_decisions({"tree": 1e-5}), head="logistic", rule="gain", nodes=[1]).policy
+    with pytest.warns(SpecstopWarning, match="trained for another tree"):
+        check_fit(smaller, forest[0.7])
 
 
 def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> None:
@@ -162,8 +158,7 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
 def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[float, Trace]) -> None:
     """A head that knows nothing: the shifts by depth and rank are the log-odds of the mean."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
-    blank = {"mean": np.zeros(1), "scale": np.ones(1), "weight": np.zeros((3, 1)), "bias": np.zeros(3)}
-    head = LinearHead(("depth",), {name: values.astype(np.float32) for name, values in blank.items()})
+    head = linear_head(("depth",), np.zeros((3, 1)))
     accept, next_ = fit_paths([(head, TreeRounds.of(arrays, ("depth",), visited))])
     accepted = arrays.accepted_nodes(visited.row)
     there = ~arrays.ends[visited.row]
@@ -179,9 +174,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[flo
     """What siblings' shares are fitted on is what the rule reads when it applies them."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     names, tree = ("top1", "depth"), arrays.tree
-    weight = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
-    blank = {"mean": np.zeros(3), "scale": np.ones(3), "bias": np.zeros(3)}
-    head = LinearHead(names, {"weight": weight, **{name: v.astype(np.float32) for name, v in blank.items()}})
+    head = linear_head(names, np.random.default_rng(0).normal(size=(3, 3)))
     rounds = TreeRounds.of(arrays, names, visited)
     accept, next_ = fit_paths([(head, rounds)])
     seen, (survival, next_chance) = rounds.seen, path_chances(head, accept, next_, rounds)
@@ -207,10 +200,7 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
     accepted[:, 1:3], accepted[:, 3] = generator.random(chance.shape) < chance, False
     seen = np.zeros((4000, 4, 1), dtype=np.float32)
     seen[:, 0, 0] = logit_next
-    weight = np.array([[0.0], [1.0], [1.0]], dtype=np.float32)  # `next` is the feature
-    names = ("anchor_entropy",)
-    values = {"mean": np.zeros(1), "scale": np.ones(1), "bias": np.zeros(3)}
-    head = LinearHead(names, {"weight": weight, **{name: value.astype(np.float32) for name, value in values.items()}})
+    head = linear_head(("anchor_entropy",), np.array([[0.0], [1.0], [1.0]]))  # `next` is the feature
     rounds = TreeRounds(parse_tree("3"), seen, accepted, np.ones_like(accepted))
     same = PathCalibrator(np.array([[1.0, 0.0, 0.0, 0.0, 0.0]] * 2, dtype=np.float32))
     (u, v), (rare, _) = sibling_shares([(head, rounds)], same, same)
@@ -250,30 +240,3 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
         assert torch.equal(small.accepted[same], whole.accepted[same])
         for feature in TREE_FEATURES:
             torch.testing.assert_close(small.column(feature), whole.column(feature), atol=1e-5, rtol=1e-5, msg=feature)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head": "dynasd-soft"}, "hidden states"),
-        ({"passes": 0}, "passes"),
-        ({"threshold": 0.5}, "threshold"),
-        ({"nodes": [0]}, "nodes"),
-        ({"cross_fit": False}, "cross_fit"),
-    ],
-)
-def test_what_it_cannot_be_asked_for(
-    forest: dict[float, Trace], profile: Profile, options: dict[str, object], message: str
-) -> None:
-    with pytest.raises((InputError, ValueError), match=message):
-        train(forest[0.0], profile, rule="gain", **options)  # type: ignore[arg-type]
-
-
-def test_traces_that_cannot_be_replayed_are_refused(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
-) -> None:
-    from specstop.policies.fixed import FixedLength
-
-    live = collect(pair, prompts, tmp_path, tree=TREE, max_new_tokens=NEW, collector="live", policy=FixedLength(2))
-    with pytest.raises(TraceError, match="rule gain"):
-        train(live, profile, rule="gain")
