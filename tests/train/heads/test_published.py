@@ -15,7 +15,6 @@ from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
-from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.heads.base import Head
@@ -23,11 +22,11 @@ from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import Trained, train
-from specstop.train.heads import HEADS, head_class
+from specstop.train.heads import head_class
 from specstop.train.heads.base import HeadEstimator
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
-from specstop.train.heads.networks import ResNet, ResNetEstimator, acceptance_loss, flagged_columns
+from specstop.train.heads.networks import ResNetEstimator, acceptance_loss
 from specstop.train.heads.published import (
     DynaSDHardEstimator,
     DynaSDSoftEstimator,
@@ -101,35 +100,9 @@ def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
         assert loss < best + LOSS < without - LOSS, "hidden states hold what scalars do not"
 
 
-@pytest.mark.parametrize("names", [NAMES, ()])
-@pytest.mark.parametrize("states", [("draft_hidden",), ("draft_hidden", "target_hidden")])
-def test_the_residual_head_scores_as_its_network(names: tuple[str, ...], states: tuple[str, ...]) -> None:
-    rows = hidden_rows(400, 3)[0]
-    features = rows.features if names else torch.zeros(len(rows), 0)
-    rows = dataclasses.replace(rows, features=features, hidden={name: rows.hidden[name] for name in states})
-    head = fitted(ResNetEstimator(names, epochs=1, width=12, blocks=2, dropout=0.5), rows, rows)
-    t = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
-    network = ResNet([len(names) + 1, *(len(t[f"mean.{name}"]) for name in states)], 12, 2).eval()
-    weights = {"enter.0.weight": t["enter.weight"], "enter.0.bias": t["enter.bias"]}
-    weights |= {f"enter.{at}.weight": t[f"enter.{name}"] for at, name in enumerate(states, 1)}
-    weights |= {f"blocks.layers.{at}.{p}": t[f"block.{p}"][at] for at in range(2) for p in ("weight", "bias")}
-    network.load_state_dict({**weights, "leave.weight": t["leave.weight"], "leave.bias": t["leave.bias"]})
-    for depth in (0, 1):
-        use = rows.drawn == bool(depth)
-        inputs = [
-            (rows.hidden[name][use].float() - t[f"mean.{name}"]) / t[f"scale.{name}"]
-            * (depth > 0 or name == "target_hidden")
-            for name in states
-        ]  # fmt: skip
-        with torch.no_grad():
-            expected = network(flagged_columns(head.basis, rows.subset(use)), *inputs)  # type: ignore[attr-defined]
-        torch.testing.assert_close(scored(head, rows, depth)[use], expected, atol=1e-4, rtol=1e-4)
-
-
 def test_dynasds_soft_model_learns_the_ratio() -> None:
     fit, (held, soft) = published_rows(8_000, 4)[0], published_rows(6_000, 5)
     head = fitted(DynaSDSoftEstimator(epochs=3), fit, held)
-    assert [tuple(head.tensors()[f"weight.{i}"].shape) for i in range(3)] == [(512, DRAFT), (256, 512), (1, 256)]
     chance, truth = torch.sigmoid(scored(head, held, 1)[:, 0])[held.drawn], soft[held.drawn]
     assert float((chance - truth).abs().mean()) < 0.04 and abs(float(chance.mean() - truth.mean())) < MEAN
     first = held.labels[~held.drawn & held.known[:, 1], 1].mean()
@@ -153,8 +126,6 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft:
     odds = float(hits.mean() / (1 - hits.mean()))
     expected = chance / (chance + odds * (1 - chance))  # the sample has rejected rows `odds` times as often
     assert float((output - expected).abs().mean()) < 0.05 and float((output - chance).abs().mean()) > 0.2
-    flat = dataclasses.replace(rows, labels=torch.ones_like(labels))
-    assert len(balanced(flat, 0)) == len(rows), "rows of one kind are all kept"
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -258,39 +229,22 @@ def test_a_published_head_decodes_as_it_replays_under_its_rule(
     if not build.calibrated:
         assert policy.rule.to_dict()["threshold"] in build.thresholds
         assert (policy.accept.kind, policy.next.kind, policy.survival) == ("identity", "identity", None)
-    prompts, arrays = make_prompts(6, "held", 22), trace_arrays(hidden[1])
-    ids, keys = [pair.tokenizer(p.text)["input_ids"] for p in prompts], [stream_key(0, p.id) for p in prompts]
+    prompts, arrays, live = {p.id: p for p in make_prompts(6, "held", 22)}, trace_arrays(hidden[1]), []
     speculator = Speculator(pair, policy, Settings(0.7, NEW, verification="match"))
-    generations = [speculator.generate(i, k) for i, k in zip(ids, keys, strict=True)]
-    assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, NEW, 0.7).tokens
-    played = dict(zip([p.id for p in prompts], generations, strict=True))
-    live = [
-        [s, r.anchor, r.drafted, r.verified, r.accepted]
-        for s, name in enumerate(arrays.prompt_ids)
-        for r in played[name].rounds
-    ]
+    for s, name in enumerate(arrays.prompt_ids):
+        text = speculator.generate(pair.tokenizer(prompts[name].text)["input_ids"], stream_key(0, name))
+        live += [[s, r.anchor, r.drafted, r.verified, r.accepted] for r in text.rounds]
     log = replay(arrays, policy, costs).log
     assert log.tolist() == live and len(log) > 15
     path = trained[kind].path
     assert isinstance(path, Path) and torch.equal(replay(arrays, load_policy_folder(path), costs).log, log)
 
 
-def test_the_published_thresholds_are_the_papers() -> None:
-    """SpecDec++ stops above h in 0.1 .. 0.9, which is to draft at a survival of 1 - h or more; its example has h = 0.7."""
-    assert sorted(head_class("specdec-published").thresholds) == [0.1, 0.3, 0.5, 0.7, 0.9]
-    assert head_class("specdec-published").thresholds[0] == 0.3
-    assert head_class("dynasd-soft").thresholds == head_class("dynasd-hard").thresholds == (0.4, 0.5)
-    assert {name for name in HEADS.builtin if not head_class(name).calibrated} == {
-        "dynasd-soft", "dynasd-hard", "specdec-published",
-    }  # fmt: skip
-
-
 def test_rules_and_hidden_states_can_be_requested(
     hidden: tuple[Trace, Trace, Trace], sides: tuple[Trace, Trace], costs: Profile
 ) -> None:
     options = {"params": QUICK, "cross_fit": False}
-    for rule in ("derived", "step"):
-        assert train(hidden[0], costs, head="specdec", rule=rule, **options).policy.rule.kind == rule
+    assert train(hidden[0], costs, head="specdec", rule="step", **options).policy.rule.kind == "step"
     policy = train(hidden[0], costs, head="resnet", hidden=["target_hidden"], features=["top1"], **options).policy
     assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
     for kind, requested in (("dynasd-soft", "target_hidden"), ("mlp", "draft_hidden")):
@@ -340,7 +294,6 @@ def test_heads_are_fitted_on_mixed_texts(
     hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
 ) -> None:
     mixed_fit = train(hidden[0], costs, head=kind, params=QUICK, cross_fit=False, mixed=hidden[2])
-    assert mixed_fit.policy.max_depth == DEPTH
     first, second = (one.policy.head.tensors() for one in (mixed_fit, trained[kind]))
     assert any(not np.array_equal(first[name], second[name]) for name in first)
     with pytest.raises(TraceError, match="no mixed trace"):
