@@ -20,7 +20,8 @@ from specstop.policies.measurements import (
     Noise,
     judge,
 )
-from specstop.policies.profile import Profile
+
+from specstop import Profile
 
 DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7
 """The simulated pair: longest chain, tokens of a text, probability that a drafted token is accepted."""

@@ -17,16 +17,16 @@ from typing import Any
 import datasets
 import numpy as np
 from simulated_machines import Disturbance, Machine
-from specstop.collect.schema import TIMES, Header, chain
-from specstop.collect.store import Trace, shard_table
+from specstop.collect import Header
+from specstop.collect.schema import TIMES, chain
+from specstop.collect.store import shard_table
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Case, Effort, Seconds, measure
-from specstop.policies import Confidence, FixedLength, StopPolicy
-from specstop.policies.costs import CostTable
+from specstop.policies import Confidence, CostTable, FixedLength
 from specstop.policies.measurements import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY, Key
-from specstop.policies.profile import Profile
-from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
+
+from specstop import Profile, StopPolicy, Trace, evaluate
 
 LEAST, MOST = 0.92, 0.98
 SHOWN = np.array([0.25, 0.55, 0.85], dtype=np.float32)

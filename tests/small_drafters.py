@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from conftest import VOCABULARY
+from specstop.decode import Topology
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
 from specstop.decode.drafters.ctc import ReleasedCTCDrafter
 from specstop.decode.drafters.networks import KINDS, CTCNetwork, Shape
 from specstop.decode.drafters.spec import NETWORKS
-from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
-from specstop.decode.topology import Topology
 from specstop.train.drafters.fit import initialize
 from torch import nn
+
+from specstop import Pair
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
 CLASSES: dict[str, type[Any]] = {

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from specstop.collect.schema import Header, chain
+from specstop.collect import Header
+from specstop.collect.schema import chain
 from specstop.policies.costs import BatchCosts, BatchTable
-from specstop.policies.profile import Profile
+from specstop.train import TraceArrays
 from specstop.train.heads.rows import FitRows
-from specstop.train.replay.arrays import TraceArrays
 from torch import Tensor
+
+from specstop import Profile
 
 PROMPT_TOKENS = 7
 

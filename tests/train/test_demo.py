@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_prompts
-from specstop.collect.store import load_trace
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.errors import InputError
-from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder
+from specstop.policies import InputError, load_policy_folder
+from specstop.train import Line
 from specstop.train.demo import Demo, Sizes, demo, explain
-from specstop.train.evaluate.records import Answer, Line, Report
+from specstop.train.evaluate.records import Answer
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.heads.networks import MLPEstimator
-from specstop.train.shipped_pair import expand_weights, quantize_weights, shipped_pair
+from specstop.train.shipped_pair import expand_weights, quantize_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specstop import Profile, Report, load_trace, shipped_pair
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(

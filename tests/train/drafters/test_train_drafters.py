@@ -12,25 +12,19 @@ import torch
 from conftest import make_prompts
 from scaled_models import SCALED, scaled_model
 from small_drafters import TRAINED, new_round, proposed, small_drafter, small_network
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
-from specstop.decode.drafters import TrainedDrafter, find_drafter, load_drafter, save_drafter, with_drafter
+from specstop.collect import collect
+from specstop.decode import find_drafter, join, load_drafter, save_drafter, stream_key, with_drafter
+from specstop.decode.drafters import TrainedDrafter
 from specstop.decode.drafters.ctc import Prefixes
-from specstop.decode.loop import Speculator
-from specstop.decode.models.pair import Pair, join, load_pair
-from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
-from specstop.decode.verify.noise import stream_key
-from specstop.policies.errors import InputError
-from specstop.policies.fixed import FixedLength
+from specstop.policies import FixedLength, InputError
 from specstop.policies.learned import TreeGain
-from specstop.policies.profile import Profile
-from specstop.train.drafters.fit import acceptance, new_network, target_ends, train_drafter
+from specstop.train import trace_arrays, train
+from specstop.train.drafters.fit import acceptance, new_network, target_ends
 from specstop.train.drafters.proposals import drafter_loss, positions, proposals
 from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
-from specstop.train.fit.run import train
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.run import replay
+
+from specstop import Pair, Profile, Prompt, Settings, Speculator, load_pair, replay, train_drafter
 
 DEPTH, NEW = 3, 16
 

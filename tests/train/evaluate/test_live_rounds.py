@@ -12,15 +12,9 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.models.pair import Pair
-from specstop.policies.contract import StopPolicy
-from specstop.policies.errors import TraceError
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.profile import Profile
-from specstop.train.evaluate.evaluate import evaluate
+from specstop.collect import collect
+from specstop.policies import Confidence, FixedLength, TraceError
+from specstop.train import TraceArrays, trace_arrays
 from specstop.train.evaluate.importance import (
     COLUMNS,
     _recorded_totals,
@@ -28,10 +22,10 @@ from specstop.train.evaluate.importance import (
     importance_weights,
     observed_rounds,
 )
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.run import replay
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from torch import Tensor
+
+from specstop import Pair, Profile, Prompt, StopPolicy, Trace, evaluate, replay
 
 EXACT = 1e-9
 LOGGING = Confidence(0.6, DEPTH)

@@ -14,26 +14,19 @@ from typing import Any
 
 import pytest
 from contract_policies import DEPTH
-from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
-from specstop.policies.errors import InputError, TraceError
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.profile import Profile
+from specstop.policies import Confidence, FixedLength, InputError, TraceError, load_policy_folder
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
-from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.records import TOO_FEW, Report
+from specstop.train import oracle_seconds, read_report, trace_arrays
+from specstop.train.evaluate.records import TOO_FEW
 from specstop.train.evaluate.report import FILES, to_html
-from specstop.train.evaluate.report_comparison import read_report
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.rules import fixed_grid
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.bounds import oracle_seconds
 from specstop.train.replay.rounds import scaled
-from specstop.train.replay.run import replay
+
+from specstop import LearnedPolicy, Profile, Report, Trace, evaluate, replay, save_policy
 
 EXACT = 1e-12  # the same sums, in another order
 

@@ -14,27 +14,13 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.models.pair import Pair
+from specstop.collect import collect
+from specstop.policies import Confidence, FixedLength, load_policy_folder
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import DECISIONS
-from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays, train
 from specstop.train.evaluate import pricing as prices
-from specstop.train.evaluate.analysis import (
-    Replays,
-    by_group,
-    by_prompt,
-    reliability,
-    stop_cost,
-    survival,
-    time_share,
-)
-from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, survival, time_share
 from specstop.train.evaluate.pricing import (
     TIMED,
     TRAINED,
@@ -45,13 +31,11 @@ from specstop.train.evaluate.pricing import (
     with_prices,
 )
 from specstop.train.evaluate.records import REPORT_SCHEMA
-from specstop.train.evaluate.report_comparison import compare_reports, read_report
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.fit.run import train
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.bounds import judge, oracle_plan
-from specstop.train.replay.run import replay
 from timed import timed_profile
+
+from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay, save_policy
 
 EXACT = 1e-12  # the same sums, in another order
 

@@ -14,16 +14,15 @@ import pytest
 import simulated_worlds as worlds
 from scipy import stats
 from specstop.decode.benchmark import Ratio, expanded_tail
-from specstop.policies.contract import Array
-from specstop.policies.errors import InputError
-from specstop.policies.fixed import FixedLength
+from specstop.policies import Array, FixedLength, InputError
 from specstop.policies.measurements import Noise
-from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer, Line
+from specstop.train import Line, trace_arrays
+from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer
 from specstop.train.evaluate.statistics import FEWEST, Clusters, Resamples, clusters_needed, form_clusters
 from specstop.train.evaluate.verdict import answer, doubts, findings, verdict
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.run import replay
 from synthetic import synthetic_trace
+
+from specstop import replay
 
 
 def test_totals_are_sums_over_resampled_prompts() -> None:

@@ -18,34 +18,21 @@ from commands import cli
 from head_tensors import HIGH, LOW, NAMES, features
 from learned_policies import learned
 from specstop.collect.schema import drafter_of
-from specstop.collect.store import Trace
 from specstop.decode.engines.settings import read_settings
+from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError, load_policy_folder
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.heads import build_head
-from specstop.policies.learned import Calibrator, LearnedPolicy
-from specstop.policies.profile import Profile
-from specstop.policies.registry import load_policy
-from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.train import train
+from specstop.policies.learned import Calibrator
+from specstop.train import TraceArrays, trace_arrays, train
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.export import onnx_model
 from specstop.train.export.basis import Basis, largest_share, replay_thresholds
-from specstop.train.export.deploy import deploy
-from specstop.train.export.engines import (
-    ENGINES,
-    fit_acceptance,
-    log_odds,
-    vllm_drafter,
-    vllm_obstacle,
-    vllm_policy,
-)
+from specstop.train.export.engines import ENGINES, fit_acceptance, log_odds, vllm_drafter, vllm_obstacle, vllm_policy
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.rounds import scaled
-from specstop.train.replay.run import replay
 from synthetic import with_batches
+
+from specstop import LearnedPolicy, Profile, Trace, deploy, load_policy, replay, save_policy
 
 EXACT = 1e-9
 

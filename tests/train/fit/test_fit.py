@@ -13,25 +13,18 @@ import pytest
 import torch
 import xgboost as xgb
 from conftest import NEW, make_prompts
-from specstop.collect.run import collect
+from specstop.collect import collect
 from specstop.collect.schema import NO_TOKEN
-from specstop.collect.store import Trace
 from specstop.decode.hf import generate
-from specstop.decode.loop import Speculator
-from specstop.decode.models.pair import Pair
-from specstop.policies.costs import BatchCosts, BatchTable, CostTable
+from specstop.policies import CostTable, FixedLength
+from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.features import PAST_WEIGHT
-from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Head
-from specstop.policies.profile import Profile
+from specstop.train import TraceArrays, make_head, trace_arrays, train
 from specstop.train.evaluate.batches import by_batch
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.export.deploy import deploy
 from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.rules import best_of, fixed_grid
-from specstop.train.fit.run import train
-from specstop.train.heads import make_head
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
 from specstop.train.heads.rows import (
@@ -44,8 +37,6 @@ from specstop.train.heads.rows import (
     split_prompts,
     visits,
 )
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.run import replay
 from synthetic import (
     NAMES,
     TRUE_BIAS,
@@ -56,6 +47,8 @@ from synthetic import (
     true_logits,
     with_signal,
 )
+
+from specstop import Pair, Profile, Speculator, Trace, deploy, evaluate, replay
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order

@@ -11,14 +11,10 @@ import torch
 from contract_policies import DEPTH
 from joint_policies import batch_policy
 from learned_policies import Certain, learned, with_head
-from specstop.collect.store import Trace
+from specstop.policies import Confidence, FixedLength, PolicyError, load_policy_folder
 from specstop.policies.batch_rules import BatchStop, for_batches
-from specstop.policies.errors import PolicyError
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
-from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train import TraceArrays, trace_arrays
 from specstop.train.fit.batch_rules import SCALES, batch_rate, settle_batch, settle_lengths
 from specstop.train.fit.rules import (
     FIRST,
@@ -35,11 +31,12 @@ from specstop.train.fit.rules import (
 )
 from specstop.train.fit.settle import MIN_GAIN_IN_SAMPLE, retune, settle_for, solve_rate
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.arrays import TraceArrays, trace_arrays, typical_context
+from specstop.train.replay.arrays import typical_context
 from specstop.train.replay.batch import at_once, deal, replay_batch
 from specstop.train.replay.rounds import scaled
-from specstop.train.replay.run import replay
 from synthetic import with_batches
+
+from specstop import LearnedPolicy, Profile, Trace, replay, save_policy
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 

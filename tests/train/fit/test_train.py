@@ -14,21 +14,16 @@ import pytest
 import torch
 from conftest import make_prompts
 from contract_policies import DEPTH
-from specstop.collect.run import collect
-from specstop.collect.store import Trace, load_trace
-from specstop.decode.models.pair import Pair, join
-from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder
-from specstop.train.evaluate.evaluate import evaluate
+from specstop.collect import collect
+from specstop.decode import join
+from specstop.policies import InputError, PolicyError, TraceError, load_policy_folder
+from specstop.train import TraceArrays, make_head, trace_arrays, train
 from specstop.train.fit.plan import FEATURES, REPORT_SHARE, Plan, TrainOptions, split_report
-from specstop.train.fit.run import fit_policy, train
+from specstop.train.fit.run import fit_policy
 from specstop.train.fit.settle import settle_for, unfitted_prompts
 from specstop.train.fit.tune import TUNE_FOLDS, search
-from specstop.train.heads import make_head
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.run import replay
+
+from specstop import LearnedPolicy, Pair, Profile, Trace, evaluate, load_trace, replay
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""

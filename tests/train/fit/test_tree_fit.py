@@ -12,34 +12,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.benchmark import bench
-from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.pair import Pair
-from specstop.decode.run import decode
-from specstop.decode.topology import parse_tree
-from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import Array, DraftStep
+from specstop.collect import collect
+from specstop.decode import Pair, SamplingParams, decode, parse_tree, stream_key
+from specstop.policies import Array, FixedLength
 from specstop.policies.display import silent
-from specstop.policies.errors import SpecstopWarning
 from specstop.policies.features import TREE_FEATURES
-from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import PathCalibrator, TreeGain
-from specstop.policies.profile import Profile
 from specstop.policies.tree_rules import TreeRule
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.run import Trained, train
+from specstop.train import Trained, trace_arrays, train
 from specstop.train.fit.settle import settle_for
 from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, tree_seconds
 from specstop.train.heads.rows import Visits
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import on_subtree, subtree
 from specstop.train.replay.checks import check_fit
-from specstop.train.replay.run import replay
+
+from specstop import DraftStep, Profile, Prompt, Settings, SpecstopWarning, Speculator, Trace, bench, evaluate, replay
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]

@@ -17,16 +17,13 @@ from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss as sklearn_loss, roc_auc_score
 from sklearn.utils.estimator_checks import parametrize_with_checks
-from specstop.collect.store import Trace
 from specstop.decode.engines.settings import check_engine_policy
-from specstop.policies.contract import DraftStep
-from specstop.policies.errors import InputError, TraceError
+from specstop.policies import InputError, TraceError
 from specstop.policies.heads import HEADS as INFERENCE_HEADS
-from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps
-from specstop.policies.profile import Profile
+from specstop.policies.learned import Calibrator, SurvivalMaps
 from specstop.policies.rules import Threshold
-from specstop.train import train
-from specstop.train.heads import HEADS, head_class, make_head
+from specstop.train import head_class, make_head, train
+from specstop.train.heads import HEADS
 from specstop.train.heads.calibration import (
     LEAST,
     Outputs,
@@ -43,6 +40,8 @@ from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator
 from specstop.train.heads.rows import FitRows
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows
+
+from specstop import DraftStep, LearnedPolicy, Profile, Trace
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")

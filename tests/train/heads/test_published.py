@@ -11,19 +11,12 @@ import torch
 from conftest import make_prompts
 from contract_policies import DEPTH
 from feature_head import biased
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.pair import Pair
-from specstop.decode.verify.noise import stream_key
-from specstop.policies.errors import InputError, PolicyError, TraceError
+from specstop.collect import collect
+from specstop.decode import stream_key
+from specstop.policies import InputError, PolicyError, TraceError, load_policy_folder
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder
-from specstop.train.fit.run import Trained, train
-from specstop.train.heads import head_class
-from specstop.train.heads.base import HeadEstimator
+from specstop.train import HeadEstimator, TraceArrays, Trained, head_class, trace_arrays, train
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
 from specstop.train.heads.networks import ResNetEstimator, acceptance_loss
@@ -35,10 +28,10 @@ from specstop.train.heads.published import (
     balanced,
 )
 from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.run import replay
 from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from torch import Tensor
+
+from specstop import Pair, Profile, Settings, Speculator, Trace, replay
 
 DRAFT, TARGET = 8, 6
 LOSS = 0.02  # nats above the truth; a head that learned nothing is 0.1 and more behind

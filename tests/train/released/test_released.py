@@ -14,15 +14,13 @@ import safetensors.torch
 import torch
 from commands import cli
 from conftest import NEW
-from specstop.decode import Settings, decode, with_drafter
-from specstop.decode.drafters.folder import load_drafter
-from specstop.decode.models.pair import Pair
-from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.fixed import FixedLength
+from specstop.decode import decode, load_drafter, with_drafter
+from specstop.policies import FixedLength, InputError, PolicyError, load_policy_folder
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.storage import load_policy_folder
 from specstop.train.released import PREFIX, import_medusa, import_weights
 from torch import Tensor, nn
+
+from specstop import Pair, Settings
 
 
 class DecisionModel(nn.Module):

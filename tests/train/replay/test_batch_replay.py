@@ -13,26 +13,19 @@ from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
 from joint_policies import batch_policy
 from learned_policies import learned
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.loop import Request, Settings, Speculator
-from specstop.decode.models.pair import Pair
-from specstop.decode.topology import parse_tree
-from specstop.decode.verify.noise import stream_key
+from specstop.collect import collect
+from specstop.decode import stream_key
+from specstop.decode.loop import Request
+from specstop.policies import Confidence, CostTable, FixedLength, InputError, PolicyError, TraceError
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.contract import StopPolicy
-from specstop.policies.costs import BatchCosts, BatchTable, CostTable
-from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.profile import Profile
+from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.tree_rules import Gain
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train import TraceArrays, oracle_seconds, trace_arrays
 from specstop.train.replay.batch import BatchRounds, at_once, poisson, recorded, replay_batch
 from specstop.train.replay.bounds import (
     StaticTree,
@@ -44,11 +37,11 @@ from specstop.train.replay.bounds import (
     likeliest_nodes,
     on_subtree,
     oracle_plan,
-    oracle_seconds,
     planned_rounds,
 )
-from specstop.train.replay.run import replay
 from synthetic import synthetic_trace, with_batches
+
+from specstop import Pair, Profile, Prompt, Settings, Speculator, StopPolicy, Trace, parse_tree, replay
 
 EXACT = SUMS = 1e-9
 COLUMNS = ("anchor", "drafted", "verified", "accepted", "committed", "backlog", "decisions")
