@@ -15,6 +15,7 @@ from specstop.decode.drafters.networks import KINDS, CTCNetwork, Shape
 from specstop.decode.drafters.spec import NETWORKS
 from specstop.decode.round_state import RoundState
 from specstop.train.drafters.fit import initialize
+from torch import nn
 
 from specstop import Pair
 
@@ -52,7 +53,7 @@ def small_drafter(
     pair: Pair,
     depth: int = 3,
     noise: float = 0.1,
-    place: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+    place: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Any:
     """Return a drafter of a pair; `place` moves its network to where the pair lies."""
     output = output_weight(pair).cpu().float()
