@@ -102,22 +102,6 @@ def test_every_head_has_a_form_that_policies_run_and_a_search_space(name: str) -
     assert set(study.trials[0].params) == {f"{build.form} {key}" for key in build.space}
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "trainer", "noun"),
-    [
-        ("forest", {}, {}, "forest"),
-        ("mlp", {"learning_rat": 3}, {}, "did you mean 'learning_rate'"),
-        ("mlp", {"learning_rate": 0.0}, {}, "learning_rate"),
-        ("mlp", {"batch_size": 0}, {}, "batch_size"),
-        ("xgboost", {"max_depth": 30}, {}, "max_depth"),
-        ("logistic", {}, {"accelerator": "gpu"}, "trainer"),
-    ],
-)
-def test_invalid_parameters_are_refused_by_name(name: str, params: Any, trainer: Any, noun: str) -> None:
-    with pytest.raises(InputError, match=noun):
-        make_head(name, params, trainer)
-
-
 # Networks
 
 
@@ -167,12 +151,22 @@ def test_a_request_to_terminate_reaches_the_caller(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "noun"),
-    [("accelerator", "gpuu", "gpuu"), ("devices", 2, "devices"), ("precision", "17", "17"), ("epochs", 3, "epochs")],
+    ("name", "params", "trainer", "noun"),
+    [
+        ("forest", {}, {}, "forest"),
+        ("mlp", {"learning_rat": 3}, {}, "did you mean 'learning_rate'"),
+        ("mlp", {"learning_rate": 0.0}, {}, "learning_rate"),
+        ("xgboost", {"max_depth": 30}, {}, "max_depth"),
+        ("logistic", {}, {"accelerator": "gpu"}, "trainer"),
+        ("mlp", {}, {"accelerator": "gpuu"}, "trainer.*gpuu"),
+        ("mlp", {}, {"devices": 2}, "trainer.*devices"),
+        ("mlp", {}, {"precision": "17"}, "trainer.*17"),
+        ("mlp", {}, {"epochs": 3}, "trainer.*epochs"),
+    ],
 )
-def test_a_refusal_of_lightning_is_one_line(name: str, value: Any, noun: str, parts: Parts) -> None:
-    with pytest.raises(InputError, match=f"trainer.*{noun}") as caught:
-        fit_mlp(parts, trainer={name: value})
+def test_invalid_parameters_are_refused_by_name(name: str, params: Any, trainer: Any, noun: str, parts: Parts) -> None:
+    with pytest.raises(InputError, match=noun) as caught:
+        make_head(name, params, trainer).set_params(features=NAMES).fit(parts[0], stop_rows=parts[1])
     assert "\n" not in str(caught.value)
 
 
@@ -349,19 +343,15 @@ def outputs_of(logits: Array, length: Array, lag: int = 0) -> Outputs:
     return Outputs(logits, labels, known, length, np.arange(len(length)) % 8, drawn, lag)
 
 
-def survival(accept: Array, maps: SurvivalMaps | None = None) -> Array:
-    """Return [R, K], the products of `accept` from depth 1 on, each mapped by its table."""
-    product, columns = np.ones(len(accept)), []
-    for at in range(accept.shape[1]):
+def largest_error(accept: Array, outputs: Outputs, maps: SurvivalMaps | None = None) -> float:
+    """Return the calibration error of the products of `accept` from depth 1 on, each mapped by its table."""
+    product, errors = np.ones(len(accept)), []
+    for at in range(DEPTH):
         product = product * accept[:, at]
         if maps is not None:
             product = Calibrator("isotonic", knots=maps.tables[0, at])(product)
-        columns.append(product)
-    return np.stack(columns, 1)
-
-
-def errors(predicted: Array, outputs: Outputs) -> list[float]:
-    return [calibration_error(predicted[:, j], outputs.length > j) for j in range(DEPTH)]
+        errors.append(calibration_error(product, outputs.length > at))
+    return max(errors)
 
 
 @pytest.mark.parametrize("kind", ["overconfident", "shared"])
@@ -369,7 +359,7 @@ def test_an_uncalibrated_product_is_recalibrated_on_other_rounds(kind: str) -> N
     fitted, outputs = simulated_rounds(kind)
     maps = fit_survival(fitted, outputs)
     accept, other = simulated_rounds(kind, seed=1)
-    assert max(errors(survival(accept), other)) > 2 * CALIBRATED > 2 * max(errors(survival(accept, maps), other))
+    assert largest_error(accept, other) > 2 * CALIBRATED > 2 * largest_error(accept, other, maps)
     assert maps is not None and bool((np.diff(maps.tables, axis=-1) >= 0).all())
     if kind == "overconfident":  # products that begin at depth 2 have tables of their own
         alive = outputs.length >= 1
@@ -384,12 +374,14 @@ def test_rounds_that_say_nothing_change_nothing() -> None:
     for length in (0, DEPTH):
         assert fit_survival(accept, dataclasses.replace(outputs, length=np.full(400, length))) is None
     assert fit_survival(*simulated_rounds("overconfident", rounds=LEAST - 1)) is None
-    # Rounds whose tokens were not drawn, among others.
+    # Rounds whose tokens were not drawn do not count.
     accept, outputs = simulated_rounds("overconfident", rounds=3000)
-    drawn = np.concatenate([outputs.drawn, np.zeros((400, DEPTH), dtype=bool)])
-    length, group = np.append(outputs.length, np.zeros(400, dtype=int)), np.append(outputs.group, np.arange(400) % 8)
-    both = dataclasses.replace(outputs, length=length, group=group, drawn=drawn)
-    expected, maps = fit_survival(accept, outputs), fit_survival(np.concatenate([accept, np.ones((400, DEPTH))]), both)
+    drawn = np.arange(3000)[:, None] < [2600] * DEPTH
+    some = dataclasses.replace(outputs, drawn=drawn)
+    part = dataclasses.replace(
+        outputs, length=outputs.length[:2600], group=outputs.group[:2600], drawn=outputs.drawn[:2600]
+    )
+    expected, maps = fit_survival(accept[:2600], part), fit_survival(accept, some)
     assert expected is not None and maps is not None
     np.testing.assert_array_equal(maps.tables[0], expected.tables[0])
 
@@ -408,12 +400,8 @@ def test_the_calibrator_of_a_lagging_head_is_fitted_on_the_token_before() -> Non
     outputs = outputs_of(logits, length, lag=1)
     calibrated = calibrate(outputs)
     assert float(np.abs(calibrated.accept(logits[:, 2, 0]) - chance[:, 0]).mean()) < 0.02
-    scores = [auc(*of.labelled(0)[:2]) for of in (outputs, outputs_of(logits, length))]
-    assert scores[0] > 0.7 > 0.6 > scores[1]  # type: ignore[operator]
     accept = outputs.accept(calibrated.accept)
     assert bool((accept[:, 0] == 1.0).all()) and not bool((accept[:, 1] == 1.0).all())
-    unchanged = calibrate(outputs, unchanged=True)
-    assert (unchanged.accept.kind, unchanged.next.kind, unchanged.survival) == ("identity", "identity", None)
 
 
 # Scores
