@@ -88,7 +88,7 @@ def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceAr
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
     arrays = synthetic_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
-    left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)[None]).clamp_min(-1).float()
+    left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)).clamp_min(-1).float()
     return with_signal(arrays, left, arrays.accepted.float())
 
 

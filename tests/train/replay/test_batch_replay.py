@@ -132,21 +132,15 @@ def test_streams_share_a_clock_and_the_cost_of_each_round(arrays: Arrays, timed:
     assert played.rate == pytest.approx(int(played.tokens.sum()) / float(played.ended.max()), rel=EXACT), "never idle"
 
 
-@pytest.mark.parametrize("policy", [FixedLength(3), TEST_POLICIES["trimming"]])
-def test_a_batch_of_one_is_replay_of_single_streams(arrays: Arrays, profile: Profile, policy: StopPolicy) -> None:
-    alone, played = replay(arrays[0.7], policy, profile), served(arrays[0.7], policy, profile, 1)
-    assert torch.equal(played.log, alone.log) and torch.equal(played.tokens, alone.tokens)
-    assert played.seconds.tolist() == pytest.approx(alone.seconds.tolist(), rel=EXACT)
-
-
 def test_requests_wait_for_their_arrival_and_for_a_stream(arrays: Arrays, timed: Profile) -> None:
-    trace, policy = arrays[0.0], FixedLength(2)
+    trace, policy = arrays[0.0], TEST_POLICIES["trimming"]
     count, now = trace.sequences, served(trace, policy, timed, 2)
     late = replay_batch(trace, policy, timed, 2, np.full(count, 100.0))
     assert torch.equal(late.log, now.log) and late.latency.tolist() == pytest.approx(now.latency.tolist())
     assert late.ended.tolist() == pytest.approx((now.ended + 100.0).tolist())
-    apart = replay_batch(trace, policy, timed, 2, 1e3 * np.arange(count))
-    assert len(apart.call.unique()) == len(apart), "each alone in the batch"
+    apart, alone = replay_batch(trace, policy, timed, 2, 1e3 * np.arange(count)), replay(trace, policy, timed)
+    assert torch.equal(apart.log, alone.log), "each request is alone in the batch"
+    assert apart.seconds.tolist() == pytest.approx(alone.seconds.tolist(), rel=EXACT)
     assert apart.latency.tolist() == pytest.approx(apart.seconds.tolist()), "no request waits"
     order = np.array([3, 1, 1])
     repeated = replay_batch(trace, policy, timed, 2, recorded([7.0, 7.0, 8.0], 3), order)
@@ -225,17 +219,11 @@ def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(
         lost = rounds.by_sequence(regret.choice_s + regret.decision_s + regret.backlog_s)
         assert lost.tolist() == pytest.approx((rounds.seconds - plan.seconds).tolist(), abs=SUMS)
         assert (regret.choice_s >= -SUMS).all() and not (regret.early & regret.late).any()
-        if is_chain:
-            same = (rounds.steps == regret.ideal) & (rounds.verified == rounds.steps)
-            assert not (regret.early | regret.late)[same].any()
     planned = planned_rounds(trace, plan)
     assert planned.tokens.tolist() == trace.text_tokens.tolist()
     if is_chain:  # in a tree, a path may be priced as a chain
-        choice = judge(trace, planned, plan, profile).choice_s
-        larger_is_cheaper = planned.by_sequence(choice)
+        larger_is_cheaper = planned.by_sequence(judge(trace, planned, plan, profile).choice_s)
         assert planned.text_seconds(plan.profile).tolist() == pytest.approx((plan.seconds + larger_is_cheaper).tolist())
-    part = oracle_seconds(trace.subset([4, 1]), profile)
-    torch.testing.assert_close(part, plan.seconds[[4, 1]], rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -285,13 +273,9 @@ def test_sub_trees_are_the_best_of_all(seed: int) -> None:
     for depth in range(1, tree.deepest + 1):
         every: dict[int, float] = {}
         for picked in itertools.product([False, True], repeat=9):
-            closed = all(
-                not take or (tree.depth[n + 1] <= depth and (tree.parent[n + 1] == 0 or picked[tree.parent[n + 1] - 1]))
-                for n, take in enumerate(picked)
-            )
-            if closed:
-                total = sum(c for c, take in zip(chance, picked, strict=True) if take)
-                every[sum(picked)] = max(every.get(sum(picked), 0.0), total)
+            nodes = [n for n, take in enumerate(picked) if take]
+            if all(tree.depth[n + 1] <= depth and (True, *picked)[tree.parent[n + 1]] for n in nodes):
+                every[len(nodes)] = max(every.get(len(nodes), 0.0), sum(chance[n] for n in nodes))
         subtrees = best_subtrees(tree, chance, depth)
         assert [value for value, _ in subtrees] == pytest.approx([every[n] for n in range(len(every))])
         for n, (value, nodes) in enumerate(subtrees):
@@ -324,12 +308,9 @@ def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Prof
         policy, rounds = best_static_tree(trees, costs)
         inside = replay(trees, policy, costs)
         assert torch.equal(rounds.tokens, inside.tokens) and torch.equal(rounds.verified, inside.verified)
-        assert rounds.seconds.sum() <= inside.seconds.sum()
+        assert (inside.seconds >= rounds.seconds - SUMS).all()
         assert (rounds.seconds >= oracle_seconds(trees, costs) - SUMS).all()
         assert torch.equal(rounds.seconds, replay(*drafted_alone(trees, policy.nodes), costs).seconds)
         assert rounds.rate >= max(replay(trees, FixedLength(k), costs).rate for k in range(DEPTH + 1))
         assert len(policy.nodes) < trees.tree.nodes and (policy.nodes or costs is costly)
     assert policy.shape.is_chain, "a second candidate costs more than it gains"
-    never = dataclasses.replace(profile, step_s=1.0, tree_outside_s=(1e-4, 1e-5, 1.0))
-    policy, rounds = best_static_tree(trees, never)
-    assert not policy.nodes and rounds.rate == pytest.approx(replay(trees, FixedLength(0), never).rate)
