@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import dataclasses
 import json
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 from contract_policies import DEPTH
 from specstop.decode.benchmark import Ratio
-from specstop.policies import Confidence, FixedLength, InputError, TraceError, load_policy_folder
+from specstop.policies import Confidence, FixedLength, InputError, TraceError
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.train import oracle_seconds, read_report, trace_arrays
 from specstop.train.evaluate.records import TOO_FEW
-from specstop.train.evaluate.report import FILES, to_html
+from specstop.train.evaluate.report import to_html
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.rules import fixed_grid
@@ -85,20 +84,15 @@ def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: tuple[Trace, 
     table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
     report = evaluate(sides[1], dataclasses.replace(full_profile, low=table, high=table), [FixedLength(0)])
     assert all(line.oracle_share == Ratio(0.0, 0.0, 0.0) for line in report.lines if line.kind != "bound")
-    line, best = report["fixed:0"], report["best fixed"]
-    assert line.to_plain == line.to_best_fixed == Ratio(1.0, 1.0, 1.0)
-    assert (line.tokens_per_s, line.to_plain) == (best.tokens_per_s, best.to_plain)
+    assert report["fixed:0"].to_plain == report["fixed:0"].to_best_fixed == Ratio(1.0, 1.0, 1.0)
 
 
 def test_a_report_does_not_overwrite_its_inputs(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
-    fit, held = (copy.copy(trace) for trace in sides)
-    for trace, name in ((fit, "fit"), (held, "held")):
-        trace.folder = shutil.copytree(trace.folder, tmp_path / name)
-    policy = load_policy_folder(save_policy(learned, tmp_path / "deep" / "policy"))
-    full_profile.save(tmp_path / "costs" / "p.json")
-    costs = Profile.load(tmp_path / "costs" / "p.json")
+    fit, held = (shutil.copytree(trace.folder, tmp_path / at) for trace, at in zip(sides, ("fit", "held"), strict=True))
+    policy, costs = save_policy(learned, tmp_path / "deep" / "policy"), tmp_path / "costs" / "p.json"
+    full_profile.save(costs)
     for out in ("", "fit", "held/new", "deep", "deep/policy", "costs"):
         with pytest.raises(InputError, match="which the command reads"):
             evaluate(held, costs, [policy], train_traces=fit, out=tmp_path / out, overwrite=True)
@@ -108,9 +102,8 @@ def test_a_report_does_not_overwrite_its_inputs(
 def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, report: Report
 ) -> None:
-    arrays = trace_arrays(sides[1])
     costs = dataclasses.replace(full_profile, step_s=5 * full_profile.step_s)
-    saved = replay(arrays, learned, costs).rate
+    saved = replay(sides[1], learned, costs).rate
     assert report["logistic"].note == ""
     as_saved = evaluate(sides[1], costs, [learned])["logistic"]
     assert "as saved" in as_saved.note and as_saved.tokens_per_s == pytest.approx(saved, rel=EXACT)
@@ -118,7 +111,7 @@ def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
     assert "solved for this profile" in solved.note and solved.tokens_per_s != pytest.approx(saved, rel=1e-6)
     threshold = learned.with_rule(Threshold("survival", 0.4))
     line = evaluate(sides[1], costs, [threshold], train_traces=sides[0])["logistic"]
-    assert line.note == "" and line.tokens_per_s == pytest.approx(replay(arrays, threshold, costs).rate, rel=EXACT)
+    assert line.note == "" and line.tokens_per_s == pytest.approx(replay(sides[1], threshold, costs).rate, rel=EXACT)
 
 
 def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(
@@ -274,10 +267,9 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True, batch=[1])
     names = [line["name"] for line in report.details["batch"]["lines"]]
     assert names[-2:] == ["achievable estimate", "oracle bound of the batch"]
-    line = report["achievable estimate"]
-    expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
-    assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
-    assert line.tokens_per_s <= report["oracle bound"].tokens_per_s
+    expected = achievable_estimate(trace_arrays(sides[1]), full_profile).rate
+    assert report["achievable estimate"].tokens_per_s == pytest.approx(expected)
+    assert expected <= report["oracle bound"].tokens_per_s
 
 
 @pytest.mark.filterwarnings("ignore:logistic was trained for another temperature")
@@ -303,11 +295,6 @@ def test_each_place_is_compared_with_its_best_fixed_length(
             assert line.to_best_fixed.value == pytest.approx(rate / max(rates), rel=EXACT)
             assert line.verdict == verdict(line.speedup, place.facts["clusters"], line.parts)
     assert {row["place"] for row in report.table} == set(report.places) and report.plot().axes
-    data = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert list(data["places"]) == list(report.places) and len(report.summary) == len(policies)
-    for name in FILES[:3]:
-        text = (tmp_path / "out" / name).read_text()
-        assert all(sentence in text.replace("\\", "") for sentence in report.summary)
     with pytest.raises(InputError, match="several"):
         read_report(tmp_path / "out")
 

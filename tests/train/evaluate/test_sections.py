@@ -27,7 +27,6 @@ from specstop.train.evaluate.pricing import (
     Priced,
     ProfileBootstrap,
     ResampleSource,
-    unpriced_finding,
     with_prices,
 )
 from specstop.train.evaluate.records import REPORT_SCHEMA
@@ -62,7 +61,7 @@ def arrays(request: pytest.FixtureRequest) -> TraceArrays:
     return result
 
 
-def test_parts_of_the_time_add_up(arrays: TraceArrays, profile: Profile) -> None:
+def test_parts_of_the_time_and_losses_to_the_bound_add_up(arrays: TraceArrays, profile: Profile) -> None:
     played = replay(arrays, Confidence(0.4, DEPTH), profile)
     share = time_share("x", arrays, played, profile)
     parts = [share[f"{part}_ms"] for part in ("draft", "verify", "decision", "outside", "prompt")]
@@ -72,16 +71,10 @@ def test_parts_of_the_time_add_up(arrays: TraceArrays, profile: Profile) -> None
     assert share["decision_ms"] == pytest.approx(1e3 * 6.0e-5 * int(played.decisions.sum()) / tokens)
     plain = time_share("plain", arrays, replay(arrays, FixedLength(0), profile), profile)
     assert plain["draft_ms"] == pytest.approx(0.0, abs=1e-9) and plain["decision_ms"] == 0.0
-
-
-def test_losses_of_a_policy_add_up_to_its_distance_from_the_bound(arrays: TraceArrays, profile: Profile) -> None:
-    rounds, plan = replay(arrays, FixedLength(2), profile), oracle_plan(arrays, profile)
-    regret, tokens = judge(arrays, rounds, plan, profile), int(arrays.text_tokens.sum())
-    total = stop_cost("fixed:2", regret, tokens)
-    assert total["total_s"] == pytest.approx(float((rounds.seconds - plan.seconds).sum()), abs=1e-9)
-    assert sum(total["ms_per_token"]) == pytest.approx(1e3 * total["total_s"] / tokens, abs=1e-6)
-    wrong = int((regret.early | regret.late).sum())
-    assert (total["rounds"], total["early_rounds"] + total["late_rounds"]) == (len(rounds), wrong)
+    plan = oracle_plan(arrays, profile)
+    lost = stop_cost("x", judge(arrays, played, plan, profile), tokens)
+    assert lost["total_s"] == pytest.approx(float((played.seconds - plan.seconds).sum()), abs=1e-9)
+    assert sum(lost["ms_per_token"]) == pytest.approx(1e3 * lost["total_s"] / tokens, abs=1e-6)
 
 
 def test_groups_and_prompts_are_ratios_of_sums(chains: TraceArrays, profile: Profile) -> None:
@@ -157,17 +150,12 @@ def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile
 REPLICATES, DRAWS = 30, 7
 
 
-@pytest.fixture(scope="module")
-def noisy(full_profile: Profile) -> Profile:
-    return timed_profile(full_profile, ["confidence", "trimming"], pace=0.1, jitter=0.2, seed=1)
-
-
-def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, noisy: Profile) -> None:
+def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, full_profile: Profile) -> None:
     """The resamples share D draws of the profile in turn. Prompts and profile are also resampled alone."""
+    noisy = timed_profile(full_profile, ["confidence", "trimming"], pace=0.1, jitter=0.2, seed=1)
     depth = min(arrays.depth, noisy.max_depth)
     policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), TEST_POLICIES["trimming"].limited(depth)]
     replays = [replay(arrays, policy, noisy) for policy in policies]
-    assert max(int(rounds.backlog.max()) for rounds in replays) > 3, "long backlogs are priced token by token"
     boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
     priced = Priced(boot, draws, replays, arrays.prompt_tokens)
     spent, prompts, profile = map(priced.seconds, ResampleSource)
@@ -194,8 +182,7 @@ def test_noise_of_the_profile_widens_intervals_and_is_shown(
     assert widths[0]["profile"] < 0.1 * widths[0]["prompts"]
     assert widths[1]["all"] > widths[1]["profile"] > 10 * widths[0]["profile"]
     assert reports[0].findings == () and "this machine was busy" in reports[1].findings[0]
-    text = (tmp_path / "0.6" / "report.md").read_text()
-    assert "## Sources of uncertainty" in text and "this machine was busy" in text
+    assert "this machine was busy" in (tmp_path / "0.6" / "report.md").read_text()
 
 
 @pytest.fixture
@@ -223,8 +210,6 @@ def test_measured_decisions_are_cached_by_profile_and_policy(
     assert unpriced == {"confidence": ("confidence:0.4", TIMED), "trimming": ("trimming", TIMED)}
     assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
     assert first.decision("confidence") > 0
-    timed = {key[1:] for key in first.measurements.where(lambda key: key.what == DECISIONS).series}
-    assert timed == {(name, (3,)) for name in ("confidence", "trimming")}
     forbid_measuring()
     assert with_prices(bare, policies, header) == (first, unpriced)
     assert with_prices(first, policies, header) == (first, {})
@@ -244,8 +229,6 @@ def test_a_policy_trained_for_the_profile_contains_its_timings(
     assert unpriced == {"logistic": (str(tmp_path / "policy"), TRAINED)} and not cache.exists()
     assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
     assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), "timings, not only their mean"
-    (finding,) = unpriced_finding(unpriced, priced, sides[1].header)
-    assert str(tmp_path / "policy") in finding
     with pytest.raises(AssertionError, match="measured"):
         with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
 
@@ -259,7 +242,7 @@ def report(details: Data | None = None, scale: float = 1.0, **facts: Any) -> Dat
     """Return a report with lines of the ratio `scale` to the best fixed length."""
     ratio = {"value": scale, "low": 0.9 * scale, "high": 1.1 * scale}
     lines = [{"name": name, "tokens_per_s": 100.0, "to_best_fixed": ratio} for name in LINES]
-    base = {"traces": "a", "temperature": 0.7, "pair": {"target": "1", "draft": "2"}, "profile": {"device": "cpu"}}
+    base = {"traces": "a", "temperature": 0.7, "pair": {}, "profile": {"device": "cpu"}}
     details = {} if details is None else {"per_prompt": details}
     return {"schema": REPORT_SCHEMA, "kind": "report", "lines": lines, "facts": base | facts, "details": details}
 
@@ -275,14 +258,9 @@ def figures(prompts: list[str], seed: int, speed: float = 1.0, profile: str = "o
     return {"clusters": prompts, "units": prompts, "tokens": tokens, "seconds": seconds, "profile": timings}
 
 
-def changes(before: Data, after: Data) -> dict[str, tuple[Any, Any]]:
-    """Return the ratios of tokens/s and of the ratios to the best fixed length by line."""
-    return {name: (speed, over_best) for name, speed, over_best in compare_reports(before, after)["rows"]}
-
-
 def speed(before: Data, after: Data) -> tuple[float, float, float]:
     """Return value and interval of tokens/s now / before."""
-    ratio = changes(report(before), report(after))["mine"][0]
+    ratio = next(row[1] for row in compare_reports(report(before), report(after))["rows"] if row[0] == "mine")
     return ratio["value"], ratio["low"], ratio["high"]
 
 
@@ -300,9 +278,10 @@ def test_the_change_is_the_ratio_of_rates_over_common_prompts() -> None:
 def test_without_common_prompts_there_is_no_interval_and_other_settings_are_named() -> None:
     after = report(figures(PROMPTS[11:], 1), 1.5, temperature=0.0, profile={"device": "cuda"})
     for before in (report(), report(figures(PROMPTS[:10], 1))):
-        assert changes(before, after)["mine"] == ("-", {"value": pytest.approx(1.5), "low": None, "high": None})
-        text = compare_reports(before, after)["text"]
-        assert all(noun in text for noun in ("no common prompts", "temperature (0.7", "profile: device (cpu"))
+        section = compare_reports(before, after)
+        assert ("mine", "-", {"value": pytest.approx(1.5), "low": None, "high": None}) in section["rows"]
+        nouns = ("no common prompts", "temperature (0.7", "profile: device (cpu")
+        assert all(noun in section["text"] for noun in nouns)
 
 
 def test_the_error_of_one_profile_cancels_and_that_of_two_does_not() -> None:
@@ -329,8 +308,8 @@ def test_reports_on_one_profile_share_its_draws(
     for seed, name in enumerate(("one", "again")):
         evaluate(sides[1], tmp_path / "profile.json", [Confidence(0.6, DEPTH)], out=tmp_path / name, seed=seed)
     one, again = (read_report(tmp_path / name) for name in ("one", "again"))
-    for ratios in changes(one, again).values():
-        assert tuple(ratios[0].values()) == pytest.approx((1.0, 1.0, 1.0), abs=1e-8)
+    for _, ratio, _ in compare_reports(one, again)["rows"]:
+        assert tuple(ratio.values()) == pytest.approx((1.0, 1.0, 1.0), abs=1e-8)
     profile, arrays = Profile.load(tmp_path / "profile.json"), trace_arrays(sides[1])
     factors = one["details"]["per_prompt"]["profile"]["factors"]
     assert set(factors) == {line["name"] for line in one["lines"]}
