@@ -1,29 +1,53 @@
-"""Training of policies: folders, options, searches, and held-out prompts."""
+"""Training of policies: folders, options, searches, held-out prompts, rows, labels and achievable estimates."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import torch
-from conftest import make_prompts
+from conftest import NEW, make_prompts
 from contract_policies import DEPTH
 from specstop.collect import collect
+from specstop.collect.schema import NO_TOKEN
 from specstop.decode import join
-from specstop.policies import InputError, PolicyError, TraceError, load_policy_folder
+from specstop.decode.hf import generate
+from specstop.policies import CostTable, FixedLength, InputError, PolicyError, TraceError, load_policy_folder
+from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies.features import PAST_WEIGHT
 from specstop.train import TraceArrays, make_head, trace_arrays, train
-from specstop.train.fit.plan import FEATURES, REPORT_SHARE, Plan, TrainOptions, split_report
+from specstop.train.evaluate.batches import by_batch
+from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches
+from specstop.train.fit.plan import FEATURES, REPORT_SHARE, Plan, TrainOptions, split_report, without_noise
+from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import fit_policy
 from specstop.train.fit.settle import settle_for, unfitted_prompts
 from specstop.train.fit.tune import TUNE_FOLDS, search
+from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
+from specstop.train.heads.rows import (
+    CHANCE_COLUMNS,
+    Visits,
+    conditional_acceptance,
+    fit_rows,
+    label_columns,
+    split_prompts,
+    visits,
+)
+from synthetic import (
+    synthetic_trace,
+    telling_trace,
+    with_signal,
+)
 
-from specstop import LearnedPolicy, Pair, Profile, Trace, evaluate, load_trace, replay
+from specstop import LearnedPolicy, Pair, Profile, Speculator, Trace, deploy, evaluate, load_trace, replay
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
@@ -135,9 +159,9 @@ def test_a_policy_never_replaces_what_it_is_made_from(
     trace = load_trace(shutil.copytree(sides[0].folder, tmp_path / "traces"))
     full_profile.save(tmp_path / "profiles" / "p.json")
     before, work = files(tmp_path), tmp_path / "work"
-    options = {"tune": 1, "storage": work / "trials.log"}
+    search = {"tune": 1, "storage": work / "trials.log"}
     for out in (tmp_path, tmp_path / "traces", tmp_path / "traces" / "data" / "new", tmp_path / "profiles", work):
-        noun = "which is replaced" if out == work else "which the command reads"
+        options, noun = (search, "which is replaced") if out == work else ({}, "which the command reads")
         with pytest.raises(InputError, match=noun):
             train(trace, Profile.load(tmp_path / "profiles" / "p.json"), out=out, overwrite=True, **options)
     assert files(tmp_path) == before
@@ -228,7 +252,7 @@ def test_the_best_head_is_trained_and_saved_with_the_table(
     assert trials == policy.metadata.metrics["trials"] and {row["folds"] for row in trials} == {TUNE_FOLDS}
 
 
-NAMES = ("top1", "noisy_margin", "depth")
+FEW = ("top1", "noisy_margin", "depth")
 
 
 def decisive_parts(policy: LearnedPolicy) -> list[Any]:
@@ -254,7 +278,7 @@ def test_report_prompts_influence_nothing_but_the_figures(
     changed, trained = dataclasses.replace(arrays, accepted=torch.where(is_report, 0, arrays.accepted)), []
     for source in (arrays, changed):
         monkeypatch.setattr("specstop.train.fit.run.joined_arrays", lambda *_, source=source: source)
-        trained.append(train(sides[0], full_profile, head=head, rule=rule, features=NAMES, tune=tune))
+        trained.append(train(sides[0], full_profile, head=head, rule=rule, features=FEW, tune=tune))
     one, other = trained
     assert decisive_parts(one.policy) == decisive_parts(other.policy)
     assert one.metrics.get("trials") == other.metrics.get("trials")
@@ -262,7 +286,7 @@ def test_report_prompts_influence_nothing_but_the_figures(
 
 
 def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    trained = train(sides[0], full_profile, features=NAMES)
+    trained = train(sides[0], full_profile, features=FEW)
     prompts, arrays = trained.policy.metadata.prompts, trace_arrays(sides[0])
     fit, select = set(prompts["fit"]), set(prompts["select"])
     _, report = split_report(arrays, REPORT_SHARE, 0)
@@ -270,14 +294,14 @@ def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], fu
     assert not fit & select and not (fit | select) & set(report.clusters)
     assert fit | select | set(report.clusters) == set(arrays.clusters)
     assert set(prompts["report"]) == set(report.clusters)
-    bare = train(sides[0], full_profile, features=NAMES, report_share=0).metrics
+    bare = train(sides[0], full_profile, features=FEW, report_share=0).metrics
     assert not [name for name in bare if "held_out" in name or name.endswith("_auc")]
 
 
 def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
     sides: tuple[Trace, Trace], full_profile: Profile
 ) -> None:
-    arrays, policy = trace_arrays(sides[0]), train(sides[0], full_profile, features=NAMES).policy
+    arrays, policy = trace_arrays(sides[0]), train(sides[0], full_profile, features=FEW).policy
     free = unfitted_prompts(policy, arrays)
     assert free is not None and set(free.clusters) == set(policy.metadata.prompts["select"])
     costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
@@ -291,3 +315,171 @@ def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
     assert decisive_parts(settled) == decisive_parts(again)  # type: ignore[arg-type]
     only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in set(policy.metadata.prompts["fit"])])
     assert settle_for(policy, only, costly)[0] is policy
+
+
+MIXED = ("top1", "mean_full", "anchor_top1", "depth", "last_accepted")
+ROW_DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def trace() -> TraceArrays:
+    chance = random.Random(1)
+    lengths = [[min(chance.choice((0, 1, 1, 2, 3)), n - t) for t in range(n)] for n in (12, 3, 20, 1)]
+    return synthetic_trace(lengths, ROW_DEPTH, (("anchor_top1",), ("top1", "depth")))
+
+
+# Rows
+Slow = tuple[list[float], int, bool, bool, bool]
+
+
+def slow_rows(trace: TraceArrays, length: int) -> Iterator[Slow]:
+    """Play a fixed length by hand; yield (features, depth, accepted, followed, followed known) of each row."""
+    for s in range(trace.sequences):
+        anchor, past = 1, []
+        while anchor < int(trace.text_tokens[s]):
+            row = int(trace.offset[s]) + anchor - 1
+            accepted = int(trace.accepted[row])
+            weights = [PAST_WEIGHT**i for i in range(len(past))][::-1]
+            total = sum(weights) or 1.0
+            known = {
+                "mean_accepted": sum(w * a for w, a in zip(weights, past, strict=True)) / total,
+                "mean_full": sum(w * (a == length) for w, a in zip(weights, past, strict=True)) / total,
+                "last_accepted": float(past[-1]) if past else 0.0,
+                "last_verified": float(length) if past else 0.0,
+                "anchor_top1": float(trace.columns["anchor_top1"][row]),
+            }
+            for depth in range(ROW_DEPTH + 1):
+                if accepted < depth - 1 or bool(trace.cut[row]):
+                    break
+                current = {n: float(trace.columns[n][row, depth - 1]) if depth else 0.0 for n in ("top1", "depth")}
+                features = [{**known, **current}[name] for name in MIXED]
+                yield features, depth, accepted >= depth, accepted > depth, accepted >= depth and depth < ROW_DEPTH
+            past.append(min(accepted, length))
+            anchor += min(accepted, length) + 1
+
+
+def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> None:
+    lengths = (1, 2, 3)
+    rows = fit_rows(trace, MIXED, visits(trace, [replay(trace, FixedLength(k), profile) for k in lengths]))
+    slow = [row for k in lengths for row in slow_rows(trace, k)]
+    assert len(rows) == len(slow) > 40
+    np.testing.assert_allclose(rows.features.numpy(), [row[0] for row in slow], rtol=1e-5, atol=1e-6)
+    assert rows.depth.tolist() == [row[1] for row in slow]
+    drawn = rows.drawn.tolist()
+    assert drawn == [row[1] > 0 for row in slow]
+    assert rows.known.T.tolist() == [drawn, [row[4] for row in slow]]
+    accept, following = (rows.labels[rows.known[:, at], at] for at in (0, 1))
+    assert accept.tolist() == [row[2] for row, use in zip(slow, drawn, strict=True) if use]
+    assert following.tolist() == [row[3] for row in slow if row[4]]
+
+
+def test_samples_of_a_prompt_are_on_one_side_which_the_seed_decides() -> None:
+    trace = synthetic_trace([[0, 0]] * 20, ROW_DEPTH)
+    trace.prompt_ids[:] = [str(i // 2) for i in range(20)]
+    splits = [split_prompts(trace, 0.25, seed) for seed in (0, 0, 1)]
+    assert splits[0] == splits[1] != splits[2]
+    for fit, held in splits:
+        assert sorted(fit + held) == list(range(20)) and 4 <= len(held) <= 6
+        assert not {trace.prompt_ids[s] for s in fit} & {trace.prompt_ids[s] for s in held}
+
+
+def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
+    trace = synthetic_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], ROW_DEPTH)
+    folds = prompt_folds(trace, 3, 0)
+    result = on_policy_rounds(trace, folds, [FixedLength(2), FixedLength(1)], profile)
+    for fold, length in enumerate((2, 1, 2)):
+        whole = visits(trace, [replay(trace, FixedLength(length), profile)])
+        mine, expected = (folds.of_rows(trace, part) == fold for part in (result, whole))
+        assert len(result.row[mine]) > 2
+        torch.testing.assert_close(result.row[mine], whole.row[expected])
+        torch.testing.assert_close(result.history[mine], whole.history[expected])
+
+
+def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceArrays, profile: Profile) -> None:
+    visited = visits(trace, [replay(trace, FixedLength(2), profile)])
+    lengths = trace.accepted[visited.row].tolist()
+    expected = [sum(a >= j for a in lengths) / sum(a >= j - 1 for a in lengths) for j in range(1, ROW_DEPTH + 1)]
+    assert conditional_acceptance(trace, visited) == pytest.approx(expected)
+    never = synthetic_trace([[1] * 9], ROW_DEPTH)
+    assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (1.0, 0.0, 0.0)
+    lookup = synthetic_trace([[1, 0, 2, 0, 1, 0]], ROW_DEPTH)
+    lookup.tokens[1::2] = NO_TOKEN
+    every = Visits.once(torch.arange(6))
+    assert conditional_acceptance(lookup, every)[:2] == (1.0, pytest.approx(1 / 3)), "of rounds that have a token"
+
+
+OPTIONS: dict[str, Any] = {"depth": ROW_DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}
+
+
+@pytest.fixture(scope="module")
+def block(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """Traces of block verification to train on and to evaluate on, of two draws each."""
+    folder = tmp_path_factory.mktemp("block")
+    output = ((24, "fit", 21), (12, "held", 22))
+    return tuple(
+        collect(pair, make_prompts(*args), folder / args[1], verification="block", draws=2, **OPTIONS)
+        for args in output
+    )
+
+
+def rows_of(trace: Trace, chances: bool) -> Any:
+    arrays = trace_arrays(trace, ("top1", "drawn_prob"), CHANCE_COLUMNS if chances else ())
+    row = (~arrays.cut).nonzero()[:, 0]
+    return fit_rows(arrays, ("top1", "drawn_prob"), Visits(row, torch.zeros(len(row), 4)))
+
+
+def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[Trace, Trace]) -> None:
+    assert label_columns([block[0].header], False) == CHANCE_COLUMNS
+    soft, hard = rows_of(block[0], True), rows_of(block[0], False)
+    assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
+    assert set(hard.labels.unique().tolist()) == {0.0, 1.0} and hard.labels.dtype == torch.float32
+    for column, use in enumerate(soft.known.T):
+        chance, bit = soft.labels[use, column], hard.labels[use, column]
+        assert abs(float(chance.mean() - bit.mean())) < 4 * float(bit.std()) / len(bit) ** 0.5
+        assert float(chance.std()) < float(bit.std())
+        assert float(np.corrcoef(chance, bit)[0, 1]) > 0.2
+
+
+def test_match_traces_keep_bits(traces: dict[float, Trace], block: tuple[Trace, Trace]) -> None:
+    assert label_columns([traces[0.7].header], False) == ()
+    assert label_columns([traces[0.7].header, block[0].header], True) == ("draft_prob", "target_prob")
+    assert without_noise(("top1", "noisy_margin"), traces[0.7].header) == ("top1", "noisy_margin")
+    assert without_noise(("top1", "noisy_margin", "noisy_score"), block[0].header) == ("top1", "drawn_prob")
+
+
+@pytest.mark.usefixtures("module_cache")
+def test_a_head_is_fitted_and_runs_under_its_verification(
+    plain_pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = train(block[0], full_profile, out=tmp_path / "p").policy
+    assert (policy.metadata.verification, policy.metadata.label) == ("block", "block")
+    assert "noisy_margin" not in policy.features and "drawn_prob" in policy.features
+    report = evaluate(block[1], full_profile, [policy], train_traces=block[0])
+    assert report.facts["exactness"] == "exact in law, 2 draws of each text" and 8 < report.facts["prompts"] <= 12
+    deploy("hf", tmp_path / "hf", tmp_path / "p")
+    created: list[Speculator] = []
+    monkeypatch.setattr(generate, "Speculator", lambda *a, **k: created.append(Speculator(*a, **k)) or created[-1])
+    options = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 8, "assistant_model": plain_pair.draft}
+    custom = {"custom_generate": str(tmp_path / "hf"), "trust_remote_code": True}
+    plain_pair.target.generate(torch.tensor([[5, 6, 7]]), **custom, **options)
+    assert [speculator.mode.name for speculator in created] == ["block"], "an exported policy, too"
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_achievable_estimate_is_worth_what_the_features_tell(tells: bool) -> None:
+    """A draft step takes a quarter of a second, a verification 4 s and half a second for each token beyond one a stream."""
+    low = CostTable(1.0, (0.25, 0.25), 0.0, tuple(4.0 + 0.5 * n for n in range(5)))
+    many = BatchTable(
+        1.0, ((1, 0.25), (4, 0.25)), {size: ((size, 4.0), (5 * size, 4.0 + 2.0 * size)) for size in (1, 4)}
+    )
+    high, batch = dataclasses.replace(low, context=99.0), BatchCosts(many, dataclasses.replace(many, context=99.0))
+    arrays, profile = telling_trace(12), Profile(low, high, 0.0, 0.0, (0.0, 0.0), batch=batch)
+    if not tells:
+        noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
+        arrays = with_signal(arrays, noise, noise[:, 0])
+    alone = achievable_estimate(arrays, profile, ("entropy", "anchor_entropy", "depth")).rate
+    result = by_batch(arrays, [], profile, [4], estimate=achievable_in_batches(arrays, profile))
+    best, known, bound = (line["to_best_fixed"][0]["value"] for line in result["lines"])
+    assert best == 1.0 and known < bound and result["use"][0] != NAME
+    for gain in (known, alone / best_of(fixed_grid(arrays, profile)).rate):
+        assert gain > 1.08 if tells else gain < 1.03

@@ -1,13 +1,16 @@
-"""Heads on hidden states: they learn a known rule, are exported as they were fitted, and decode as published; mixed texts."""
+"""Heads learn a known rule, are exported as they were fitted, and decode as published; mixed texts."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xgboost as xgb
 from conftest import make_prompts
 from contract_policies import DEPTH
 from feature_head import biased
@@ -16,10 +19,10 @@ from specstop.decode import stream_key
 from specstop.policies import InputError, PolicyError, TraceError, load_policy_folder
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.train import HeadEstimator, TraceArrays, Trained, head_class, trace_arrays, train
+from specstop.train import HeadEstimator, TraceArrays, Trained, head_class, make_head, trace_arrays, train
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
-from specstop.train.heads.networks import ResNetEstimator, acceptance_loss
+from specstop.train.heads.networks import MLPEstimator, ResNetEstimator, acceptance_loss
 from specstop.train.heads.published import (
     DynaSDHardEstimator,
     DynaSDSoftEstimator,
@@ -28,7 +31,14 @@ from specstop.train.heads.published import (
     balanced,
 )
 from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
-from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
+from synthetic import (
+    NAMES,
+    TRUE_BIAS,
+    TRUE_WEIGHT,
+    synthetic_rows,
+    synthetic_trace,
+    true_logits,
+)
 from torch import Tensor
 
 from specstop import Pair, Profile, Settings, Speculator, Trace, replay
@@ -76,6 +86,11 @@ def scored(head: Head, rows: FitRows, depth: int) -> Tensor:
     return torch.from_numpy(head.scores(rows.features.numpy(), depth, states)).float()
 
 
+def at_their_depths(head: Head, rows: FitRows) -> Tensor:
+    """Return [M, 2] float32, the head's scores of all rows."""
+    return torch.where((rows.depth == 0)[:, None], *(scored(head, rows, depth) for depth in (0, 1)))
+
+
 def fitted(model: HeadEstimator, rows: FitRows, stop_rows: FitRows) -> Head:
     """Return the head of a fitted estimator."""
     return model.fit(rows, stop_rows=stop_rows).export()
@@ -85,8 +100,7 @@ def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
     fit, (held, _, truth) = hidden_rows(14_000, 1)[0], hidden_rows(6_000, 2)
     head, blind = fitted(ResNetEstimator(NAMES, epochs=8), fit, held), fitted(LogisticEstimator(NAMES), fit, held)
     assert dict(head.sizes) == {"draft_hidden": DRAFT, "target_hidden": TARGET}
-    first = (held.depth == 0)[:, None]
-    outputs = [torch.sigmoid(torch.where(first, *(scored(one, held, d) for d in (0, 1)))) for one in (head, blind)]
+    outputs = [torch.sigmoid(at_their_depths(one, held)) for one in (head, blind)]
     for column, use in enumerate(held.known.T):
         labels = held.labels[use, column].numpy()
         loss, without, best = (log_loss(p[use, column].numpy(), labels) for p in (*outputs, truth))
@@ -291,3 +305,85 @@ def test_heads_are_fitted_on_mixed_texts(
     assert any(not np.array_equal(first[name], second[name]) for name in first)
     with pytest.raises(TraceError, match="no mixed trace"):
         train(hidden[0], costs, head=kind, mixed=hidden[1])
+
+
+MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order
+COEFFICIENT = 0.08  # over 3 standard errors of a coefficient fitted on the fewest rows, about 0.025
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[FitRows, FitRows]:
+    return synthetic_rows(24_000, 1), synthetic_rows(8_000, 2)
+
+
+def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float, float]]:
+    """Return (loss of the head, of the truth, of the constant) for both outputs."""
+    truth = true_logits(rows.features, rows.depth == 0)
+    result = []
+    for column, (label, use) in enumerate(zip(rows.labels.T, rows.known.T, strict=True)):
+        constant = np.full(int(use.sum()), float(label[use].double().mean()))
+        logits = (head_logits[use, column], truth[use, column])
+        chances = (*(torch.sigmoid(x).numpy() for x in logits), constant)
+        result.append(tuple(log_loss(chance, label[use].numpy()) for chance in chances))
+    return result
+
+
+def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
+    head, first = fitted(LogisticEstimator(NAMES), *parts), parts[1].depth == 0
+    tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
+    weight = tensors["weight"] / tensors["scale"]
+    bias = tensors["bias"] - weight @ (tensors["mean"])
+    torch.testing.assert_close(weight[:2], TRUE_WEIGHT[:2], atol=COEFFICIENT, rtol=0)
+    torch.testing.assert_close(bias[:2], TRUE_BIAS[:2], atol=COEFFICIENT, rtol=0)
+    opening, truth = at_their_depths(head, parts[1])[first, 1].float(), true_logits(parts[1].features, first)[first, 1]
+    torch.testing.assert_close(opening, truth, atol=4 * COEFFICIENT, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
+def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str) -> None:
+    rows = synthetic_rows(1500, 4)
+    head = fitted(make_head(kind, {"epochs": 1} if kind == "mlp" else {}).set_params(features=NAMES), rows, rows)
+    seen = rows.features[rows.drawn].numpy()
+    end = seen[:50].copy()
+    end[:, 2] = seen[:, 2].max()
+    far = end.copy()
+    far[:, 2] = 1e6
+    for depth in (0, 1):  # at depth 0 the feature is not read, or fed as 0
+        assert np.isfinite(head.scores(far, depth)).all()
+    assert np.array_equal(head.scores(far, 1), head.scores(end, 1))
+    assert head.tensors()["high"][2] == seen[:, 2].max()
+
+
+def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
+    model = make_head("xgboost").set_params(features=NAMES).fit(parts[0], stop_rows=parts[1])
+    head, files = model.export(), model.files_
+    tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
+    x = parts[1].features[:3000].clone()
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.2] = float("nan")
+    split, threshold = tensors["feature"].flatten(), tensors["threshold"].flatten()
+    real = (threshold < np.finfo(np.float32).max).nonzero()[:, 0]
+    on = parts[1].features[: len(real)].clone()[torch.arange(len(real)) % 3000]
+    on[torch.arange(len(real)), split[real]] = threshold[real]  # exactly on a threshold
+    rows = torch.cat([x, on, 3.0 * x[:200]]).numpy()
+    assert len(on) > 500
+    result = head.scores(rows, 1)
+    within = np.clip(rows, tensors["low"].numpy(), tensors["high"].numpy())
+    for column, name in enumerate(("accept.ubj", "next.ubj")):
+        booster = xgb.Booster()
+        booster.load_model(bytearray(files[name]))
+        margin = booster.predict(xgb.DMatrix(within, feature_names=list(NAMES)), output_margin=True)
+        np.testing.assert_allclose(result[:, column], margin, atol=MARGIN, rtol=MARGIN)
+    assert result.std() > 0.5
+    assert np.array_equal(head.scores(within.astype(np.float32), 0), result), "trees know the depth by its feature only"
+
+
+def test_the_mlp_learns_the_truth_and_restores_random_states(parts: tuple[FitRows, FitRows]) -> None:
+    def states() -> list[Any]:
+        numbers = np.random.get_state()[1].tolist()  # noqa: NPY002 - the global state is what this is about
+        return [torch.get_rng_state().tolist(), random.getstate(), numbers]
+
+    before = states()
+    head = fitted(MLPEstimator(NAMES, epochs=4), *parts)
+    assert states() == before
+    for loss, truth, constant in losses(at_their_depths(head, parts[1]), parts[1]):
+        assert loss < truth + LOSS < constant - LOSS
