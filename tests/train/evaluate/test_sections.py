@@ -21,14 +21,7 @@ from specstop.policies.measurements import DECISIONS
 from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays, train
 from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, survival, time_share
-from specstop.train.evaluate.pricing import (
-    TIMED,
-    TRAINED,
-    Priced,
-    ProfileBootstrap,
-    ResampleSource,
-    with_prices,
-)
+from specstop.train.evaluate.pricing import TIMED, TRAINED, Priced, ProfileBootstrap, ResampleSource, with_prices
 from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.bounds import judge, oracle_plan

@@ -41,11 +41,7 @@ from specstop.train.heads.rows import (
     split_prompts,
     visits,
 )
-from synthetic import (
-    synthetic_trace,
-    telling_trace,
-    with_signal,
-)
+from synthetic import synthetic_trace, telling_trace, with_signal
 
 from specstop import LearnedPolicy, Pair, Profile, Speculator, Trace, deploy, evaluate, load_trace, replay
 

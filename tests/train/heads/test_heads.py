@@ -31,14 +31,7 @@ from specstop.train.heads.published import (
     balanced,
 )
 from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
-from synthetic import (
-    NAMES,
-    TRUE_BIAS,
-    TRUE_WEIGHT,
-    synthetic_rows,
-    synthetic_trace,
-    true_logits,
-)
+from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 from torch import Tensor
 
 from specstop import Pair, Profile, Settings, Speculator, Trace, replay
