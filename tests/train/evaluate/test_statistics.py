@@ -452,6 +452,13 @@ def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: 
     assert "importance" not in evaluate(live(), profile, [FixedLength(2)]).details, "every round has full depth"
 
 
+def test_single_rounds_of_trees_are_as_drawn(live: Any, profile: Profile) -> None:
+    arrays = single_rounds(live(verification="rejection", tree="2,2,1"))
+    whole, early = (evaluate_rounds(arrays, policy, profile) for policy in (FixedLength(3), Confidence(0.5, 3)))
+    assert float(whole.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
+    assert early.committed.sum() < whole.committed.sum() and early.seconds.sum() < whole.seconds.sum()
+
+
 @pytest.mark.parametrize("verification", ["match", "rejection"])
 def test_tokens_that_were_drafted_and_not_sent_are_not_rejected(live: Any, profile: Profile, verification: str) -> None:
     sent, whole = 2, single_rounds(live(verification=verification))

@@ -210,14 +210,9 @@ def sampled(traces: dict[float, Trace]) -> Trace:
 
 
 def test_a_policy_for_vllm_reads_features_of_vllm(traces: dict[float, Trace], sampled: Trace, profile: Profile) -> None:
-    options = {"host": "vllm", "folds": 2, "cross_fit": False}
-    policies = [train(trace, profile, **options).policy for trace in (traces[0.0], sampled)]
-    assert "noisy_margin" not in policies[1].features and {"margin", "entropy", "top1"} <= set(policies[1].features)
-    for policy in policies:
-        assert check_engine_policy(policy) is policy and policy.hidden == ()
-
-
-def test_a_policy_that_vllm_cannot_run_is_refused(traces: dict[float, Trace], sampled: Trace, profile: Profile) -> None:
+    policy = train(sampled, profile, host="vllm", folds=2, cross_fit=False).policy
+    assert check_engine_policy(policy) is policy and policy.hidden == ()
+    assert "noisy_margin" not in policy.features and {"margin", "entropy", "top1"} <= set(policy.features)
     greedy = traces[0.0]
     for trace, options, noun in (
         (greedy, {"host": "vlm"}, "did you mean 'vllm'"),
