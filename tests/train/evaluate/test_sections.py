@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import NEW
@@ -22,7 +21,6 @@ from specstop.train import TraceArrays, compare_reports, read_report, trace_arra
 from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, survival, time_share
 from specstop.train.evaluate.pricing import TIMED, TRAINED, Priced, ProfileBootstrap, ResampleSource, with_prices
-from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.bounds import judge, oracle_plan
 from timed import timed_profile
@@ -226,88 +224,36 @@ def test_a_policy_trained_for_the_profile_contains_its_timings(
         with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
 
 
-PROMPTS = [f"p{i}" for i in range(20)]
-LINES = ("plain decoding", "best fixed", "mine", "oracle bound")
-Data = dict[str, Any]
-
-
-def report(details: Data | None = None, scale: float = 1.0, **facts: Any) -> Data:
-    """Return a report with lines of the ratio `scale` to the best fixed length."""
-    ratio = {"value": scale, "low": 0.9 * scale, "high": 1.1 * scale}
-    lines = [{"name": name, "tokens_per_s": 100.0, "to_best_fixed": ratio} for name in LINES]
-    base = {"traces": "a", "temperature": 0.7, "pair": {}, "profile": {"device": "cpu"}}
-    details = {} if details is None else {"per_prompt": details}
-    return {"schema": REPORT_SCHEMA, "kind": "report", "lines": lines, "facts": base | facts, "details": details}
-
-
-def figures(prompts: list[str], seed: int, speed: float = 1.0, profile: str = "one", pace: float = 0.0) -> Data:
-    """Return seconds by prompt; draws of the profile share a factor of standard deviation `pace`."""
-    cost = dict(zip(PROMPTS, np.random.default_rng(0).uniform(1.0, 3.0, len(PROMPTS)), strict=True))
-    rng = np.random.default_rng(seed)
-    seconds = {name: [cost[p] / speed * float(rng.uniform(0.98, 1.02)) for p in prompts] for name in LINES[:3]}
-    factors = np.exp(pace * np.random.default_rng([len(profile), seed]).standard_normal(200)).tolist()
-    timings = {"fingerprint": profile, "is_timed": True, "pace_error": 0.0, "factors": dict.fromkeys(seconds, factors)}
-    tokens = [60.0] * len(prompts)
-    return {"clusters": prompts, "units": prompts, "tokens": tokens, "seconds": seconds, "profile": timings}
-
-
-def speed(before: Data, after: Data) -> tuple[float, float, float]:
-    """Return value and interval of tokens/s now / before."""
-    ratio = next(row[1] for row in compare_reports(report(before), report(after))["rows"] if row[0] == "mine")
-    return ratio["value"], ratio["low"], ratio["high"]
-
-
-def test_the_change_is_the_ratio_of_rates_over_common_prompts() -> None:
-    before, after = figures(PROMPTS[:15], 1), figures(PROMPTS[5:][::-1], 2, speed=1.1)
-    spent = [
-        sum(s for p, s in zip(f["clusters"], f["seconds"]["mine"], strict=True) if p in PROMPTS[5:15])
-        for f in (before, after)
-    ]
-    value, low, high = speed(before, after)
-    assert value == pytest.approx(spent[0] / spent[1])
-    assert 1.07 < low < value < high < 1.13 and high - low < 0.06, "paired: prompts differ threefold"
-
-
-def test_without_common_prompts_there_is_no_interval_and_other_settings_are_named() -> None:
-    after = report(figures(PROMPTS[11:], 1), 1.5, temperature=0.0, profile={"device": "cuda"})
-    for before in (report(), report(figures(PROMPTS[:10], 1))):
-        section = compare_reports(before, after)
-        assert ("mine", "-", {"value": pytest.approx(1.5), "low": None, "high": None}) in section["rows"]
-        nouns = ("no common prompts", "temperature (0.7", "profile: device (cpu")
-        assert all(noun in section["text"] for noun in nouns)
-
-
-def test_the_error_of_one_profile_cancels_and_that_of_two_does_not() -> None:
-    """With an error of 4%, prompts alone determine the interval on one profile, and 4% times root 2 adds on two."""
-
-    def change(profile: str, pace: float) -> tuple[float, float, float]:
-        after = figures(PROMPTS, 1, 1.01, profile=profile, pace=pace)
-        noise = np.random.default_rng(5).uniform(0.98, 1.02, len(PROMPTS))
-        after["seconds"]["mine"] = (np.array(after["seconds"]["mine"]) * noise).tolist()
-        return speed(figures(PROMPTS, 1, pace=pace), after)
-
-    exact, shared, two = change("one", 0.0), change("one", 0.04), change("another", 0.04)
-    assert shared == pytest.approx(exact)
-    assert np.log(two[2] / two[1]) == pytest.approx(2 * 1.96 * 0.04 * 2**0.5, rel=0.2)
-    assert np.log(exact[2] / exact[1]) < 0.25 * np.log(two[2] / two[1])
-
-
-def test_reports_on_one_profile_share_its_draws(
+def test_reports_are_compared_over_their_common_prompts(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, few_draws: None
 ) -> None:
-    """Equal lines differ in nothing, whatever the seed. The factors are those of the texts, priced round by round."""
+    """Reports on one profile share its draws: equal lines differ in nothing. Errors of two profiles do not cancel."""
+    held, policy = sides[1], Confidence(0.6, DEPTH)
     machine = full_profile.with_decisions({"confidence": 5e-5})
-    timed_profile(machine, ["confidence"], pace=0.06, jitter=0.1, seed=1).save(tmp_path / "profile.json")
-    for seed, name in enumerate(("one", "again")):
-        evaluate(sides[1], tmp_path / "profile.json", [Confidence(0.6, DEPTH)], out=tmp_path / name, seed=seed)
-    one, again = (read_report(tmp_path / name) for name in ("one", "again"))
+    profiles = [timed_profile(machine, ["confidence"], pace=0.06, jitter=0.1, seed=seed) for seed in (1, 2)]
+    names = sorted(set(held.rows["prompt_id"]))
+
+    def part(kept: list[str], **changes: Any) -> Trace:
+        rows = held.rows.filter(lambda name: name in kept, input_columns="prompt_id")
+        return Trace(held.folder, dataclasses.replace(held.header, **changes), rows)
+
+    few, others = part(names[:8]), part(names[8:], temperature=0.9)
+    runs = ((held, profiles[0]), (held, profiles[0]), (few, profiles[1]), (others, profiles[0]))
+    for seed, (trace, profile) in enumerate(runs):
+        evaluate(trace, profile, [policy], out=tmp_path / str(seed), seed=seed)
+    one, again, other_profile, other_prompts = (read_report(tmp_path / str(seed)) for seed in range(4))
     for _, ratio, _ in compare_reports(one, again)["rows"]:
         assert tuple(ratio.values()) == pytest.approx((1.0, 1.0, 1.0), abs=1e-8)
-    profile, arrays = Profile.load(tmp_path / "profile.json"), trace_arrays(sides[1])
-    factors = one["details"]["per_prompt"]["profile"]["factors"]
+    change = next(row[1] for row in compare_reports(one, other_profile)["rows"] if row[0] == policy.name)
+    before, after = (replay(few, policy, profile).rate for profile in profiles)
+    assert change["value"] == pytest.approx(after / before)
+    assert change["low"] < change["value"] < change["high"] and change["high"] / change["low"] > 1.05
+    section = compare_reports(other_profile, other_prompts)
+    assert {ratio for _, ratio, _ in section["rows"]} == {"-"}
+    assert "no common prompts" in section["text"] and "temperature (0.7" in section["text"]
+    # The factors in a report are those of the texts, priced round by round.
+    factors, draws = one["details"]["per_prompt"]["profile"]["factors"], ProfileBootstrap(profiles[0]).profiles
     assert set(factors) == {line["name"] for line in one["lines"]}
-    draws = ProfileBootstrap(profile).profiles
-    for name, policy in (("plain decoding", FixedLength(0)), ("confidence:0.6", Confidence(0.6, DEPTH))):
-        rounds = replay(arrays, policy, profile)
-        measured, *drawn = (float(rounds.text_seconds(costs).sum()) for costs in (profile, *draws))
-        assert factors[name] == pytest.approx([seconds / measured for seconds in drawn], abs=1e-8)
+    rounds = replay(held, policy, profiles[0])
+    measured, *drawn = (float(rounds.text_seconds(costs).sum()) for costs in (profiles[0], *draws))
+    assert factors[policy.name] == pytest.approx([seconds / measured for seconds in drawn], abs=1e-8)
