@@ -23,13 +23,8 @@ from specstop.decode.benchmark import Ratio, expanded_tail
 from specstop.policies import Array, Confidence, FixedLength, InputError, TraceError
 from specstop.policies.measurements import Noise
 from specstop.train import Line, TraceArrays, trace_arrays
-from specstop.train.evaluate.importance import (
-    COLUMNS,
-    _recorded_totals,
-    importance_estimate,
-    importance_weights,
-    observed_rounds,
-)
+from specstop.train.evaluate import importance
+from specstop.train.evaluate.importance import importance_estimate, importance_weights, observed_rounds
 from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer
 from specstop.train.evaluate.statistics import Clusters, Resamples, clusters_needed, form_clusters
 from specstop.train.evaluate.verdict import answer, doubts, findings, verdict
@@ -288,7 +283,7 @@ def live(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFac
 
 
 def read(trace: Trace) -> TraceArrays:
-    return trace_arrays(trace, extra=COLUMNS)
+    return trace_arrays(trace, extra=importance.COLUMNS)
 
 
 def single_rounds(trace: Trace) -> TraceArrays:
@@ -306,7 +301,7 @@ def test_rounds_of_the_recorded_policy_are_those_of_the_trace(live: Any, profile
     assert (shown.drafted == arrays.drawn.sum(1).numpy())[alone].all()
     assert (shown.verified == arrays.extra["sent"].sum(1).numpy())[alone].all()
     assert (shown.drafted <= arrays.drawn.sum(1).numpy()).all()
-    tokens, seconds = _recorded_totals(arrays, None, profile)
+    tokens, seconds = importance._recorded_totals(arrays, None, profile)
     assert shown.tokens[alone] == pytest.approx(tokens[alone], rel=EXACT)
     assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
 

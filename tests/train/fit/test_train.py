@@ -31,16 +31,9 @@ from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import fit_policy
 from specstop.train.fit.settle import settle_for
 from specstop.train.fit.tune import TUNE_FOLDS, search
+from specstop.train.heads import rows as fitting_rows
 from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
-from specstop.train.heads.rows import (
-    CHANCE_COLUMNS,
-    Visits,
-    conditional_acceptance,
-    fit_rows,
-    label_columns,
-    split_prompts,
-    visits,
-)
+from specstop.train.heads.rows import Visits, conditional_acceptance, fit_rows, visits
 from synthetic import synthetic_trace, telling_trace, with_signal
 
 from specstop import LearnedPolicy, Pair, Profile, Speculator, Trace, deploy, evaluate, load_trace, replay
@@ -344,7 +337,7 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
 def test_samples_of_a_prompt_are_on_one_side_which_the_seed_decides() -> None:
     trace = synthetic_trace([[0, 0]] * 20, ROW_DEPTH)
     trace.prompt_ids[:] = [str(i // 2) for i in range(20)]
-    splits = [split_prompts(trace, 0.25, seed) for seed in (0, 0, 1)]
+    splits = [fitting_rows.split_prompts(trace, 0.25, seed) for seed in (0, 0, 1)]
     assert splits[0] == splits[1] != splits[2]
     for fit, held in splits:
         assert sorted(fit + held) == list(range(20)) and 4 <= len(held) <= 6
@@ -391,13 +384,13 @@ def block(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, 
 
 
 def rows_of(trace: Trace, chances: bool) -> Any:
-    arrays = trace_arrays(trace, ("top1", "drawn_prob"), CHANCE_COLUMNS if chances else ())
+    arrays = trace_arrays(trace, ("top1", "drawn_prob"), fitting_rows.CHANCE_COLUMNS if chances else ())
     row = (~arrays.cut).nonzero()[:, 0]
     return fit_rows(arrays, ("top1", "drawn_prob"), Visits(row, torch.zeros(len(row), 4)))
 
 
 def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[Trace, Trace]) -> None:
-    assert label_columns([block[0].header], False) == CHANCE_COLUMNS
+    assert fitting_rows.label_columns([block[0].header], False) == fitting_rows.CHANCE_COLUMNS
     soft, hard = rows_of(block[0], True), rows_of(block[0], False)
     assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
     assert set(hard.labels.unique().tolist()) == {0.0, 1.0} and hard.labels.dtype == torch.float32
@@ -409,8 +402,8 @@ def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[T
 
 
 def test_match_traces_keep_bits(traces: dict[float, Trace], block: tuple[Trace, Trace]) -> None:
-    assert label_columns([traces[0.7].header], False) == ()
-    assert label_columns([traces[0.7].header, block[0].header], True) == ("draft_prob", "target_prob")
+    assert fitting_rows.label_columns([traces[0.7].header], False) == ()
+    assert fitting_rows.label_columns([traces[0.7].header, block[0].header], True) == ("draft_prob", "target_prob")
     assert without_noise(("top1", "noisy_margin"), traces[0.7].header) == ("top1", "noisy_margin")
     assert without_noise(("top1", "noisy_margin", "noisy_score"), block[0].header) == ("top1", "drawn_prob")
 

@@ -20,16 +20,10 @@ from specstop.policies import InputError, PolicyError, TraceError, load_policy_f
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.train import HeadEstimator, TraceArrays, Trained, head_class, make_head, trace_arrays, train
+from specstop.train.heads import published
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
 from specstop.train.heads.networks import MLPEstimator, ResNetEstimator, acceptance_loss
-from specstop.train.heads.published import (
-    DynaSDHardEstimator,
-    DynaSDSoftEstimator,
-    SpecDecEstimator,
-    SpecDecPublishedEstimator,
-    balanced,
-)
 from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 from torch import Tensor
@@ -102,7 +96,7 @@ def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
 
 def test_dynasds_soft_model_learns_the_ratio() -> None:
     fit, (held, soft) = published_rows(8_000, 4)[0], published_rows(6_000, 5)
-    head = fitted(DynaSDSoftEstimator(epochs=3), fit, held)
+    head = fitted(published.DynaSDSoftEstimator(epochs=3), fit, held)
     chance, truth = torch.sigmoid(scored(head, held, 1)[:, 0])[held.drawn], soft[held.drawn]
     assert float((chance - truth).abs().mean()) < 0.04 and abs(float(chance.mean() - truth.mean())) < MEAN
     first = held.labels[~held.drawn & held.known[:, 1], 1].mean()
@@ -117,27 +111,27 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft:
     hits = (torch.rand(9_000, generator=generator) < chance).float()
     labels, known = torch.stack([chance if soft else hits, hits], 1), torch.tensor([True, False]).expand(9_000, 2)
     rows = FitRows(features, torch.ones(9_000, dtype=torch.int64), labels, known)
-    sample = balanced(rows, 3)
+    sample = published.balanced(rows, 3)
     assert float(sample.labels[:, 0].mean()) == 0.5 and set(sample.labels[:, 0].tolist()) == {0.0, 1.0}
     assert len(sample) == pytest.approx(2 * float((1 - hits).sum()), rel=0.1)
-    assert not torch.equal(sample.features, balanced(rows, 4).features)
-    head = fitted(DynaSDHardEstimator(HARD_FEATURES, epochs=6, learning_rate=5e-3), rows, rows)
+    assert not torch.equal(sample.features, published.balanced(rows, 4).features)
+    head = fitted(published.DynaSDHardEstimator(HARD_FEATURES, epochs=6, learning_rate=5e-3), rows, rows)
     output = torch.sigmoid(scored(head, rows, 1)[:, 0])
     odds = float(hits.mean() / (1 - hits.mean()))
     expected = chance / (chance + odds * (1 - chance))  # the sample has rejected rows `odds` times as often
     assert float((output - expected).abs().mean()) < 0.05 and float((output - chance).abs().mean()) > 0.2
 
 
-@pytest.mark.parametrize("published", [False, True])
-def test_the_rejection_weights_bias_stays_in_the_published_head_only(published: bool) -> None:
+@pytest.mark.parametrize("is_published", [False, True])
+def test_the_rejection_weights_bias_stays_in_the_published_head_only(is_published: bool) -> None:
     """With weight w the least loss is at a / (a + w (1 - a)), the mean of which is known here."""
     fit, (held, soft) = published_rows(10_000, 6)[0], published_rows(6_000, 7)
-    build = SpecDecPublishedEstimator if published else SpecDecEstimator
+    build = published.SpecDecPublishedEstimator if is_published else published.SpecDecEstimator
     head = fitted(build(epochs=10, learning_rate=1e-2), fit, held)
-    assert head.lag == 1 and (len(head.tensors()["block.weight"]) == 1) == published
+    assert head.lag == 1 and (len(head.tensors()["block.weight"]) == 1) == is_published
     use = held.drawn
     output = torch.sigmoid(scored(head, held, 2)[use, 0])
-    expected = torch.from_numpy(biased(soft[use].numpy(), 6.0)) if published else soft[use]
+    expected = torch.from_numpy(biased(soft[use].numpy(), 6.0)) if is_published else soft[use]
     assert float(output.mean()) == pytest.approx(float(expected.mean()), abs=MEAN)
     assert float((output - expected).abs().mean()) < 0.05
 

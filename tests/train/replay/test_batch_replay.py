@@ -26,19 +26,9 @@ from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.tree_rules import Gain
 from specstop.train import TraceArrays, oracle_seconds, trace_arrays
+from specstop.train.replay import bounds
 from specstop.train.replay.batch import BatchRounds, at_once, poisson, recorded, replay_batch
-from specstop.train.replay.bounds import (
-    StaticTree,
-    batch_bound,
-    best_static_tree,
-    best_subtrees,
-    drafted_alone,
-    judge,
-    likeliest_nodes,
-    on_subtree,
-    oracle_plan,
-    planned_rounds,
-)
+from specstop.train.replay.bounds import StaticTree, judge, oracle_plan
 from synthetic import synthetic_trace, with_batches
 
 from specstop import Pair, Profile, Prompt, Settings, Speculator, StopPolicy, Trace, parse_tree, replay
@@ -183,7 +173,7 @@ def test_no_batch_is_faster_than_the_bound(arrays: Arrays, timed: Profile, batch
     trace, free = arrays[0.7], dataclasses.replace(timed, decision_s={})
     policies = [*SINGLE, *joint(timed)[:4], *(FixedLength(k) for k in range(DEPTH + 1))]
     fastest = min(float(served(trace, policy, free, batch).seconds.sum()) for policy in policies)
-    assert 0.3 * fastest < float(batch_bound(trace, free, batch).sum()) <= fastest * (1 + EXACT)
+    assert 0.3 * fastest < float(bounds.batch_bound(trace, free, batch).sum()) <= fastest * (1 + EXACT)
 
 
 def test_the_bound_of_streams_that_share_nothing_is_that_of_each_alone(arrays: Arrays, profile: Profile) -> None:
@@ -194,7 +184,9 @@ def test_the_bound_of_streams_that_share_nothing_is_that_of_each_alone(arrays: A
     batch = BatchCosts(one, dataclasses.replace(one, context=40.0))
     alone = CostTable(8.0, (1e-3, 1e-3), 0.0, tuple(4e-3 + 1e-3 * n for n in range(DEPTH + 1)))
     linear = Profile(alone, dataclasses.replace(alone, context=40.0), 0.0, 0.0, (1e-3, 1e-4), batch=batch)
-    assert batch_bound(trace, linear, 4).tolist() == pytest.approx(batch_bound(trace, linear, 1).tolist(), rel=EXACT)
+    assert bounds.batch_bound(trace, linear, 4).tolist() == pytest.approx(
+        bounds.batch_bound(trace, linear, 1).tolist(), rel=EXACT
+    )
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +203,7 @@ def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(
     plan = oracle_plan(trace, profile)
     policies = [*TEST_POLICIES.values(), FixedLength(2), FixedLength(3)]
     if not is_chain:
-        policies += [StaticTree(trace.tree, nodes) for _, nodes in best_subtrees(trace.tree, [0.5] * 24, 3)]
+        policies += [StaticTree(trace.tree, nodes) for _, nodes in bounds.best_subtrees(trace.tree, [0.5] * 24, 3)]
     for policy in policies:
         rounds = replay(trace, policy, profile)
         assert (rounds.seconds >= plan.seconds - SUMS).all(), policy.name
@@ -219,7 +211,7 @@ def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(
         lost = rounds.by_sequence(regret.choice_s + regret.decision_s + regret.backlog_s)
         assert lost.tolist() == pytest.approx((rounds.seconds - plan.seconds).tolist(), abs=SUMS)
         assert (regret.choice_s >= -SUMS).all() and not (regret.early & regret.late).any()
-    planned = planned_rounds(trace, plan)
+    planned = bounds.planned_rounds(trace, plan)
     assert planned.tokens.tolist() == trace.text_tokens.tolist()
     if is_chain:  # in a tree, a path may be priced as a chain
         larger_is_cheaper = planned.by_sequence(judge(trace, planned, plan, profile).choice_s)
@@ -276,7 +268,7 @@ def test_sub_trees_are_the_best_of_all(seed: int) -> None:
             nodes = [n for n, take in enumerate(picked) if take]
             if all(tree.depth[n + 1] <= depth and (True, *picked)[tree.parent[n + 1]] for n in nodes):
                 every[len(nodes)] = max(every.get(len(nodes), 0.0), sum(chance[n] for n in nodes))
-        subtrees = best_subtrees(tree, chance, depth)
+        subtrees = bounds.best_subtrees(tree, chance, depth)
         assert [value for value, _ in subtrees] == pytest.approx([every[n] for n in range(len(every))])
         for n, (value, nodes) in enumerate(subtrees):
             assert len(nodes) == n and sum(chance[node] for node in nodes) == pytest.approx(value)
@@ -290,27 +282,27 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees: Tra
     only_last = dataclasses.replace(trees, path=first_row[:, None] & (torch.arange(trees.tree.nodes) == last))
     for arrays in (trees, only_last):
         for count in range(trees.tree.nodes + 1):
-            chosen = likeliest_nodes(arrays, count, DEPTH)
-            assert len(chosen) == on_subtree(arrays, chosen).tree.nodes == count
-    assert likeliest_nodes(trees, 1, DEPTH) == [0]
+            chosen = bounds.likeliest_nodes(arrays, count, DEPTH)
+            assert len(chosen) == bounds.on_subtree(arrays, chosen).tree.nodes == count
+    assert bounds.likeliest_nodes(trees, 1, DEPTH) == [0]
     with pytest.raises(InputError, match="nodes"):
-        likeliest_nodes(trees, trees.tree.nodes, 1)
+        bounds.likeliest_nodes(trees, trees.tree.nodes, 1)
     for later_sibling_or_orphan in ([1], [0, 5]):
         with pytest.raises(TraceError, match="smaller tree"):
-            on_subtree(trees, later_sibling_or_orphan)
-    assert replay(on_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
+            bounds.on_subtree(trees, later_sibling_or_orphan)
+    assert replay(bounds.on_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
 
 
 def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Profile) -> None:
     """It verifies the same tokens as inside the recorded tree, and pays for no other candidates."""
     costly = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)
     for costs in (profile, costly):
-        policy, rounds = best_static_tree(trees, costs)
+        policy, rounds = bounds.best_static_tree(trees, costs)
         inside = replay(trees, policy, costs)
         assert torch.equal(rounds.tokens, inside.tokens) and torch.equal(rounds.verified, inside.verified)
         assert (inside.seconds >= rounds.seconds - SUMS).all()
         assert (rounds.seconds >= oracle_seconds(trees, costs) - SUMS).all()
-        assert torch.equal(rounds.seconds, replay(*drafted_alone(trees, policy.nodes), costs).seconds)
+        assert torch.equal(rounds.seconds, replay(*bounds.drafted_alone(trees, policy.nodes), costs).seconds)
         assert rounds.rate >= max(replay(trees, FixedLength(k), costs).rate for k in range(DEPTH + 1))
         assert len(policy.nodes) < trees.tree.nodes and (policy.nodes or costs is costly)
     assert policy.shape.is_chain, "a second candidate costs more than it gains"

@@ -19,25 +19,25 @@ from conftest import NEW, make_prompts
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates, ReadsStates, SelectingByToken
 from hypothesis import HealthCheck, given, settings, strategies as st
 from learned_policies import learned as learned_policy
-from specstop.collect import collect
-from specstop.decode import Generation, Topology, stream_key
-from specstop.policies import Confidence, FixedLength, Profile, load_policy, load_policy_folder
-from specstop.policies.contract import Array, State, StopPolicy
-from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning, TraceError
+from specstop.collect import Trace, collect, load_trace
+from specstop.decode import Generation, Settings, Speculator, Topology, stream_key
+from specstop.policies import Array, Confidence, FixedLength, PolicyError, State, TraceError, load_policy_folder
+from specstop.policies.errors import PolicyFailure
 from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.published.kangaroo import MaxProb
 from specstop.policies.published.online import Online
 from specstop.policies.rules import Threshold
 from specstop.train import Rounds, TraceArrays, trace_arrays, train
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import joined_arrays, seen_features
 from specstop.train.replay.bounds import StaticTree
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
 from specstop.train.replay.rounds import BY_ROUND, scaled
-from specstop.train.replay.run import replay_lengths, replay_many
+from specstop.train.replay.run import replay, replay_lengths, replay_many
 from synthetic import synthetic_trace
 
-from specstop import DraftStep, Pair, Prompt, RoundOutcome, Settings, Speculator, Trace, evaluate, load_trace, replay
+from specstop import DraftStep, Pair, Profile, Prompt, RoundOutcome, SpecstopWarning, StopPolicy, load_policy
 
 TREES = {
     None: None,
