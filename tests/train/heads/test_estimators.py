@@ -24,7 +24,7 @@ from specstop.policies.learned import Calibrator, SurvivalMaps
 from specstop.policies.rules import Threshold
 from specstop.train import head_class, make_head, train
 from specstop.train.heads import HEADS, calibration
-from specstop.train.heads.calibration import LEAST, Outputs, auc, log_loss
+from specstop.train.heads.calibration import LEAST, Outputs, calibrate, calibration_error, fit_calibrator, fit_survival
 from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator
 from specstop.train.heads.rows import FitRows
@@ -165,7 +165,7 @@ def test_rows_that_cannot_be_fitted_are_refused(parts: Parts) -> None:
     with pytest.raises(InputError, match="diverged"):
         MLPEstimator(NAMES, epochs=1).fit(rows, stop_rows=rows)
     with pytest.raises(InputError, match="before_token"):  # features that are no tokens
-        TokensEstimator(("entropy",)).fit(*parts)
+        TokensEstimator(("entropy",)).fit(parts[0], stop_rows=parts[1])
 
 
 # Tokens
@@ -250,14 +250,14 @@ def test_the_simplest_map_that_fits_is_chosen(shape: str, expected: str, least: 
     kinds = []
     for seed in range(10):
         logits, truth, labels = simulated_logits(shape, seed, count)
-        calibrator = calibration.fit_calibrator(logits, labels)
+        calibrator = fit_calibrator(logits, labels)
         kinds.append(calibrator.kind)
         error = np.abs(calibrator(logits) - truth)
         if calibrator.kind == "isotonic":
             assert 2 <= calibrator.knots.shape[1] <= 64 and float(error[np.abs(logits) < 3].mean()) < BAND / 2
         elif calibrator.kind == expected:
             assert float(error.max()) < BAND
-        assert log_loss(calibrator(logits), labels) < log_loss(truth, labels) + 1e-3
+        assert calibration.log_loss(calibrator(logits), labels) < calibration.log_loss(truth, labels) + 1e-3
     assert kinds.count(expected) >= least
     assert shape != "calibrated" or "isotonic" not in kinds
 
@@ -265,14 +265,14 @@ def test_the_simplest_map_that_fits_is_chosen(shape: str, expected: str, least: 
 def test_halves_are_whole_groups_in_their_order() -> None:
     logits, _, labels = simulated_logits("overconfident")
     text = np.arange(COUNT) // 100
-    expected = calibration.fit_calibrator(logits, labels, text)
+    expected = fit_calibrator(logits, labels, text)
     assert expected.kind != "identity"
     for numbers in (2 * text, 2 * text + 1, text - 7):
-        assert np.array_equal(calibration.fit_calibrator(logits, labels, numbers)(logits), expected(logits))
+        assert np.array_equal(fit_calibrator(logits, labels, numbers)(logits), expected(logits))
     # With each logit twice, in rows of both parities, only whole groups keep an isotonic fit from memorising noise.
     generator = np.random.default_rng(1)
     noise, chance = 0.01 * generator.standard_normal(200).repeat(2), (generator.random(200) < 0.5).repeat(2)
-    assert calibration.fit_calibrator(noise, chance, np.arange(200).repeat(2)).kind != "isotonic"
+    assert fit_calibrator(noise, chance, np.arange(200).repeat(2)).kind != "isotonic"
 
 
 @settings(max_examples=25, deadline=None)
@@ -286,9 +286,7 @@ def test_halves_are_whole_groups_in_their_order() -> None:
 def test_every_map_is_monotone_and_a_probability(shape: str, kind: str, count: int, seed: int, soft: bool) -> None:
     logits, truth, labels = simulated_logits(shape, seed, count)
     targets = truth if soft else labels
-    calibrator = (
-        calibration.fit_calibrator(logits, targets) if kind == "chosen" else calibration.fit_kind(kind, logits, targets)
-    )
+    calibrator = fit_calibrator(logits, targets) if kind == "chosen" else calibration.fit_kind(kind, logits, targets)
     chance = calibrator(np.linspace(-30, 30, 4001))
     assert bool((np.diff(chance) >= -1e-7).all())
     assert 0 <= float(chance.min()) < float(chance.max()) <= 1
@@ -336,14 +334,14 @@ def largest_error(accept: Array, outputs: Outputs, maps: SurvivalMaps | None = N
         product = product * accept[:, at]
         if maps is not None:
             product = Calibrator("isotonic", knots=maps.tables[0, at])(product)
-        errors.append(calibration.calibration_error(product, outputs.length > at))
+        errors.append(calibration_error(product, outputs.length > at))
     return max(errors)
 
 
 @pytest.mark.parametrize("kind", ["overconfident", "shared"])
 def test_an_uncalibrated_product_is_recalibrated_on_other_rounds(kind: str) -> None:
     fitted, outputs = simulated_rounds(kind)
-    maps = calibration.fit_survival(fitted, outputs)
+    maps = fit_survival(fitted, outputs)
     accept, other = simulated_rounds(kind, seed=1)
     assert largest_error(accept, other) > 2 * CALIBRATED > 2 * largest_error(accept, other, maps)
     assert maps is not None and bool((np.diff(maps.tables, axis=-1) >= 0).all())
@@ -351,19 +349,15 @@ def test_an_uncalibrated_product_is_recalibrated_on_other_rounds(kind: str) -> N
         alive = outputs.length >= 1
         product, labels = fitted[alive, 1], outputs.length[alive] >= 2
         table = Calibrator("isotonic", knots=maps.tables[1, 1])
-        assert (
-            calibration.calibration_error(table(product), labels)
-            < CALIBRATED
-            < calibration.calibration_error(product, labels)
-        )
+        assert calibration_error(table(product), labels) < CALIBRATED < calibration_error(product, labels)
         assert np.array_equal(maps.by_depth(2)[2], table.pieces) and maps.by_depth(2)[1].size == 0
 
 
 def test_rounds_that_say_nothing_change_nothing() -> None:
     accept, outputs = simulated_rounds("calibrated", rounds=400)
     for length in (0, DEPTH):
-        assert calibration.fit_survival(accept, dataclasses.replace(outputs, length=np.full(400, length))) is None
-    assert calibration.fit_survival(*simulated_rounds("overconfident", rounds=LEAST - 1)) is None
+        assert fit_survival(accept, dataclasses.replace(outputs, length=np.full(400, length))) is None
+    assert fit_survival(*simulated_rounds("overconfident", rounds=LEAST - 1)) is None
     # Rounds whose tokens were not drawn do not count.
     accept, outputs = simulated_rounds("overconfident", rounds=3000)
     drawn = np.arange(3000)[:, None] < [2600] * DEPTH
@@ -371,7 +365,7 @@ def test_rounds_that_say_nothing_change_nothing() -> None:
     part = dataclasses.replace(
         outputs, length=outputs.length[:2600], group=outputs.group[:2600], drawn=outputs.drawn[:2600]
     )
-    expected, maps = calibration.fit_survival(accept[:2600], part), calibration.fit_survival(accept, some)
+    expected, maps = fit_survival(accept[:2600], part), fit_survival(accept, some)
     assert expected is not None and maps is not None
     np.testing.assert_array_equal(maps.tables[0], expected.tables[0])
 
@@ -388,7 +382,7 @@ def test_the_calibrator_of_a_lagging_head_is_fitted_on_the_token_before() -> Non
     logits = np.zeros((count, depth + 1, 2))
     logits[:, 2:, 0] = 2.0 * logit(chance[:, :-1].clip(1e-4, 1 - 1e-4))  # overconfident by a factor of 2
     outputs = outputs_of(logits, length, lag=1)
-    calibrated = calibration.calibrate(outputs)
+    calibrated = calibrate(outputs)
     assert float(np.abs(calibrated.accept(logits[:, 2, 0]) - chance[:, 0]).mean()) < 0.02
     accept = outputs.accept(calibrated.accept)
     assert bool((accept[:, 0] == 1.0).all()) and not bool((accept[:, 1] == 1.0).all())
@@ -399,13 +393,13 @@ def test_the_calibrator_of_a_lagging_head_is_fitted_on_the_token_before() -> Non
 
 def test_log_loss_and_auc_are_scikit_learns() -> None:
     logits, truth, labels = simulated_logits("bent")
-    assert log_loss(truth, labels) == pytest.approx(sklearn_loss(labels, truth), rel=1e-6)
-    assert auc(logits, labels) == pytest.approx(roc_auc_score(labels, logits))
-    assert log_loss(np.array([0.0, 1.0]), np.array([True, False])) < 14, "a loss is finite"
-    assert auc(logits, np.ones(COUNT)) is None
+    assert calibration.log_loss(truth, labels) == pytest.approx(sklearn_loss(labels, truth), rel=1e-6)
+    assert calibration.auc(logits, labels) == pytest.approx(roc_auc_score(labels, logits))
+    assert calibration.log_loss(np.array([0.0, 1.0]), np.array([True, False])) < 14, "a loss is finite"
+    assert calibration.auc(logits, np.ones(COUNT)) is None
     # Chances weigh as much as draws with these chances.
-    assert auc(logits, truth) == pytest.approx(auc(logits, labels), abs=0.03)
-    assert log_loss(truth, truth) == pytest.approx(log_loss(truth, labels), abs=0.03)
+    assert calibration.auc(logits, truth) == pytest.approx(calibration.auc(logits, labels), abs=0.03)
+    assert calibration.log_loss(truth, truth) == pytest.approx(calibration.log_loss(truth, labels), abs=0.03)
 
 
 def test_the_calibration_error_is_the_mean_gap_of_bins_of_equal_mass() -> None:
@@ -414,10 +408,9 @@ def test_the_calibration_error_is_the_mean_gap_of_bins_of_equal_mass() -> None:
         abs(float(predicted[a : a + 10].mean()) - float(labels[a : a + 10].mean())) / 10 for a in range(0, 100, 10)
     )
     order = np.random.default_rng(0).permutation(100)
-    assert calibration.calibration_error(predicted[order], labels[order]) == pytest.approx(expected)
-    assert calibration.calibration_error(predicted[:0], labels[:0]) == 0.0 and calibration.perfect_error(
-        predicted[:0]
-    ) == (0.0, 0.0)
+    assert calibration_error(predicted[order], labels[order]) == pytest.approx(expected)
+    assert calibration_error(predicted[:0], labels[:0]) == 0.0
+    assert calibration.perfect_error(predicted[:0]) == (0.0, 0.0)
     # Each bin's gap of a perfect predictor is nearly normal: its mean is sqrt(2 / pi) of its deviation, sqrt(p (1 - p) / n).
     for rows in (500, 5000):
         mean, high = calibration.perfect_error(np.full(rows, 0.3))
