@@ -27,6 +27,7 @@ from specstop.train.replay.rounds import scaled
 
 from specstop import LearnedPolicy, Profile, Report, Trace, evaluate, replay, save_policy
 
+Sides = tuple[Trace, Trace]
 EXACT = 1e-12  # the same sums, in another order
 
 
@@ -36,13 +37,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
+def report(sides: Sides, full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
     policies = [learned, FixedLength(2), Confidence(0.7, DEPTH)]
     return evaluate(sides[1], full_profile, policies, train_traces=sides[0], out=written)
 
 
 def test_paths_and_specs_are_accepted_and_the_report_is_displayed(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, report: Report, tmp_path: Path
+    sides: Sides, full_profile: Profile, learned: LearnedPolicy, report: Report, tmp_path: Path
 ) -> None:
     full_profile.save(tmp_path / "profile.json")
     policies = [save_policy(learned, tmp_path / "policy"), "fixed:2", "confidence:0.7"]
@@ -59,7 +60,7 @@ def test_paths_and_specs_are_accepted_and_the_report_is_displayed(
 
 
 def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
-    report: Report, sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+    report: Report, sides: Sides, full_profile: Profile, learned: LearnedPolicy
 ) -> None:
     arrays, line = trace_arrays(sides[1]), report["logistic"]
     rate, best = replay(arrays, learned, full_profile).rate, max(report.fixed)
@@ -79,7 +80,7 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
     assert line.block_efficiency == pytest.approx(played.block_efficiency)
 
 
-def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: Sides, full_profile: Profile) -> None:
     """With expensive drafts, plain decoding is the best in all replicates, and the oracle gains nothing."""
     table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
     report = evaluate(sides[1], dataclasses.replace(full_profile, low=table, high=table), [FixedLength(0)])
@@ -87,9 +88,7 @@ def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: tuple[Trace, 
     assert report["fixed:0"].to_plain == report["fixed:0"].to_best_fixed == Ratio(1.0, 1.0, 1.0)
 
 
-def test_a_report_does_not_overwrite_its_inputs(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
-) -> None:
+def test_inputs_are_never_replaced(sides: Sides, full_profile: Profile, learned: LearnedPolicy, tmp_path: Path) -> None:
     fit, held = (shutil.copytree(trace.folder, tmp_path / at) for trace, at in zip(sides, ("fit", "held"), strict=True))
     policy, costs = save_policy(learned, tmp_path / "deep" / "policy"), tmp_path / "costs" / "p.json"
     full_profile.save(costs)
@@ -100,7 +99,7 @@ def test_a_report_does_not_overwrite_its_inputs(
 
 
 def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, report: Report
+    sides: Sides, full_profile: Profile, learned: LearnedPolicy, report: Report
 ) -> None:
     costs = dataclasses.replace(full_profile, step_s=5 * full_profile.step_s)
     saved = replay(sides[1], learned, costs).rate
@@ -114,9 +113,7 @@ def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
     assert line.note == "" and line.tokens_per_s == pytest.approx(replay(sides[1], threshold, costs).rate, rel=EXACT)
 
 
-def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(
-    sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
+def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(sides: Sides, full_profile: Profile) -> None:
     """With expensive drafts it drafts nothing."""
     steep = dataclasses.replace(full_profile, step_s=10 * full_profile.low.verify_s[0])
     steep = steep.with_decisions({"smartspec": 1e-6, "confidence": 1e-6})
@@ -127,16 +124,14 @@ def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(
     assert bare.drafted == 0.0 < cheap.drafted
 
 
-def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_texts_of_cut_anchors_give_a_report_without_nan(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
     trace = sides[1]
     rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
     evaluate(Trace(trace.folder, trace.header, rows), full_profile, out=tmp_path / "out")
     json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_the_primary_policy_has_an_interval_of_one_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+def test_the_primary_policy_has_an_interval_of_one_policy(sides: Sides, full_profile: Profile) -> None:
     rules, name = [Confidence(threshold, DEPTH) for threshold in (0.3, 0.5, 0.7)], "confidence:0.3"
     reports = [
         evaluate(sides[0], full_profile, policies, **options)
@@ -242,7 +237,7 @@ def test_names_are_escaped(data: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def one_prompt(sides: tuple[Trace, Trace]) -> Trace:
+def one_prompt(sides: Sides) -> Trace:
     trace = sides[1]
     name = trace.rows["prompt_id"][0]
     rows = trace.rows.filter(lambda prompt: prompt == name, input_columns="prompt_id")
@@ -263,7 +258,7 @@ def test_one_prompt_gives_no_verdict_and_no_interval(one_prompt: Trace, full_pro
     assert again.details["comparison"]["rows"][1] == ("best fixed", "-", {"value": 1.0, "low": None, "high": None})
 
 
-def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+def test_an_achievable_estimate_is_a_line_of_the_report(sides: Sides, full_profile: Profile) -> None:
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True, batch=[1])
     names = [line["name"] for line in report.details["batch"]["lines"]]
     assert names[-2:] == ["achievable estimate", "oracle bound of the batch"]
@@ -274,7 +269,7 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
 
 @pytest.mark.filterwarnings("ignore:logistic was trained for another temperature")
 def test_each_place_is_compared_with_its_best_fixed_length(
-    sides: tuple[Trace, Trace],
+    sides: Sides,
     traces: dict[float, Trace],
     full_profile: Profile,
     learned: LearnedPolicy,
@@ -299,7 +294,7 @@ def test_each_place_is_compared_with_its_best_fixed_length(
         read_report(tmp_path / "out")
 
 
-def test_intervals_hold_for_all_places_at_once(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+def test_intervals_hold_for_all_places_at_once(sides: Sides, full_profile: Profile) -> None:
     """With more places intervals are wider in each of them; with copies of a place they are the same."""
     policies = [Confidence(0.4, DEPTH), FixedLength(1)]
     profiles = [full_profile, scaled(full_profile, 2.0)]
@@ -314,7 +309,7 @@ def test_intervals_hold_for_all_places_at_once(sides: tuple[Trace, Trace], full_
 
 
 def test_conflicting_arguments_are_refused(
-    sides: tuple[Trace, Trace], one_prompt: Trace, full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
+    sides: Sides, one_prompt: Trace, full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
     held, one, two = sides[1], full_profile, [full_profile, scaled(full_profile, 2.0)]
     shutil.copytree(held.folder, tmp_path / "trace")

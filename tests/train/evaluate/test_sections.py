@@ -27,6 +27,7 @@ from timed import timed_profile
 
 from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay, save_policy
 
+Sides = tuple[Trace, Trace]
 EXACT = 1e-12  # the same sums, in another order
 
 
@@ -86,9 +87,7 @@ def test_groups_and_prompts_are_ratios_of_sums(chains: TraceArrays, profile: Pro
     assert points[2]["policy"] == pytest.approx(float(fixed[0].seconds[2] / played.seconds[2]))
 
 
-def test_survival_is_the_state_of_the_policy_in_replay(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
-) -> None:
+def test_survival_is_the_state_in_replay(sides: Sides, full_profile: Profile, learned: LearnedPolicy) -> None:
     states: dict[int, set[float]] = {}
 
     class Watched(LearnedPolicy):
@@ -108,9 +107,7 @@ def test_survival_is_the_state_of_the_policy_in_replay(
 
 
 @pytest.mark.parametrize("rule", ["derived", "batch"])
-def test_calibration_counts_accepted_tokens(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, rule: str
-) -> None:
+def test_calibration_counts_accepted(sides: Sides, full_profile: Profile, learned: LearnedPolicy, rule: str) -> None:
     arrays = trace_arrays(sides[1])
     policy = for_batches(learned, profile=full_profile) if rule == "batch" else learned
     played = replay(arrays, policy, full_profile)
@@ -160,9 +157,7 @@ def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, full_profi
             assert spent[row, at] == pytest.approx(boot.total(seconds[1 + (row - 1) % DRAWS])[row], rel=EXACT)
 
 
-def test_noise_of_the_profile_widens_intervals_and_is_shown(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_noise_of_a_profile_widens_intervals_and_is_shown(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
     reports, widths = [], []
     for noise in (0.001, 0.6):
         profile = timed_profile(full_profile, ["confidence"], pace=noise, jitter=noise, seed=2)
@@ -194,7 +189,7 @@ def forbid_measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_measured_decisions_are_cached_by_profile_and_policy(
-    cache: Path, bare: Profile, sides: tuple[Trace, Trace], forbid_measuring: Callable[[], None]
+    cache: Path, bare: Profile, sides: Sides, forbid_measuring: Callable[[], None]
 ) -> None:
     header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
     first, unpriced = with_prices(bare, policies, header)
@@ -212,7 +207,7 @@ def test_measured_decisions_are_cached_by_profile_and_policy(
 
 
 def test_a_policy_trained_for_the_profile_contains_its_timings(
-    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, forbid_measuring: Callable[[], None]
+    cache: Path, bare: Profile, sides: Sides, tmp_path: Path, forbid_measuring: Callable[[], None]
 ) -> None:
     policy = load_policy_folder(save_policy(train(sides[0], bare).policy, tmp_path / "policy"))
     forbid_measuring()
@@ -225,7 +220,7 @@ def test_a_policy_trained_for_the_profile_contains_its_timings(
 
 
 def test_reports_are_compared_over_their_common_prompts(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, few_draws: None
+    sides: Sides, full_profile: Profile, tmp_path: Path, few_draws: None
 ) -> None:
     """Reports on one profile share its draws: equal lines differ in nothing. Errors of two profiles do not cancel."""
     held, policy = sides[1], Confidence(0.6, DEPTH)

@@ -407,7 +407,7 @@ def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(
     assert any("is not built-in" in caveat for caveat in estimate.caveats)
 
 
-def test_estimates_and_replays_that_a_trace_does_not_allow_are_refused(
+def test_estimates_that_a_trace_does_not_allow_are_refused(
     live: Any, traces: dict[float, Trace], profile: Profile
 ) -> None:
     fixed, tree = FixedLength(2), live(tree="2,1", explore=0.5)
@@ -423,9 +423,7 @@ def test_estimates_and_replays_that_a_trace_does_not_allow_are_refused(
             run()
 
 
-def test_a_report_on_a_live_trace_values_single_rounds_and_states_its_caveats(
-    live: Any, profile: Profile, tmp_path: Path
-) -> None:
+def test_a_report_on_a_live_trace_values_single_rounds(live: Any, profile: Profile, tmp_path: Path) -> None:
     trace, policy = live(FixedLength(DEPTH), verification="rejection"), Confidence(0.7, DEPTH)
     report = evaluate(trace, profile, [policy], out=tmp_path / "out")
     line, rounds = report[policy.name], evaluate_rounds(single_rounds(trace), policy, profile)

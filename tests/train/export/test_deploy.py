@@ -33,6 +33,8 @@ from synthetic import with_batches
 
 from specstop import LearnedPolicy, Profile, Trace, deploy, load_policy, replay, save_policy
 
+Traces = dict[float, Trace]
+Sides = tuple[Trace, Trace]
 EXACT = 1e-9
 Written = dict[str, tuple[Path, dict[str, Any]]]
 
@@ -49,7 +51,7 @@ def timed(full_profile: Profile) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def written(sides: tuple[Trace, Trace], timed: Profile, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(sides: Sides, timed: Profile, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """The folder and the figures of each engine, with the policy confidence:0.3."""
     folder, options = tmp_path_factory.mktemp("out"), {"traces": sides[0], "profile": timed, "held_out": sides[1]}
     return {name: (folder / name, deploy(name, folder / name, Confidence(0.3, 4), **options)) for name in ENGINES}
@@ -76,9 +78,7 @@ def test_files_are_what_the_engines_read(written: Written) -> None:
     assert schedule["decoding_type"] == "Draft_Target"
 
 
-def test_tables_are_those_of_evaluate_on_the_other_prompts(
-    written: Written, sides: tuple[Trace, Trace], timed: Profile
-) -> None:
+def test_tables_are_those_of_evaluate(written: Written, sides: Sides, timed: Profile) -> None:
     folder, figures = written["vllm"]
     assert json.loads((folder / "figures.json").read_text()) == figures
     assert f"{figures['alone']['policy_to_this']['value']:.3f}" in (folder / "README.md").read_text()
@@ -121,9 +121,7 @@ def reference(arrays: TraceArrays, p_min: float, n_max: int) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize("rule", [(0.3, 4), (0.45, 5), (0.0, 3)])
-def test_the_threshold_drafts_as_llama_cpp_does(
-    rule: tuple[float, int], traces: dict[float, Trace], profile: Profile
-) -> None:
+def test_the_threshold_drafts_as_llama_cpp(rule: tuple[float, int], traces: Traces, profile: Profile) -> None:
     arrays = trace_arrays(traces[0.0])
     (rounds,) = replay_thresholds(arrays, [rule], profile)
     drafts = list(zip(rounds.drafted.tolist(), rounds.verified.tolist(), strict=True))
@@ -132,7 +130,7 @@ def test_the_threshold_drafts_as_llama_cpp_does(
 
 
 def test_prompts_of_choice_and_report_are_disjoint_and_other_traces_are_refused(
-    sides: tuple[Trace, Trace], learned: LearnedPolicy, full_profile: Profile, tmp_path: Path
+    sides: Sides, learned: LearnedPolicy, full_profile: Profile, tmp_path: Path
 ) -> None:
     basis = Basis(sides[0], full_profile)
     assert not set(basis.fit.clusters) & set(basis.held.clusters)
@@ -168,7 +166,7 @@ def test_arguments_that_do_not_fit_the_runtime_are_refused(options: dict[str, An
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_hub_folder_has_the_policy_that_was_replayed(
     learned: LearnedPolicy,
-    sides: tuple[Trace, Trace],
+    sides: Sides,
     full_profile: Profile,
     slow: Profile,
     tmp_path: Path,
@@ -187,9 +185,7 @@ def test_the_hub_folder_has_the_policy_that_was_replayed(
     assert rate != replay(held, original.limited(depth), slow).rate
 
 
-def test_vllm_gets_the_policy_that_was_replayed(
-    traces: dict[float, Trace], full_profile: Profile, slow: Profile, tmp_path: Path
-) -> None:
+def test_vllm_gets_the_replayed_policy(traces: Traces, full_profile: Profile, slow: Profile, tmp_path: Path) -> None:
     trained = train(traces[0.0], full_profile, head="logistic", host="vllm", folds=2, out=tmp_path / "policy")
     policy = load_policy_folder(tmp_path / "policy")
     figures = deploy("vllm", tmp_path / "out", policy, traces=traces[0.0], profile=slow)
@@ -204,9 +200,7 @@ def test_vllm_gets_the_policy_that_was_replayed(
     assert settings.policy == str(tmp_path / "out" / "policy") and settings.temperature == 0.0
 
 
-def test_a_policy_that_vllm_cannot_run_is_not_written(
-    traces: dict[float, Trace], profile: Profile, tmp_path: Path
-) -> None:
+def test_a_policy_that_vllm_cannot_run_is_not_written(traces: Traces, profile: Profile, tmp_path: Path) -> None:
     deploy("vllm", tmp_path / "b", train(traces[0.7], profile, folds=2).policy, traces=traces[0.7], profile=profile)
     assert not (tmp_path / "b" / "proposer.json").exists()
     assert "cannot run in vLLM: it reads noisy_margin" in (tmp_path / "b" / "README.md").read_text()
@@ -220,7 +214,7 @@ def test_a_policy_that_vllm_cannot_run_is_not_written(
     [("suffix", ""), ("suffix?confidence=0.8+model", ""), ("suffix:notes.txt", "suffix:{folder}/notes.txt")],
 )
 def test_vllm_runs_the_policy_with_the_drafter_of_the_traces(
-    drafter: str, named: str, traces: dict[float, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter: str, named: str, traces: Traces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of a drafter have an absolute path, as vLLM may be started in another folder."""
     monkeypatch.chdir(tmp_path)
@@ -244,7 +238,7 @@ def test_vllm_runs_the_policy_with_the_drafter_of_the_traces(
         ("lookup+model", {"method": "draft_model", "model": "small"}),
     ],
 )
-def test_a_table_is_for_the_drafter_of_vllm(drafter: str, entries: dict[str, Any], traces: dict[float, Trace]) -> None:
+def test_a_table_is_for_the_drafter_of_vllm(drafter: str, entries: dict[str, Any], traces: Traces) -> None:
     facts = {"drafter": drafter, "draft model": "small" if "+" in drafter else ""}
     draft = "pairs/draft" if drafter == "model" else drafter
     assert vllm_drafter(dataclasses.replace(traces[0.0].header, draft=draft, facts=facts)) == entries

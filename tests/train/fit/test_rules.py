@@ -45,6 +45,7 @@ from synthetic import with_batches
 
 from specstop import DraftStep, LearnedPolicy, Pair, Profile, Settings, SpecstopWarning, Speculator, bench, parse_tree
 
+Traces = dict[float, Trace]
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 
 
@@ -54,9 +55,7 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.2, 1.0, 3.0])
-def test_the_best_fixed_length_and_threshold_are_the_fastest(
-    arrays: TraceArrays, profile: Profile, factor: float
-) -> None:
+def test_the_best_length_and_threshold_are_the_fastest(arrays: TraceArrays, profile: Profile, factor: float) -> None:
     costs = scaled(profile, draft=factor)
     rates = [replay(arrays, FixedLength(k), costs).rate for k in range(DEPTH + 1)]
     grid = fixed_grid(arrays, costs)
@@ -101,9 +100,7 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
 
 
-def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
-    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
-) -> None:
+def test_rules_are_tuned_on_other_prompts(arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile) -> None:
     folds, heads = prompt_folds(arrays, 3, 0), [Certain(0.0), Certain(30.0), Certain(-30.0)]
     rules = [learned.with_rule(Threshold("step", threshold)) for threshold in (0.3, 0.6)]
     result = replayed_rates(left_out_parts(arrays, folds, heads), full_profile)(rules)
@@ -146,7 +143,7 @@ EXACT = 1e-9
 
 
 @pytest.fixture(scope="module")
-def held(traces: dict[float, Trace]) -> TraceArrays:
+def held(traces: Traces) -> TraceArrays:
     return trace_arrays(traces[0.7])
 
 
@@ -179,9 +176,7 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(held: TraceArrays,
     assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send
 
 
-def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
-    held: TraceArrays, timed: Profile, tmp_path: Path
-) -> None:
+def test_a_rule_decides_nothing_in_batches_where_that_loses(held: TraceArrays, timed: Profile, tmp_path: Path) -> None:
     policy = learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
     paid = timed.with_decisions({policy.cost_name: 3.0})
     settled = settle_lengths(policy, [Part(held)], paid)
@@ -210,9 +205,7 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     assert settle_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
 
 
-def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
-    held: TraceArrays, timed: Profile
-) -> None:
+def test_rules_for_batches_are_settled_on_prompts_left_out(held: TraceArrays, timed: Profile) -> None:
     policy = learned(rule=Derived([0.3] * DEPTH, 1))
     policy.metadata = dataclasses.replace(policy.metadata, acceptance=(0.8,) * DEPTH)
     free = timed.with_decisions({policy.cost_name: 0.0, for_batches(policy, profile=timed).cost_name: 0.0})
@@ -239,7 +232,7 @@ SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
 
 
 @pytest.fixture(scope="module")
-def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
+def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Traces:
     folder = tmp_path_factory.mktemp("trees")
     return {
         t: collect(pair, prompts, folder / str(t), tree=TREE, temperature=t, max_new_tokens=NEW) for t in (0.0, 0.7)
@@ -247,9 +240,7 @@ def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def trained(
-    forest: dict[float, Trace], profile: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> dict[float, Trained]:
+def trained(forest: Traces, profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trained]:
     folder = tmp_path_factory.mktemp("trained")
     costs = profile.with_decisions({"tree": 1e-5})
     return {t: train(trace, costs, rule="gain", out=folder / str(t), passes=2) for t, trace in forest.items()}
@@ -269,7 +260,7 @@ def all_visits(trace: Trace) -> Visits:
 
 @pytest.mark.parametrize(("temperature", "head"), [(0.0, "logistic"), (0.7, "logistic"), (0.7, "tokens")])
 def test_the_live_loop_plays_what_replay_says(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], forest: dict[float, Trace],
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], forest: Traces,
     trained: dict[float, Trained], profile: Profile, temperature: float, head: str,
 ) -> None:  # fmt: skip
     policy = trained[temperature].policy
@@ -307,7 +298,7 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
 
 
 def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
-    forest: dict[float, Trace], trained: dict[float, Trained], full_profile: Profile
+    forest: Traces, trained: dict[float, Trained], full_profile: Profile
 ) -> None:
     policy, verify_s = trained[0.7].policy, tuple(30 * s for s in full_profile.low.verify_s)
     costly = replace(full_profile, low=replace(full_profile.low, verify_s=verify_s))
@@ -321,7 +312,7 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
         check_fit(smaller, forest[0.7])
 
 
-def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> None:
+def test_rows_are_the_children_of_accepted_nodes(forest: Traces) -> None:
     """Counted out one by one."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     rounds = TreeRounds.of(arrays, ("top1", "branch_rank", "depth"), visited)
@@ -347,7 +338,7 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
     assert at == len(rows)
 
 
-def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[float, Trace]) -> None:
+def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: Traces) -> None:
     """A head that knows nothing: the shifts by depth and rank are the log-odds of the mean."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     head = linear_head(("depth",), np.zeros((3, 1)))
@@ -362,7 +353,7 @@ def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[
     assert first == pytest.approx(float(accepted[:, 0].double().mean()), abs=0.02)
 
 
-def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[float, Trace]) -> None:
+def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: Traces) -> None:
     """What siblings' shares are fitted on is what the rule reads when it applies them."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     names, tree = ("top1", "depth"), arrays.tree
@@ -400,7 +391,7 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
     assert rare < -2.0
 
 
-def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Profile) -> None:
+def test_prices_are_those_of_the_profile(forest: Traces, profile: Profile) -> None:
     arrays = trace_arrays(forest[0.0])
     seconds = tree_seconds(arrays, profile, 5e-5)
     context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
@@ -417,7 +408,7 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
 
 
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
-    pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
+    pair: Pair, prompts: list[Prompt], forest: Traces, tmp_path: Path
 ) -> None:
     filtered = SamplingParams(top_k=2)  # for which a third sibling is never there
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "progress": silent}

@@ -38,6 +38,7 @@ from synthetic import synthetic_trace, telling_trace, with_signal
 
 from specstop import LearnedPolicy, Pair, Profile, Speculator, Trace, deploy, evaluate, load_trace, replay
 
+Sides = tuple[Trace, Trace]
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
 
@@ -60,7 +61,7 @@ def files(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_a_trained_folder_replays_as_the_returned_policy(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str, rule: str
+    sides: Sides, full_profile: Profile, tmp_path: Path, head: str, rule: str
 ) -> None:
     options = {"cross_fit": rule == "derived", "folds": 2, "params": few_epochs(head)}
     options["threshold"] = None if rule == "batch" else 0.45
@@ -82,9 +83,7 @@ def test_a_trained_folder_replays_as_the_returned_policy(
 
 
 @pytest.mark.parametrize("head", PLAIN)
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
-) -> None:
+def test_a_seed_determines_the_bytes(sides: Sides, full_profile: Profile, tmp_path: Path, head: str) -> None:
     for number, seed in enumerate((3, 3, 4)):
         train(
             sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, params=few_epochs(head)
@@ -119,16 +118,14 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     ],
 )
 def test_an_invalid_option_is_refused_before_anything_is_written(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, options: dict[str, object], noun: str
+    sides: Sides, full_profile: Profile, tmp_path: Path, options: dict[str, object], noun: str
 ) -> None:
     with pytest.raises((InputError, PolicyError), match=noun):
         train(sides[0], full_profile, out=tmp_path / "p", **options)
     assert not (tmp_path / "p").exists()
 
 
-def test_a_policy_never_replaces_what_it_is_made_from(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_a_policy_never_replaces_what_it_is_made_from(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
     trace = load_trace(shutil.copytree(sides[0].folder, tmp_path / "traces"))
     full_profile.save(tmp_path / "profiles" / "p.json")
     before, work = files(tmp_path), tmp_path / "work"
@@ -149,9 +146,7 @@ def test_traces_that_cannot_be_trained_on_are_refused(pair: Pair, full_profile: 
             train(trace, full_profile, rule=rule)
 
 
-def test_a_draft_that_is_never_wrong_can_be_trained_on(
-    pair: Pair, endless_pair: Pair, full_profile: Profile, tmp_path: Path
-) -> None:
+def test_a_draft_that_is_never_wrong(pair: Pair, endless_pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
     """All labels are of one kind: heads are constants, and what cannot be measured is not NaN in the file."""
     twin = join(endless_pair.target, endless_pair.target, pair.tokenizer)
     trace = collect(twin, make_prompts(6, "twin", 5), tmp_path / "t", depth=3, max_new_tokens=20)
@@ -164,7 +159,7 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
+def arrays(sides: Sides) -> TraceArrays:
     return trace_arrays(sides[0])
 
 
@@ -208,9 +203,7 @@ def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: 
         trials(2)
 
 
-def test_the_best_head_is_trained_and_saved_with_the_table(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_the_best_head_is_trained_and_saved_with_the_table(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
     trained = train(
         sides[0], full_profile, head=["xgboost", "logistic"], rule="survival", tune=2, out=tmp_path / "p", name="mine",
         seed=1,
@@ -236,7 +229,7 @@ def decisive_parts(policy: LearnedPolicy) -> list[Any]:
     [("logistic", "derived", None), ("xgboost", "survival", None), ("logistic", "survival", 2)],
 )
 def test_report_prompts_influence_nothing_but_the_figures(
-    arrays: TraceArrays, sides: tuple[Trace, Trace], full_profile: Profile, head: str, rule: str, tune: int | None,
+    arrays: TraceArrays, sides: Sides, full_profile: Profile, head: str, rule: str, tune: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Compare with training on a trace in which the report prompts have other outcomes."""
@@ -253,9 +246,7 @@ def test_report_prompts_influence_nothing_but_the_figures(
     assert one.metrics["held_out_tokens_per_s"] != other.metrics["held_out_tokens_per_s"]
 
 
-def test_the_three_sets_are_disjoint_and_rho_is_solved_again_on_the_second(
-    arrays: TraceArrays, sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
+def test_fit_select_and_report_prompts_are_disjoint(arrays: TraceArrays, sides: Sides, full_profile: Profile) -> None:
     policy = train(sides[0], full_profile, features=FEW).policy
     prompts = policy.metadata.prompts
     fit, select = set(prompts["fit"]), set(prompts["select"])
@@ -373,7 +364,7 @@ OPTIONS: dict[str, Any] = {"depth": ROW_DEPTH, "temperature": 0.7, "max_new_toke
 
 
 @pytest.fixture(scope="module")
-def block(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+def block(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Sides:
     """Traces of block verification to train on and to evaluate on, of two draws each."""
     folder = tmp_path_factory.mktemp("block")
     output = ((24, "fit", 21), (12, "held", 22))
@@ -389,7 +380,7 @@ def rows_of(trace: Trace, chances: bool) -> Any:
     return fit_rows(arrays, ("top1", "drawn_prob"), Visits(row, torch.zeros(len(row), 4)))
 
 
-def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[Trace, Trace]) -> None:
+def test_labels_are_chances_with_the_same_means_and_less_variance(block: Sides) -> None:
     assert fitting_rows.label_columns([block[0].header], False) == fitting_rows.CHANCE_COLUMNS
     soft, hard = rows_of(block[0], True), rows_of(block[0], False)
     assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
@@ -401,7 +392,7 @@ def test_labels_are_chances_with_the_same_means_and_less_variance(block: tuple[T
         assert float(np.corrcoef(chance, bit)[0, 1]) > 0.2
 
 
-def test_match_traces_keep_bits(traces: dict[float, Trace], block: tuple[Trace, Trace]) -> None:
+def test_match_traces_keep_bits(traces: dict[float, Trace], block: Sides) -> None:
     assert fitting_rows.label_columns([traces[0.7].header], False) == ()
     assert fitting_rows.label_columns([traces[0.7].header, block[0].header], True) == ("draft_prob", "target_prob")
     assert without_noise(("top1", "noisy_margin"), traces[0.7].header) == ("top1", "noisy_margin")
@@ -410,7 +401,7 @@ def test_match_traces_keep_bits(traces: dict[float, Trace], block: tuple[Trace, 
 
 @pytest.mark.usefixtures("module_cache")
 def test_a_head_is_fitted_and_runs_under_its_verification(
-    plain_pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_pair: Pair, block: Sides, full_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = train(block[0], full_profile, out=tmp_path / "p").policy
     assert (policy.metadata.verification, policy.metadata.label) == ("block", "block")

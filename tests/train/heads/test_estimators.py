@@ -32,6 +32,7 @@ from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows
 
 from specstop import DraftStep, LearnedPolicy, Profile, Trace
 
+Traces = dict[float, Trace]
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 Array = np.ndarray[Any, Any]
@@ -117,9 +118,7 @@ def test_training_stops_early_or_at_a_limit_of_lightning(parts: Parts) -> None:
 
 
 @pytest.mark.parametrize("is_handled", [True, False])
-def test_a_request_to_terminate_reaches_the_caller(
-    is_handled: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_to_terminate_is_raised(is_handled: bool, parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning would end the process with exit code 0."""
     calls: list[Any] = []
     raise_signal = signal.raise_signal
@@ -165,7 +164,7 @@ def test_rows_that_cannot_be_fitted_are_refused(parts: Parts) -> None:
     with pytest.raises(InputError, match="diverged"):
         MLPEstimator(NAMES, epochs=1).fit(rows, stop_rows=rows)
     with pytest.raises(InputError, match="before_token"):  # features that are no tokens
-        TokensEstimator(("entropy",)).fit(parts[0], stop_rows=parts[1])
+        TokensEstimator(NAMES).fit(parts[0], stop_rows=parts[1])
 
 
 # Tokens
@@ -193,12 +192,12 @@ def test_rare_tokens_are_fitted_as_far_as_frequent_ones() -> None:
 
 
 @pytest.fixture(scope="module")
-def sampled(traces: dict[float, Trace]) -> Trace:
+def sampled(traces: Traces) -> Trace:
     """A trace at temperature 0.7 with labels as of a greedy draft."""
     return Trace(traces[0.7].folder, dataclasses.replace(traces[0.7].header, label="point"), traces[0.7].rows)
 
 
-def test_a_policy_for_vllm_reads_features_of_vllm(traces: dict[float, Trace], sampled: Trace, profile: Profile) -> None:
+def test_a_policy_for_vllm_reads_features_of_vllm(traces: Traces, sampled: Trace, profile: Profile) -> None:
     policy = train(sampled, profile, host="vllm", folds=2, cross_fit=False).policy
     assert check_engine_policy(policy) is policy and policy.hidden == ()
     assert "noisy_margin" not in policy.features and {"margin", "entropy", "top1"} <= set(policy.features)

@@ -141,9 +141,7 @@ def test_requests_wait_for_their_arrival_and_for_a_stream(arrays: Arrays, timed:
     assert np.array_equal(times, poisson(4000, 5.0, seed=1)) and times[0] != poisson(4000, 5.0, seed=2)[0]
 
 
-def test_what_cannot_be_replayed_is_refused(
-    arrays: Arrays, trees: TraceArrays, timed: Profile, profile: Profile
-) -> None:
+def test_unsuitable_replays_are_refused(arrays: Arrays, trees: TraceArrays, timed: Profile, profile: Profile) -> None:
     trace, policy = arrays[0.0], FixedLength(2)
     only_four = [
         dataclasses.replace(side, verify_s={4: side.verify_s[4]}) for side in (timed.batch.low, timed.batch.high)

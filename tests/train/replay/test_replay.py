@@ -39,6 +39,7 @@ from synthetic import synthetic_trace
 
 from specstop import DraftStep, Pair, Profile, Prompt, RoundOutcome, SpecstopWarning, StopPolicy, load_policy
 
+Traces = dict[float, Trace]
 TREES = {
     None: None,
     "widths": "3,2,1,1,1",
@@ -154,9 +155,7 @@ def test_rounds_and_seconds_are_those_of_the_live_loop(
 
 
 @pytest.mark.parametrize("name", ["fixed:0", "trimming", "adaptive"])
-def test_seconds_of_trees_are_those_that_a_live_policy_observes(
-    by_tree: Trees, live: Live, profile: Profile, name: str
-) -> None:
+def test_a_live_policy_observes_the_seconds_of_trees(by_tree: Trees, live: Live, profile: Profile, name: str) -> None:
     observed: list[float] = []
 
     class Listening(type(POLICIES[name])):  # type: ignore[misc]
@@ -305,9 +304,7 @@ class Failing(StopPolicy):
         raise SystemExit("bye")
 
 
-def test_a_failure_of_a_policy_names_it_and_the_other_policies_are_reported(
-    traces: dict[float, Trace], profile: Profile
-) -> None:
+def test_a_failure_of_a_policy_names_it_and_the_other_policies_are_reported(traces: Traces, profile: Profile) -> None:
     with pytest.raises(PolicyFailure, match=r"^mine: keep\(\) failed: SystemExit: bye$"):
         replay(traces[0.7], Failing(), profile)
     report = evaluate(traces[0.7], profile.with_decisions({"mine": 1e-5}), [Failing(), FixedLength(2)])
@@ -322,7 +319,7 @@ TEMPERATURES = (0.0, 0.7)
 
 
 @pytest.fixture(scope="module")
-def arrays(traces: dict[float, Trace]) -> TraceArrays:
+def arrays(traces: Traces) -> TraceArrays:
     return trace_arrays(traces[0.7])
 
 
@@ -342,7 +339,7 @@ class OtherSize(ReadsDraftStates):
 
 
 def test_policies_that_a_trace_cannot_replay_are_refused(
-    arrays: TraceArrays, traces: dict[float, Trace], recorded: Recorded, profile: Profile
+    arrays: TraceArrays, traces: Traces, recorded: Recorded, profile: Profile
 ) -> None:
     few = trace_arrays(traces[0.7], ["entropy"])
     whole = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
@@ -375,7 +372,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
         ("top1", None, "without top1"),
     ],
 )
-def test_an_impossible_trace_is_refused(traces: dict[float, Trace], column: str, value: int | None, noun: str) -> None:
+def test_an_impossible_trace_is_refused(traces: Traces, column: str, value: int | None, noun: str) -> None:
     trace = traces[0.0]
     if column == "anchor":
         rows = trace.rows.select([i for i in range(len(trace.rows)) if i != 3])
