@@ -12,19 +12,15 @@ import torch
 from conftest import make_prompts
 from scaled_models import SCALED, scaled_model
 from small_drafters import TRAINED, new_round, proposed, small_drafter, small_network
-from specstop.collect import collect
-from specstop.decode import find_drafter, join, load_drafter, save_drafter, stream_key, with_drafter
-from specstop.decode.drafters import TrainedDrafter
+from specstop.decode import find_drafter, join, load_drafter
 from specstop.decode.drafters.ctc import Prefixes
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength, InputError
-from specstop.policies.learned import TreeGain
-from specstop.train import trace_arrays, train
 from specstop.train.drafters.fit import acceptance, new_network, target_ends
 from specstop.train.drafters.proposals import drafter_loss, positions, proposals
 from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
 
-from specstop import Pair, Profile, Prompt, Settings, Speculator, load_pair, replay, train_drafter
+from specstop import Pair, Prompt, Settings, Speculator, load_pair, train_drafter
 
 DEPTH, NEW = 3, 16
 
@@ -218,27 +214,3 @@ def test_an_invalid_argument_is_refused(target: Pair, tmp_path: Path, changes: d
     with pytest.raises(InputError, match=noun):
         train_drafter(pair, out=tmp_path / "drafter", **options)
     assert not (tmp_path / "drafter").exists()
-
-
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_trees_of_heads_are_chosen_live_as_in_replay(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, kind: str
-) -> None:
-    """Trace, head and rule as with a draft model."""
-    prompts = [dataclasses.replace(p, text=f"{p.text} {p.text}") for p in prompts[:6]]
-    output = pair.target.get_output_embeddings().weight.float()
-    network = small_network(kind, output.shape[1], pair.vocabulary, output, DEPTH, 0.02)
-    save_drafter(TrainedDrafter(kind, network, pair.fingerprint["target"]), tmp_path / kind)
-    drafting = with_drafter(pair, f"{kind}:{tmp_path / kind}")
-    trace = collect(drafting, prompts, tmp_path / "trace", tree="4,2,1", temperature=0.0, max_new_tokens=14)
-    policy = train(trace, profile.with_decisions({"tree": 1e-5}), rule="gain", passes=1).policy
-    assert isinstance(policy, TreeGain) and policy.metadata.pair == drafting.fingerprint
-    policy = policy.with_rule(dataclasses.replace(policy.rule, rate=0.5 * policy.rule.rate))  # so that it verifies more
-    played = replay(trace_arrays(trace), policy, profile)
-    speculator = Speculator(drafting, policy, Settings(0.0, 14, tree="4,2,1"), profile)
-    live = []
-    for sequence, prompt in enumerate(prompts):
-        text = speculator.generate(pair.tokenizer(prompt.text)["input_ids"], stream_key(0, prompt.id))  # type: ignore[misc]
-        live += [[sequence, r.anchor, r.drafted, r.verified, r.accepted] for r in text.rounds]
-    assert played.log.tolist() == live
-    assert any(drafted > verified > 0 for _, _, drafted, verified, _ in live), "not all drafted nodes are verified"

@@ -165,12 +165,7 @@ def test_arguments_that_do_not_fit_the_runtime_are_refused(options: dict[str, An
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_hub_folder_has_the_policy_that_was_replayed(
-    learned: LearnedPolicy,
-    sides: Sides,
-    full_profile: Profile,
-    slow: Profile,
-    tmp_path: Path,
-    batched: bool,
+    learned: LearnedPolicy, sides: Sides, full_profile: Profile, slow: Profile, tmp_path: Path, batched: bool
 ) -> None:
     policy = for_batches(learned, profile=full_profile) if batched else learned
     slow = slow.with_decisions({policy.cost_name: 7e-5})

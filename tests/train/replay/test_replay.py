@@ -181,17 +181,6 @@ def test_a_static_tree_is_drafted_live_as_in_replay(by_tree: Trees, live: Live, 
     assert by_text(played) == live_rounds(live(policy, "widths", 0.7)) and int(played.verified.max()) <= 5
 
 
-@pytest.mark.parametrize(("name", "tree"), [("reads-states", None), ("reads-draft-states", "odd")])
-def test_replay_of_a_live_trace_under_its_policy_has_its_rounds(
-    pair: Pair, prompts: list[Prompt], by_tree: Trees, profile: Profile, tmp_path: Path, name: str, tree: str | None
-) -> None:
-    options = {"depth": DEPTH, "tree": TREES[tree], "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
-    live = {"collector": "live", "policy": POLICIES[name], "hidden": tuple(HIDDEN_STATES)}
-    arrays = trace_arrays(collect(pair, prompts, tmp_path / "t", **options, **live))
-    dense = replay(by_tree(tree, 0.7), POLICIES[name], profile)
-    assert by_text(replay(arrays, POLICIES[name], profile)) == by_text(dense)
-
-
 @pytest.mark.parametrize("tree", [None, "widths"])
 def test_rounds_of_a_text_do_not_depend_on_the_other_texts(
     recorded: Recorded, by_tree: Trees, profile: Profile, tree: str | None
@@ -205,30 +194,6 @@ def test_rounds_of_a_text_do_not_depend_on_the_other_texts(
             part = other if isinstance(other, Rounds) else replay(other, POLICIES[name], profile)
             assert by_text(part) == [by_text(whole)[s] for s in (5, 2)]
             assert torch.equal(part.seconds, whole.seconds[[5, 2]])
-
-
-class Recording(StopPolicy):
-    """Drafts to full depth and records the features by depth."""
-
-    features = ("anchor_margin", "mean_full", "top3", "noisy_margin", "last_verified", "depth")
-    name, first, max_depth = "recording", 0, DEPTH
-
-    def __init__(self) -> None:
-        self.seen: dict[int, list[list[float]]] = {depth: [] for depth in range(DEPTH)}
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.seen[step.depth] += step.features[step.alive].tolist()
-        return step.alive, state
-
-
-def test_seen_features_are_what_a_policy_receives(by_tree: Trees, profile: Profile) -> None:
-    arrays, policy = by_tree(None, 0.7), Recording()
-    played = replay(arrays, policy, profile)
-    row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
-    table = seen_features(arrays, policy.features, row, played.history)
-    for depth, features in policy.seen.items():
-        assert sorted(features) == sorted(table[played.decisions > depth, depth].tolist())
-    assert not table[:, 0, [2, 3, 5]].any(), "depth 0 has ANCHOR and HISTORY features only"
 
 
 EXACT = 1e-12

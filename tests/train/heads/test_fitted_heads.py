@@ -322,23 +322,10 @@ def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRo
     bias = tensors["bias"] - weight @ (tensors["mean"])
     torch.testing.assert_close(weight[:2], TRUE_WEIGHT[:2], atol=COEFFICIENT, rtol=0)
     torch.testing.assert_close(bias[:2], TRUE_BIAS[:2], atol=COEFFICIENT, rtol=0)
-    opening, truth = at_their_depths(head, parts[1])[first, 1].float(), true_logits(parts[1].features, first)[first, 1]
+    opening, truth = at_their_depths(head, parts[1])[first, 1], true_logits(parts[1].features, first)[first, 1]
     torch.testing.assert_close(opening, truth, atol=4 * COEFFICIENT, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
-def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str) -> None:
-    rows = synthetic_rows(1500, 4)
-    head = fitted(make_head(kind, {"epochs": 1} if kind == "mlp" else {}).set_params(features=NAMES), rows, rows)
-    seen = rows.features[rows.drawn].numpy()
-    end = seen[:50].copy()
-    end[:, 2] = seen[:, 2].max()
-    far = end.copy()
-    far[:, 2] = 1e6
-    for depth in (0, 1):  # at depth 0 the feature is not read, or fed as 0
-        assert np.isfinite(head.scores(far, depth)).all()
-    assert np.array_equal(head.scores(far, 1), head.scores(end, 1))
-    assert head.tensors()["high"][2] == seen[:, 2].max()
+    seen = parts[0].features[parts[0].drawn].numpy()
+    assert [head.tensors()[end][2] for end in ("low", "high")] == [seen[:, 2].min(), seen[:, 2].max()]
 
 
 def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
