@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from specstop.decode.profile.measuring import Effort, Seconds, measure
-from specstop.policies import CostTable, Profile, measurements as part
-from specstop.policies.measurements import CONTEXTS, Key, Noise, judge
+from specstop.policies import Profile, measurements as part
+from specstop.policies.costs import CostTable
+from specstop.policies.measurements import CONTEXTS, Key, Noise, measure_noise
 
 DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7
 """Longest chain of the pair, tokens of a text, and probability that a drafted token is accepted."""
@@ -155,6 +156,6 @@ class Machine:
 def profiled(disturbance: Disturbance, seed: int, budget_s: float) -> tuple[Noise, float]:
     """Return the noise that timings of a simulated machine show, and the seconds of its clock."""
     machine = Machine(disturbance, seed)
-    noise = judge(measure({"chains": machine.texts}, Effort(budget_s), clock=machine.clock))
+    noise = measure_noise(measure({"chains": machine.texts}, Effort(budget_s), clock=machine.clock))
     assert noise is not None
     return noise, machine.clock()

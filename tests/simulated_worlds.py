@@ -20,7 +20,8 @@ from specstop.collect.schema import TIMES, chain
 from specstop.collect.store import shard_table
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Effort, measure
-from specstop.policies import Array, Confidence, CostTable, FixedLength
+from specstop.policies import Array, Confidence, FixedLength
+from specstop.policies.costs import CostTable
 from specstop.train.evaluate.importance import importance_estimate
 
 from specstop import Profile, StopPolicy, Trace, evaluate

@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
     for side in ("target", "draft"):
         tokenizer = AutoTokenizer.from_pretrained(pair_folder / side)
         tokenizer.chat_template = CLOCK
-        tokenizer.save_pretrained(folder / "clock" / side)
+        tokenizer.save_policy(folder / "clock" / side)
     return folder
 
 
@@ -65,7 +65,7 @@ def extra(**parameters: object) -> list[str]:
     return [word for name, value in parameters.items() for word in ("--extra", f"{name}={value}")]
 
 
-def collected(*command: object) -> Trace:
+def merge_repetitions(*command: object) -> Trace:
     answer = cli(*command)
     assert answer.code == 0, answer.err
     return load_trace(Path(str(command[-1])))
@@ -73,7 +73,7 @@ def collected(*command: object) -> Trace:
 
 @pytest.fixture(scope="module")
 def done(collect: list[object], home: Path) -> Trace:
-    return collected(*collect, *SHARDS, "--out", home / "done")
+    return merge_repetitions(*collect, *SHARDS, "--out", home / "done")
 
 
 def remove_shards(out: Path) -> None:
@@ -116,7 +116,7 @@ def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
     command = [*collect, "--column", "prompt", "--prompts", tmp_path / "p.jsonl", "--temperature", 0.7]
     recorded = ["--depth", 1, "--verification", "match", *extra(completions="answer")]
-    rows = collected(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
+    rows = merge_repetitions(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
     assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
     facts = parsed("info", tmp_path / "a")
     assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
@@ -183,7 +183,7 @@ def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
     assert "(0, 2)" in refused("info", out, "--check")
     assert "--overwrite: expected one process" in refused(*collect, "--out", out, "--overwrite")
     monkeypatch.setenv("RANK", "0")
-    assert collected(*collect, *SHARDS, "--out", out).table() == done.table()
+    assert merge_repetitions(*collect, *SHARDS, "--out", out).table() == done.table()
     assert cli("info", out, "--check").code == 0
 
 
@@ -205,7 +205,7 @@ def test_trees_live_rounds_mixed_text_and_hidden_states_are_collected(
 ) -> None:
     live = ("--collector", "live", "--policy", "confidence:0.3", "--verification", "block", *extra(explore=0.5))
     tree, rounds, mixed, hidden = (
-        collected(*collect, *options, "--out", home / f"kind{at}")
+        merge_repetitions(*collect, *options, "--out", home / f"kind{at}")
         for at, options in enumerate(
             (("--tree", "2,1", "--temperature", 0.7), (*live, "--temperature", 0.7), ("--depth", 1, *extra(mix=0.2)),
              (*SHARDS, *extra(hidden="target,draft")))
@@ -262,8 +262,8 @@ def test_structured_output(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     pair = byte_pair()
     for name, model in (("target", pair.target), ("draft", pair.draft_model)):
-        model.save_pretrained(tmp_path / name)
-        pair.tokenizer.save_pretrained(tmp_path / name)  # type: ignore[union-attr]
+        model.save_policy(tmp_path / name)
+        pair.tokenizer.save_policy(tmp_path / name)  # type: ignore[union-attr]
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
     (tmp_path / "list.ebnf").write_text('root ::= "[" [a-c]{2,4} "]"')
     (tmp_path / "p.txt").write_text("the name\na tag\n")

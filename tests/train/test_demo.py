@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import make_prompts
 from specstop.decode.profile.measuring import Effort
-from specstop.policies import InputError, load_policy_folder
+from specstop.policies import InputError
+from specstop.policies.storage import load_policy_folder
 from specstop.train.demo import Demo, Sizes, demo
 from specstop.train.heads.networks import MLPEstimator
 from specstop.train.shipped_pair import expand_weights, quantize_weights

@@ -69,8 +69,8 @@ def test_a_draft_and_an_attention_that_are_not_supported_are_refused_by_name():
 
 def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path, tokenizer):
     model = table.build("gemma2", torch.float32, "eager")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    model.save_policy(tmp_path)
+    tokenizer.save_policy(tmp_path)
     pair, prompt = load_pair(tmp_path, tmp_path), [5, 6, 7, 8]
     expected = [table.plain(model, prompt, 9)]
     assert table.compare(pair.target, pair, FixedLength(3), "2,2", [prompt], expected, 9).equal == 1
@@ -83,7 +83,7 @@ def test_weights_of_any_size_and_type_pass_the_check(dtype, spread):
         assert join(target, None).readings[0].side_by_side == (name != "gptj")
 
 
-def round_states(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def round_inputs(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Round the input of a layer to eight bits, with one scale for all tokens of a call."""
     scale = inputs[0].abs().amax() / 127
     return ((inputs[0] / scale).round() * scale,)
@@ -92,7 +92,7 @@ def round_states(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
 def test_logits_that_depend_on_the_tokens_of_a_call_are_warned_of_once():
     target = table.build_class("llama", {})
     for layer in target.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(rounded)
+        layer.mlp.down_proj.register_forward_pre_hook(round_inputs)
     with pytest.warns(SpecstopWarning, match="depend on how many tokens"):
         join(target, None)
     with warnings.catch_warnings():

@@ -117,4 +117,6 @@ def test_states_that_do_not_fit_are_refused(plain_pair):
 def test_states_are_rounded_and_clipped_to_float16():
     states = torch.tensor([1.0 + 2.0**-12, 1e6, -1e6, 1e-9], dtype=torch.float64)
     assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]
-    assert round_states(states).dtype == torch.float32 and torch.equal(round_states(stored(states)), round_states(states))
+    assert round_states(states).dtype == torch.float32 and torch.equal(
+        round_states(stored(states)), round_states(states)
+    )

@@ -17,7 +17,7 @@ from specstop.decode.drafters.ctc import Prefixes
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength, InputError
 from specstop.train.drafters.fit import acceptance, new_network, target_ends
-from specstop.train.drafters.proposals import drafter_loss, positions, proposals
+from specstop.train.drafters.proposals import drafter_loss, position_log_probs, proposals
 from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
 
 from specstop import Pair, Prompt, Settings, Speculator, load_pair, train_drafter
@@ -83,7 +83,7 @@ def test_proposals_at_all_positions_are_those_of_the_live_drafter(pair: Pair, ki
     batch = Batch(torch.tensor([text]), states, torch.tensor([len(text)]))
     drafter = small_drafter(kind, pair, DEPTH)
     if kind == "ctc":
-        symbols = positions(drafter._network, batch, *ends(pair))[0]
+        symbols = position_log_probs(drafter._network, batch, *ends(pair))[0]
     else:
         rows = list(proposals(drafter._network, batch, *ends(pair)))
     for at in (1, 3, 5):  # the target has read so many tokens and one more
@@ -120,7 +120,7 @@ def test_losses_are_those_of_a_slow_reference(pair: Pair) -> None:
         loss = drafter_loss(network, batch, *ends(pair))
         assert float(loss) == pytest.approx((means[0] + 0.8 * means[1]) / 1.8)
     network = small_network("ctc", 16, 48, weights, 4).double()
-    symbols, nats = positions(network, batch, *ends(pair)).exp(), [[], []]
+    symbols, nats = position_log_probs(network, batch, *ends(pair)).exp(), [[], []]
     for which, (text, output) in enumerate(zip(texts, outputs, strict=True)):
         for at in range(len(text) - 2):
             p = output.logits[0, at + 1].softmax(-1)

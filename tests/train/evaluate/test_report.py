@@ -23,7 +23,7 @@ from specstop.train.evaluate.report import to_html
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.rules import fixed_grid
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.rounds import scale_costs
 
 from specstop import LearnedPolicy, Profile, Report, Trace, evaluate, replay, save_policy
 
@@ -268,7 +268,10 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: Sides, full_profi
 def test_each_place_is_compared_with_its_best_fixed_length(
     sides: Sides, traces: dict[float, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
-    policies, profiles = [learned, Confidence(0.4, DEPTH), FixedLength(0)], [full_profile, scaled(full_profile, 3.0)]
+    policies, profiles = (
+        [learned, Confidence(0.4, DEPTH), FixedLength(0)],
+        [full_profile, scale_costs(full_profile, 3.0)],
+    )
     held_out = [sides[1], traces[0.0]]
     report = evaluate(held_out, profiles, policies, out=tmp_path / "out")
     assert list(report.places) == [f"{trace.folder}, profile {at}" for trace in held_out for at in (1, 2)]
@@ -290,7 +293,7 @@ def test_each_place_is_compared_with_its_best_fixed_length(
 def test_intervals_hold_for_all_places_at_once(sides: Sides, full_profile: Profile) -> None:
     """With more places intervals are wider in each of them; with copies of a place they are the same."""
     policies = [Confidence(0.4, DEPTH), FixedLength(1)]
-    profiles = [full_profile, scaled(full_profile, 2.0)]
+    profiles = [full_profile, scale_costs(full_profile, 2.0)]
     both, most = evaluate(sides[1], profiles, policies), evaluate(list(sides[::-1]), profiles, policies)
     for policy in policies:
         few, many = (next(iter(report.places.values()))[policy.name].speedup for report in (both, most))
@@ -304,7 +307,7 @@ def test_intervals_hold_for_all_places_at_once(sides: Sides, full_profile: Profi
 def test_conflicting_arguments_are_refused(
     sides: Sides, one_prompt: Trace, full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
-    held, one, two = sides[1], full_profile, [full_profile, scaled(full_profile, 2.0)]
+    held, one, two = sides[1], full_profile, [full_profile, scale_costs(full_profile, 2.0)]
     shutil.copytree(held.folder, tmp_path / "trace")
     next((tmp_path / "trace" / "data").iterdir()).unlink()
     for traces, profiles, policies, options, error, noun in (

@@ -14,15 +14,16 @@ import torch
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect import collect
-from specstop.policies import Confidence, FixedLength, load_policy_folder
+from specstop.policies import Confidence, FixedLength
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.measurements import DECISIONS
+from specstop.policies.storage import load_policy_folder
 from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays, train
 from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, survival, time_share
-from specstop.train.evaluate.pricing import TIMED, TRAINED, Priced, ProfileBootstrap, ResampleSource, with_prices
+from specstop.train.evaluate.pricing import TIMED, TRAINED, PricedReplays, ProfileBootstrap, ResampleSource, with_prices
 from specstop.train.evaluate.statistics import Resamples
-from specstop.train.replay.bounds import judge, oracle_plan
+from specstop.train.replay.bounds import oracle_plan, round_regret
 from timed import timed_profile
 
 from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay, save_policy
@@ -64,7 +65,7 @@ def test_parts_of_the_time_and_losses_to_the_bound_add_up(arrays: TraceArrays, p
     plain = time_share("plain", arrays, replay(arrays, FixedLength(0), profile), profile)
     assert plain["draft_ms"] == pytest.approx(0.0, abs=1e-9) and plain["decision_ms"] == 0.0
     plan = oracle_plan(arrays, profile)
-    lost = stop_cost("x", judge(arrays, played, plan, profile), tokens)
+    lost = stop_cost("x", round_regret(arrays, played, plan, profile), tokens)
     assert lost["total_s"] == pytest.approx(float((played.seconds - plan.seconds).sum()), abs=1e-9)
     assert sum(lost["ms_per_token"]) == pytest.approx(1e3 * lost["total_s"] / tokens, abs=1e-6)
 
@@ -145,7 +146,7 @@ def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, full_profi
     policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), TEST_POLICIES["trimming"].limited(depth)]
     replays = [replay(arrays, policy, noisy) for policy in policies]
     boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
-    priced = Priced(boot, draws, replays, arrays.prompt_tokens)
+    priced = PricedReplays(boot, draws, replays, arrays.prompt_tokens)
     spent, prompts, profile = map(priced.seconds, ResampleSource)
     assert spent.shape == (1 + REPLICATES, len(policies)) and profile.shape == (1 + DRAWS, len(policies))
     for at, rounds in enumerate(replays):

@@ -27,7 +27,7 @@ from specstop.train.evaluate import importance
 from specstop.train.evaluate.importance import importance_estimate, importance_weights, observed_rounds
 from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer
 from specstop.train.evaluate.statistics import Clusters, Resamples, clusters_needed, form_clusters
-from specstop.train.evaluate.verdict import answer, doubts, findings, verdict
+from specstop.train.evaluate.verdict import find_doubts, find_warnings, make_answer, verdict
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from synthetic import synthetic_trace
 from torch import Tensor
@@ -151,7 +151,7 @@ def policy(name: str, kind: str, rate: float, ratio: Ratio, count: int = 40, **p
 def answered(policies: Sequence[Line], count: int = 40, **options: Any) -> Answer:
     """Return the answer of a report with these policies and two fixed lengths, of which `fixed:3` is the best."""
     lines = [line("plain decoding", "fixed", 1.0), line("best fixed", "fixed", 1.5), *policies]
-    result = answer(lines, "fixed:3", Clusters(tuple(map(str, range(count)))), **options)
+    result = make_answer(lines, "fixed:3", Clusters(tuple(map(str, range(count)))), **options)
     assert result is not None
     return result
 
@@ -199,7 +199,7 @@ def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
         ([], 0.5, quiet, ""),
     ):
         lines = [replace(top, oracle_share=Ratio(share, share, share))]
-        reasons = doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
+        reasons = find_doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
         result = answered(lines, doubts=reasons)
         assert (result.verdict == NOISY) == bool(word) and word in result.headline
         assert result.deploy != bool(word)
@@ -224,7 +224,7 @@ def test_a_prompt_with_most_of_the_tokens_is_reported(longest: int, share: int) 
     """Above a third of the tokens there is no verdict."""
     arrays = synthetic_trace([[0] * longest, *[[1] * 9] * 20], 3)
     chosen = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist())
-    warnings = findings(SimpleNamespace(noise=None), chosen, arrays.prompt_ids)  # type: ignore[arg-type]
+    warnings = find_warnings(SimpleNamespace(noise=None), chosen, arrays.prompt_ids)  # type: ignore[arg-type]
     assert len(warnings) == bool(share) and all(f"'0' has {share}% of all tokens" in text for text in warnings)
     assert verdict(Ratio(1.1, 1.05, 1.2), 21, None, chosen.largest) == (TOO_FEW if share == 50 else DEPLOY)
 

@@ -18,17 +18,18 @@ from head_tensors import HIGH, LOW, NAMES, features
 from learned_policies import learned
 from specstop.collect.schema import drafter_of
 from specstop.decode.engines.settings import read_settings
-from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError, load_policy_folder
+from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator
+from specstop.policies.storage import load_policy_folder
 from specstop.train import TraceArrays, trace_arrays, train
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.export import onnx_model
 from specstop.train.export.basis import Basis, largest_share, replay_thresholds
 from specstop.train.export.engines import ENGINES, fit_acceptance, log_odds, vllm_drafter, vllm_obstacle, vllm_policy
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.rounds import scale_costs
 from synthetic import with_batches
 
 from specstop import LearnedPolicy, Profile, Trace, deploy, load_policy, replay, save_policy
@@ -42,7 +43,7 @@ Written = dict[str, tuple[Path, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def slow(full_profile: Profile) -> Profile:
     """Another profile: drafting is four times as expensive."""
-    return scaled(full_profile, draft=4.0)
+    return scale_costs(full_profile, draft=4.0)
 
 
 @pytest.fixture(scope="module")

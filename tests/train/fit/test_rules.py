@@ -18,28 +18,29 @@ from joint_policies import batch_policy
 from learned_policies import Certain, learned, with_head
 from specstop.collect import Prompt, Trace, collect
 from specstop.decode import SamplingParams, decode, stream_key
-from specstop.policies import Array, Confidence, FixedLength, PolicyError, load_policy_folder, save_policy
+from specstop.policies import Array, Confidence, FixedLength, PolicyError, save_policy
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.display import silent
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import PathCalibrator, TreeGain
 from specstop.policies.rules import Derived, Threshold
+from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
-from specstop.train import TraceArrays, Trained, trace_arrays, train
+from specstop.train import TraceArrays, TrainResult, trace_arrays, train
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit import rules as fit_rules
-from specstop.train.fit.batch_rules import SCALES, batch_rate, settle_batch, settle_lengths
+from specstop.train.fit.adapt import MIN_GAIN_IN_SAMPLE, adapt_to_profile, retune, solve_rate
+from specstop.train.fit.batch_rules import SCALES, batch_rate, tune_batch_lengths, tune_batch_rule
 from specstop.train.fit.rules import Part, best_of, derived_thresholds, fixed_grid, left_out_parts, replayed_rates
-from specstop.train.fit.settle import MIN_GAIN_IN_SAMPLE, retune, settle_for, solve_rate
 from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, tree_seconds
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import typical_context
-from specstop.train.replay.batch import at_once, deal, replay_batch
-from specstop.train.replay.bounds import on_subtree, subtree
+from specstop.train.replay.batch import arrive_at_once, replay_batch, request_order
+from specstop.train.replay.bounds import restrict_to_subtree, subtree
 from specstop.train.replay.checks import check_fit
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.rounds import scale_costs
 from specstop.train.replay.run import replay
 from synthetic import with_batches
 
@@ -56,7 +57,7 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
 
 @pytest.mark.parametrize("factor", [0.01, 0.2, 1.0, 3.0])
 def test_the_best_length_and_threshold_are_the_fastest(arrays: TraceArrays, profile: Profile, factor: float) -> None:
-    costs = scaled(profile, draft=factor)
+    costs = scale_costs(profile, draft=factor)
     rates = [replay(arrays, FixedLength(k), costs).rate for k in range(DEPTH + 1)]
     grid = fixed_grid(arrays, costs)
     assert [r.rate for r in grid] == rates and best_of(grid) is grid[rates.index(max(rates))]
@@ -68,19 +69,19 @@ def test_the_best_length_and_threshold_are_the_fastest(arrays: TraceArrays, prof
 def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, factor: float
 ) -> None:
-    costs = scaled(full_profile, draft=factor)
+    costs = scale_costs(full_profile, draft=factor)
     acceptance = learned.metadata.acceptance
     solved, rate = solve_rate(learned, arrays, costs, acceptance)
     assert rate == replay(arrays, solved, costs).rate
     rho = max(r.rate for r in fixed_grid(arrays, costs))
     context, decision_s = typical_context(arrays), costs.decision("logistic")
     for share in fit_rules.LOOK_AHEAD:
-        for first in fit_rules.FIRST:
+        for first in fit_rules.FIRST_DEPTHS:
             table = costs.chain_costs(context, decision_s, first, DEPTH)
             rule = Derived(derived_thresholds(rho, table, [share * a for a in acceptance]), first)
             other = replay(arrays, learned.with_rule(rule), costs).rate
             # The iteration begins at this rho for depth 1 only; another has to be clearly better than the best.
-            assert (1 + fit_rules.MIN_GAIN) ** fit_rules.FIRST.index(first) * rate >= other * (
+            assert (1 + fit_rules.MIN_GAIN) ** fit_rules.FIRST_DEPTHS.index(first) * rate >= other * (
                 1 if first == 1 else 1 - CLOSE
             )
     assert (solved.head, solved.accept, solved.next) == (learned.head, learned.accept, learned.next)
@@ -94,7 +95,7 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     free = dataclasses.replace(full_profile, low=low, high=low, step_s=0.0, decision_s={})
     solved, rate = solve_rate(learned, arrays, free, learned.metadata.acceptance)
     assert rate == pytest.approx(replay(arrays, FixedLength(DEPTH), free).rate)
-    costly = scaled(full_profile, draft=1000.0)
+    costly = scale_costs(full_profile, draft=1000.0)
     solved, rate = solve_rate(learned, arrays, costly, learned.metadata.acceptance)
     assert solved.first == 0
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
@@ -119,7 +120,7 @@ def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speed
 ) -> None:
     late = learned.with_rule(Derived([0.4] * DEPTH, 2))
     late.metadata = dataclasses.replace(learned.metadata, metrics={"rows": 3, "held_out_rounds": 5})
-    costs = scaled(full_profile, draft=3.0)
+    costs = scale_costs(full_profile, draft=3.0)
     tuned = retune(late, arrays, costs, [2])
     assert tuned.rule.first == 2 and tuned.rule.to_dict() != late.rule.to_dict()
     assert tuned.metadata.metrics == {"rows": 3} and costs.same_costs(tuned.metadata.profile)
@@ -155,23 +156,23 @@ def timed(profile: Profile) -> Profile:
 def test_decisions_that_cost_more_than_they_gain_are_left_out(held: TraceArrays, timed: Profile) -> None:
     free = batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
-    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
+    settled = tune_batch_rule(free, [Part(held)], timed.with_decisions({name: 3.0}))
     assert [size for size, _ in settled.rule.lengths] == [2, 4] and sorted(settled.unasked) == [1, 2, 3, 4]
     for size, length in settled.rule.lengths:
         played, fixed = (
-            replay_batch(held, policy, settled.profile, size, at_once(held.sequences))
+            replay_batch(held, policy, settled.profile, size, arrive_at_once(held.sequences))
             for policy in (settled, FixedLength(length))
         )
         assert float(played.seconds.sum()) == pytest.approx(float(fixed.seconds.sum()), rel=EXACT)
         assert not played.decisions.any()
     # Where only decisions have another price, what was settled stays, unless there are traces to settle it again.
     cheap = timed.with_decisions({name: 1e-9})
-    kept, note = settle_for(settled, None, cheap)
+    kept, note = adapt_to_profile(settled, None, cheap)
     assert isinstance(kept, BatchStop) and (kept.unasked, note) == (settled.unasked, "")
     assert kept.profile.decision(name) == cheap.decision(name)
-    again, note = settle_for(settled, held, cheap)
+    again, note = adapt_to_profile(settled, held, cheap)
     assert "on the training traces" in note
-    assert again.rule.to_dict() == settle_batch(settled, [Part(held)], cheap, MIN_GAIN_IN_SAMPLE).rule.to_dict()  # type: ignore[attr-defined]
+    assert again.rule.to_dict() == tune_batch_rule(settled, [Part(held)], cheap, MIN_GAIN_IN_SAMPLE).rule.to_dict()  # type: ignore[attr-defined]
     everything = for_batches(settled, "all")
     assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send
 
@@ -179,14 +180,14 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(held: TraceArrays,
 def test_a_rule_decides_nothing_in_batches_where_that_loses(held: TraceArrays, timed: Profile, tmp_path: Path) -> None:
     policy = learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
     paid = timed.with_decisions({policy.cost_name: 3.0})
-    settled = settle_lengths(policy, [Part(held)], paid)
+    settled = tune_batch_lengths(policy, [Part(held)], paid)
     (alone, none), *lengths = settled.rule.lengths
     assert (alone, none) == (1, None) and [size for size, _ in lengths] == [2, 4]
     assert isinstance(settled.rule, Derived) and settled.rule.thresholds == policy.rule.thresholds
     assert sorted(settled.unasked) == [2, 3, 4], "it was solved for one text"
     for size, length in lengths:
-        played = replay_batch(held, settled, paid, size, at_once(held.sequences))
-        fixed = replay_batch(held, FixedLength(length), paid, size, at_once(held.sequences))
+        played = replay_batch(held, settled, paid, size, arrive_at_once(held.sequences))
+        fixed = replay_batch(held, FixedLength(length), paid, size, arrive_at_once(held.sequences))
         is_shared = played.call.bincount()[played.call] > 1
         assert not played.decisions[is_shared].any()
         assert torch.equal(played.log[is_shared], fixed.log[: int(is_shared.sum())])
@@ -194,15 +195,15 @@ def test_a_rule_decides_nothing_in_batches_where_that_loses(held: TraceArrays, t
     free = timed.with_decisions({policy.cost_name: 0.0})
     never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
     best = int(np.argmax([batch_rate(FixedLength(k), [Part(held)], free, 4) for k in range(DEPTH + 1)]))
-    assert best == 1 or settle_lengths(never, [Part(held)], free).unasked[4] == best
-    once = settle_lengths(policy, [Part(held)], free)
+    assert best == 1 or tune_batch_lengths(never, [Part(held)], free).unasked[4] == best
+    once = tune_batch_lengths(policy, [Part(held)], free)
     assert isinstance(once.rule, Derived) and [size for size, _ in once.rule.scales] == [1, 2, 4]
     for size, factor in once.rule.scales[1:]:
         rules = {times: Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(size, times)]) for times in SCALES}
         tried = {times: batch_rate(policy.with_rule(rule), [Part(held)], free, size) for times, rule in rules.items()}
         assert tried[factor] == max(tried.values())
-    assert settle_lengths(settled, [Part(held)], free).unasked == once.unasked, "it is settled from the start"
-    assert settle_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
+    assert tune_batch_lengths(settled, [Part(held)], free).unasked == once.unasked, "it is settled from the start"
+    assert tune_batch_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
 
 
 def test_rules_for_batches_are_settled_on_prompts_left_out(held: TraceArrays, timed: Profile) -> None:
@@ -213,15 +214,15 @@ def test_rules_for_batches_are_settled_on_prompts_left_out(held: TraceArrays, ti
     apart = [Part(half, head) for half, head in zip(halves, heads, strict=True)]
     tokens = seconds = 0.0
     for half, head in zip(halves, heads, strict=True):
-        order = deal(half.sequences, 4, 0)[:24]
-        played = replay_batch(half, with_head(policy, head), free, 4, at_once(len(order)), order)
+        order = request_order(half.sequences, 4, 0)[:24]
+        played = replay_batch(half, with_head(policy, head), free, 4, arrive_at_once(len(order)), order)
         tokens += float(played.committed.sum())
         seconds += float(played.seconds.sum()) - free.prefill_seconds(half.prompt_tokens.numpy()[order]).sum()
     assert batch_rate(policy, apart, free, 4) == pytest.approx(float(tokens / seconds), rel=EXACT)
     # On prompts that were left out the heads know nothing, whatever the policy's own head may know of its own prompts.
     unaware = [Part(held, Certain(30.0)), Part(held, Certain(30.0))]
     costly = free.with_decisions({name: 2e-4 for name in free.decision_s})
-    for settled in (settle_lengths(policy, unaware, costly), settle_batch(policy, unaware, costly)):
+    for settled in (tune_batch_lengths(policy, unaware, costly), tune_batch_rule(policy, unaware, costly)):
         assert settled.head is policy.head
         assert {2, 4} <= {size for size, length in settled.rule.lengths if length is not None}  # type: ignore[attr-defined]
 
@@ -240,7 +241,7 @@ def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def trained(forest: Traces, profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trained]:
+def trained(forest: Traces, profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> dict[float, TrainResult]:
     folder = tmp_path_factory.mktemp("trained")
     costs = profile.with_decisions({"tree": 1e-5})
     return {t: train(trace, costs, rule="gain", out=folder / str(t), passes=2) for t, trace in forest.items()}
@@ -261,7 +262,7 @@ def all_visits(trace: Trace) -> Visits:
 @pytest.mark.parametrize(("temperature", "head"), [(0.0, "logistic"), (0.7, "logistic"), (0.7, "tokens")])
 def test_the_live_loop_plays_what_replay_says(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], forest: Traces,
-    trained: dict[float, Trained], profile: Profile, temperature: float, head: str,
+    trained: dict[float, TrainResult], profile: Profile, temperature: float, head: str,
 ) -> None:  # fmt: skip
     policy = trained[temperature].policy
     if head == "tokens":
@@ -281,7 +282,7 @@ def test_the_live_loop_plays_what_replay_says(
 
 
 def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
-    trained: dict[float, Trained], pair: Pair, prompt_ids: list[list[int]]
+    trained: dict[float, TrainResult], pair: Pair, prompt_ids: list[list[int]]
 ) -> None:
     policy, prompts = trained[0.7].policy, [prompt_ids[0]]
     length, chained = Settings(0.7, NEW, verification="match"), Settings(0.7, NEW, tree="chain:3", verification="match")
@@ -298,13 +299,13 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
 
 
 def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
-    forest: Traces, trained: dict[float, Trained], full_profile: Profile
+    forest: Traces, trained: dict[float, TrainResult], full_profile: Profile
 ) -> None:
     policy, verify_s = trained[0.7].policy, tuple(30 * s for s in full_profile.low.verify_s)
     costly = replace(full_profile, low=replace(full_profile.low, verify_s=verify_s))
     report = evaluate(forest[0.7], costly, [policy], allow_overlap=True)
     assert "rho as saved" in report["tree"].note
-    settled, note = settle_for(policy, trace_arrays(forest[0.7]), costly)
+    settled, note = adapt_to_profile(policy, trace_arrays(forest[0.7]), costly)
     assert isinstance(settled, TreeGain) and settled.metadata.rho != policy.metadata.rho
     assert "not fitted on" in note and costly.same_costs(settled.metadata.profile)
     smaller = train(forest[0.7], costly.with_decisions({"tree": 1e-5}), head="logistic", rule="gain", nodes=[1]).policy
@@ -414,7 +415,7 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "progress": silent}
     large = collect(pair, prompts, tmp_path / "large", tree=TREE, sampling=filtered, **options)
     for trace, sampling in ((forest[0.7], SamplingParams()), (large, filtered)):
-        small = on_subtree(trace_arrays(trace), SMALL)
+        small = restrict_to_subtree(trace_arrays(trace), SMALL)
         name, folder = subtree(trace.header.tree, SMALL).name, tmp_path / f"small {sampling.options}"
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, sampling=sampling, **options))
         assert small.tree.parent == whole.tree.parent and small.path is not None and whole.path is not None

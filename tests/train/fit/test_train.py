@@ -20,16 +20,17 @@ from specstop.collect import collect
 from specstop.collect.schema import NO_TOKEN
 from specstop.decode import join
 from specstop.decode.hf import generate
-from specstop.policies import CostTable, FixedLength, InputError, PolicyError, TraceError, load_policy_folder
-from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies import FixedLength, InputError, PolicyError, TraceError
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.features import PAST_WEIGHT
+from specstop.policies.storage import load_policy_folder
 from specstop.train import TraceArrays, make_head, trace_arrays, train
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches
+from specstop.train.fit.adapt import adapt_to_profile
 from specstop.train.fit.plan import REPORT_SHARE, Plan, TrainOptions, split_report, without_noise
 from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import fit_policy
-from specstop.train.fit.settle import settle_for
 from specstop.train.fit.tune import TUNE_FOLDS, search
 from specstop.train.heads import rows as fitting_rows
 from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
@@ -258,15 +259,15 @@ def test_fit_select_and_report_prompts_are_disjoint(arrays: TraceArrays, sides: 
     bare = train(sides[0], full_profile, features=FEW, report_share=0).metrics
     assert not [name for name in bare if "held_out" in name or name.endswith("_auc")]
     costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
-    settled, note = settle_for(policy, arrays, costly)
+    settled, note = adapt_to_profile(policy, arrays, costly)
     assert "that the head was not fitted on" in note
     # Other outcomes of the prompts that the head was fitted on, and of report prompts, change nothing.
     fitted = torch.tensor([name not in select for name in arrays.clusters])[arrays.owner]
     changed = dataclasses.replace(arrays, accepted=torch.where(fitted, 0, arrays.accepted))
-    again, _ = settle_for(policy, changed, costly)
+    again, _ = adapt_to_profile(policy, changed, costly)
     assert decisive_parts(settled) == decisive_parts(again)  # type: ignore[arg-type]
     only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in fit])
-    assert settle_for(policy, only, costly)[0] is policy
+    assert adapt_to_profile(policy, only, costly)[0] is policy
 
 
 MIXED = ("top1", "mean_full", "anchor_top1", "depth", "last_accepted")

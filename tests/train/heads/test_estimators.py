@@ -24,7 +24,14 @@ from specstop.policies.learned import Calibrator, SurvivalMaps
 from specstop.policies.rules import Threshold
 from specstop.train import head_class, make_head, train
 from specstop.train.heads import HEADS, calibration
-from specstop.train.heads.calibration import LEAST, Outputs, calibrate, calibration_error, fit_calibrator, fit_survival
+from specstop.train.heads.calibration import (
+    MIN_ROWS,
+    Outputs,
+    calibrate,
+    calibration_error,
+    fit_calibrator,
+    fit_survival,
+)
 from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator
 from specstop.train.heads.rows import FitRows
@@ -289,7 +296,7 @@ def test_every_map_is_monotone_and_a_probability(shape: str, kind: str, count: i
     chance = calibrator(np.linspace(-30, 30, 4001))
     assert bool((np.diff(chance) >= -1e-7).all())
     assert 0 <= float(chance.min()) < float(chance.max()) <= 1
-    if count < LEAST or (not soft and len(np.unique(labels)) < 2):
+    if count < MIN_ROWS or (not soft and len(np.unique(labels)) < 2):
         assert calibrator.kind == "identity"
 
 
@@ -356,7 +363,7 @@ def test_rounds_that_say_nothing_change_nothing() -> None:
     accept, outputs = simulated_rounds("calibrated", rounds=400)
     for length in (0, DEPTH):
         assert fit_survival(accept, dataclasses.replace(outputs, length=np.full(400, length))) is None
-    assert fit_survival(*simulated_rounds("overconfident", rounds=LEAST - 1)) is None
+    assert fit_survival(*simulated_rounds("overconfident", rounds=MIN_ROWS - 1)) is None
     # Rounds whose tokens were not drawn do not count.
     accept, outputs = simulated_rounds("overconfident", rounds=3000)
     drawn = np.arange(3000)[:, None] < [2600] * DEPTH

@@ -16,10 +16,11 @@ from contract_policies import DEPTH
 from feature_head import biased
 from specstop.collect import collect
 from specstop.decode import stream_key
-from specstop.policies import InputError, PolicyError, TraceError, load_policy_folder
+from specstop.policies import InputError, PolicyError, TraceError
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.train import HeadEstimator, TraceArrays, Trained, head_class, make_head, trace_arrays, train
+from specstop.policies.storage import load_policy_folder
+from specstop.train import HeadEstimator, TraceArrays, TrainResult, head_class, make_head, trace_arrays, train
 from specstop.train.heads import published
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
@@ -207,7 +208,7 @@ def costs(profile: Profile) -> Profile:
 @pytest.fixture(scope="module")
 def trained(
     hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Trained]:
+) -> dict[str, TrainResult]:
     folder = tmp_path_factory.mktemp("trained")
     options = {"params": QUICK, "cross_fit": False}
     return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in READS}
@@ -215,7 +216,7 @@ def trained(
 
 @pytest.mark.parametrize("kind", READS)
 def test_a_published_head_decodes_as_it_replays_under_its_rule(
-    pair: Pair, hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
+    pair: Pair, hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, TrainResult], kind: str
 ) -> None:
     features, states, rule = READS[kind]
     policy, build = trained[kind].policy, head_class(kind)
@@ -285,7 +286,7 @@ def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: 
 
 @pytest.mark.parametrize("kind", ["specdec", "dynasd-soft"])
 def test_heads_are_fitted_on_mixed_texts(
-    hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
+    hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, TrainResult], kind: str
 ) -> None:
     mixed_fit = train(hidden[0], costs, head=kind, params=QUICK, cross_fit=False, mixed=hidden[2])
     first, second = (one.policy.head.tensors() for one in (mixed_fit, trained[kind]))

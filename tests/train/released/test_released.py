@@ -15,7 +15,8 @@ import torch
 from commands import cli
 from conftest import NEW
 from specstop.decode import decode, load_drafter, with_drafter
-from specstop.policies import FixedLength, InputError, PolicyError, load_policy_folder
+from specstop.policies import FixedLength, InputError, PolicyError
+from specstop.policies.storage import load_policy_folder
 from specstop.train.released import PREFIX, import_medusa, import_weights
 from torch import Tensor, nn
 

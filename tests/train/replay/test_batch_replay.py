@@ -16,9 +16,9 @@ from learned_policies import learned
 from specstop.collect import collect
 from specstop.decode import stream_key
 from specstop.decode.loop import Request
-from specstop.policies import Confidence, CostTable, FixedLength, InputError, PolicyError, TraceError
+from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
@@ -27,8 +27,8 @@ from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.tree_rules import Gain
 from specstop.train import TraceArrays, oracle_seconds, trace_arrays
 from specstop.train.replay import bounds
-from specstop.train.replay.batch import BatchRounds, at_once, poisson, recorded, replay_batch
-from specstop.train.replay.bounds import StaticTree, judge, oracle_plan
+from specstop.train.replay.batch import BatchRounds, arrive_at_once, poisson_arrivals, recorded_arrivals, replay_batch
+from specstop.train.replay.bounds import StaticTree, oracle_plan, round_regret
 from synthetic import synthetic_trace, with_batches
 
 from specstop import Pair, Profile, Prompt, Settings, Speculator, StopPolicy, Trace, parse_tree, replay
@@ -71,7 +71,7 @@ def joint(timed: Profile) -> list[StopPolicy]:
 
 
 def served(arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int) -> BatchRounds:
-    return replay_batch(arrays, policy, profile, batch, at_once(arrays.sequences))
+    return replay_batch(arrays, policy, profile, batch, arrive_at_once(arrays.sequences))
 
 
 @pytest.mark.parametrize(("batch", "temperature", "joins"), [(3, 0.7, False), (4, 0.0, False), (4, 0.7, True)])
@@ -133,12 +133,15 @@ def test_requests_wait_for_their_arrival_and_for_a_stream(arrays: Arrays, timed:
     assert served(trace, policy, timed, 1).seconds.tolist() == pytest.approx(alone.seconds.tolist(), rel=EXACT)
     assert apart.latency.tolist() == pytest.approx(apart.seconds.tolist()), "no request waits"
     order = np.array([3, 1, 1])
-    repeated = replay_batch(trace, policy, timed, 2, recorded([7.0, 7.0, 8.0], 3), order)
+    repeated = replay_batch(trace, policy, timed, 2, recorded_arrivals([7.0, 7.0, 8.0], 3), order)
     assert repeated.tokens.tolist() == trace.text_tokens[order].tolist() and repeated.text.tolist() == [3, 1, 1]
-    assert recorded([5.0, 5.0, 6.5, 9.0], 3).tolist() == [0.0, 0.0, 1.5], "the first request arrives at 0"
-    times = poisson(4000, 5.0, seed=1)
+    assert recorded_arrivals([5.0, 5.0, 6.5, 9.0], 3).tolist() == [0.0, 0.0, 1.5], "the first request arrives at 0"
+    times = poisson_arrivals(4000, 5.0, seed=1)
     assert (np.diff(times) > 0).all() and times[-1] / 4000 == pytest.approx(0.2, rel=0.1)  # six standard errors
-    assert np.array_equal(times, poisson(4000, 5.0, seed=1)) and times[0] != poisson(4000, 5.0, seed=2)[0]
+    assert (
+        np.array_equal(times, poisson_arrivals(4000, 5.0, seed=1))
+        and times[0] != poisson_arrivals(4000, 5.0, seed=2)[0]
+    )
 
 
 def test_unsuitable_replays_are_refused(arrays: Arrays, trees: TraceArrays, timed: Profile, profile: Profile) -> None:
@@ -154,13 +157,13 @@ def test_unsuitable_replays_are_refused(arrays: Arrays, trees: TraceArrays, time
         (lambda: served(trace, policy, profile, 2), InputError, "no batches"),
         (lambda: served(trace, policy, timed, 5), InputError, "got 5"),
         (lambda: served(trace, policy, timed, 0), InputError, "1 or more"),
-        (lambda: replay_batch(trace, policy, timed, 2, at_once(3)), InputError, "expected 8 times"),
+        (lambda: replay_batch(trace, policy, timed, 2, arrive_at_once(3)), InputError, "expected 8 times"),
         (lambda: served(trace, FixedLength(DEPTH + 1), timed, 2), TraceError, "drafts up to"),
-        (lambda: recorded([], 1), InputError, "times"),
-        (lambda: recorded([2.0, 1.0], 1), InputError, "times"),
-        (lambda: recorded([0.0, float("nan")], 1), InputError, "times"),
-        (lambda: recorded([1.0, 2.0], 3), InputError, "times"),
-        (lambda: poisson(3, 0.0), InputError, "rate above 0"),
+        (lambda: recorded_arrivals([], 1), InputError, "times"),
+        (lambda: recorded_arrivals([2.0, 1.0], 1), InputError, "times"),
+        (lambda: recorded_arrivals([0.0, float("nan")], 1), InputError, "times"),
+        (lambda: recorded_arrivals([1.0, 2.0], 3), InputError, "times"),
+        (lambda: poisson_arrivals(3, 0.0), InputError, "rate above 0"),
     ):
         with pytest.raises(error, match=noun):
             run()
@@ -205,14 +208,14 @@ def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(
     for policy in policies:
         rounds = replay(trace, policy, profile)
         assert (rounds.seconds >= plan.seconds - SUMS).all(), policy.name
-        regret = judge(trace, rounds, plan, profile)
+        regret = round_regret(trace, rounds, plan, profile)
         lost = rounds.by_sequence(regret.choice_s + regret.decision_s + regret.backlog_s)
         assert lost.tolist() == pytest.approx((rounds.seconds - plan.seconds).tolist(), abs=SUMS)
         assert (regret.choice_s >= -SUMS).all() and not (regret.early & regret.late).any()
     planned = bounds.planned_rounds(trace, plan)
     assert planned.tokens.tolist() == trace.text_tokens.tolist()
     if is_chain:  # in a tree, a path may be priced as a chain
-        larger_is_cheaper = planned.by_sequence(judge(trace, planned, plan, profile).choice_s)
+        larger_is_cheaper = planned.by_sequence(round_regret(trace, planned, plan, profile).choice_s)
         assert planned.text_seconds(plan.profile).tolist() == pytest.approx((plan.seconds + larger_is_cheaper).tolist())
 
 
@@ -281,14 +284,14 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees: Tra
     for arrays in (trees, only_last):
         for count in range(trees.tree.nodes + 1):
             chosen = bounds.likeliest_nodes(arrays, count, DEPTH)
-            assert len(chosen) == bounds.on_subtree(arrays, chosen).tree.nodes == count
+            assert len(chosen) == bounds.restrict_to_subtree(arrays, chosen).tree.nodes == count
     assert bounds.likeliest_nodes(trees, 1, DEPTH) == [0]
     with pytest.raises(InputError, match="nodes"):
         bounds.likeliest_nodes(trees, trees.tree.nodes, 1)
     for later_sibling_or_orphan in ([1], [0, 5]):
         with pytest.raises(TraceError, match="smaller tree"):
-            bounds.on_subtree(trees, later_sibling_or_orphan)
-    assert replay(bounds.on_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
+            bounds.restrict_to_subtree(trees, later_sibling_or_orphan)
+    assert replay(bounds.restrict_to_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
 
 
 def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Profile) -> None:
@@ -300,7 +303,7 @@ def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Prof
         assert torch.equal(rounds.tokens, inside.tokens) and torch.equal(rounds.verified, inside.verified)
         assert (inside.seconds >= rounds.seconds - SUMS).all()
         assert (rounds.seconds >= oracle_seconds(trees, costs) - SUMS).all()
-        assert torch.equal(rounds.seconds, replay(*bounds.drafted_alone(trees, policy.nodes), costs).seconds)
+        assert torch.equal(rounds.seconds, replay(*bounds.isolate_subtree(trees, policy.nodes), costs).seconds)
         assert rounds.rate >= max(replay(trees, FixedLength(k), costs).rate for k in range(DEPTH + 1))
         assert len(policy.nodes) < trees.tree.nodes and (policy.nodes or costs is costly)
     assert policy.shape.is_chain, "a second candidate costs more than it gains"

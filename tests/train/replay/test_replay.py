@@ -21,17 +21,18 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from learned_policies import learned as learned_policy
 from specstop.collect import Trace, collect, load_trace
 from specstop.decode import Generation, Settings, Speculator, Topology, stream_key
-from specstop.policies import Confidence, FixedLength, PolicyError, State, TraceError, load_policy_folder
+from specstop.policies import Confidence, FixedLength, PolicyError, State, TraceError
 from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.published.kangaroo import MaxProb
 from specstop.policies.published.online import Online
 from specstop.policies.rules import Threshold
+from specstop.policies.storage import load_policy_folder
 from specstop.train import Rounds, TraceArrays, trace_arrays, train
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.arrays import joined_arrays, seen_features
+from specstop.train.replay.arrays import joined_arrays, policy_features
 from specstop.train.replay.bounds import StaticTree
 from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
-from specstop.train.replay.rounds import BY_ROUND, scaled
+from specstop.train.replay.rounds import BY_ROUND, scale_costs
 from specstop.train.replay.run import replay, replay_lengths, replay_many
 from synthetic import synthetic_trace
 
@@ -85,7 +86,7 @@ Live = Callable[[StopPolicy, str | None, float], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded_arrivals(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Collect a dense trace with hidden states, once for each tree and temperature."""
     folder = tmp_path_factory.mktemp("recorded")
 
@@ -104,7 +105,7 @@ Trees = Callable[[str | None, float], TraceArrays]
 @pytest.fixture(scope="module")
 def by_tree(recorded: Recorded) -> Trees:
     """The same traces as arrays."""
-    return functools.cache(lambda tree, temperature: trace_arrays(recorded(tree, temperature)))
+    return functools.cache(lambda tree, temperature: trace_arrays(recorded_arrivals(tree, temperature)))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,7 @@ def test_rounds_of_a_text_do_not_depend_on_the_other_texts(
     recorded: Recorded, by_tree: Trees, profile: Profile, tree: str | None
 ) -> None:
     """The same in memory and read from files."""
-    arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded(tree, 0.7).folder))
+    arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded_arrivals(tree, 0.7).folder))
     for name in ("reads-history", "adaptive", "randomised", "reads-states", "reads-draft-states"):
         whole = replay(arrays, POLICIES[name], profile)
         assert len({tuple(r[1:]) for rounds in by_text(whole) for r in rounds}) > 2, "the policy decides something"
@@ -201,10 +202,10 @@ EXACT = 1e-12
 def test_prices_are_linear_in_the_costs_of_a_profile(by_tree: Trees, profile: Profile, tree: str | None) -> None:
     rounds = replay(by_tree(tree, 0.7), Confidence(0.3, DEPTH), profile)
     spent = rounds.price(profile)
-    doubled = [rounds.price(scaled(profile, **{part: 2.0})) - spent for part in ("draft", "verify", "decision")]
+    doubled = [rounds.price(scale_costs(profile, **{part: 2.0})) - spent for part in ("draft", "verify", "decision")]
     assert all(float(more.sum()) > 0 for more in doubled)
     torch.testing.assert_close(doubled[2], rounds.decision_seconds(profile), rtol=1e-9, atol=EXACT)
-    everything = rounds.price(scaled(profile, draft=2.0, verify=2.0, decision=2.0))
+    everything = rounds.price(scale_costs(profile, draft=2.0, verify=2.0, decision=2.0))
     torch.testing.assert_close(everything, spent + sum(doubled), rtol=1e-9, atol=EXACT)
     bare = rounds.price(profile, bare=True) + rounds.decision_seconds(profile)
     assert bool((bare <= spent + EXACT).all()), "a larger backlog is not cheaper"
@@ -217,7 +218,7 @@ def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(
     by_tree: Trees, profile: Profile, tree: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep with hidden states is divided into parts."""
-    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", 16 * 4 * 2 * 8)
+    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MAX_HIDDEN_BYTES", 16 * 4 * 2 * 8)
     arrays, learned = by_tree(tree, 0.7), learned_policy()
     scalar = [
         *(Confidence(t, DEPTH) for t in (0.1, 0.4, 0.4, 0.8)), FixedLength(2), Confidence(0.3, 2),
@@ -287,7 +288,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
     few = trace_arrays(traces[0.7], ["entropy"])
     whole = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
     mixed = dataclasses.replace(whole, header=dataclasses.replace(whole.header, mix=0.5))
-    some_states = trace_arrays(recorded(None, 0.7), hidden=["target_hidden"])
+    some_states = trace_arrays(recorded_arrivals(None, 0.7), hidden=["target_hidden"])
     for trace, policy, error, noun in (
         (arrays, FixedLength(DEPTH + 1), TraceError, "depth"),
         (arrays, ReadsClock(2), TraceError, "clock"),
@@ -295,12 +296,12 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
         (mixed, FixedLength(1), TraceError, "mix"),
         (arrays, ReadsStates(), TraceError, "draft_hidden, target_hidden"),
         (some_states, ReadsDraftStates(), TraceError, "draft_hidden"),
-        (trace_arrays(recorded(None, 0.7)), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
+        (trace_arrays(recorded_arrivals(None, 0.7)), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
     ):
         with pytest.raises(error, match=noun):
             replay(trace, policy, profile)
     with pytest.raises(TraceError, match="'top1'"):
-        seen_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
+        policy_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
     with pytest.raises(TraceError, match="no draft_hidden"):
         trace_arrays(traces[0.7], hidden=["draft_hidden"])
 
@@ -333,9 +334,9 @@ def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataOb
     rows = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep])
     assert part.prompt_ids == [arrays.prompt_ids[s] for s in keep]
     assert torch.equal(part.text_tokens, arrays.text_tokens[keep])
-    for name in ("accepted", "tokens", "ends", "cut", "every_anchor", "draft_bound"):
+    for name in ("accepted", "tokens", "ends", "cut", "anchor_by_row", "draft_bound"):
         assert torch.equal(getattr(part, name), getattr(arrays, name)[rows]), name
-    assert part.find(part.owner.numpy(), part.every_anchor.numpy()).tolist() == list(range(len(rows)))
+    assert part.find(part.owner.numpy(), part.anchor_by_row.numpy()).tolist() == list(range(len(rows)))
     assert part.find(np.array([0, 0]), np.array([0, 10_000])).tolist() == [-1, -1], "the first anchor is 1"
 
 
