@@ -36,7 +36,7 @@ from specstop.decode.profile.measuring import Effort
 from specstop.decode.prompts import encode_prompts
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.batch import at_once, replay_batch
+from specstop.train.replay.batch import arrive_at_once, replay_batch
 
 import specstop as ss
 
@@ -117,7 +117,7 @@ def rounds(run: Run) -> None:
     for policy in (*joint, setup.policy(setup.profile)):
         for size in {4, 8} & set(setup.sizes) or {setup.sizes[-1]}:
             texts = ss.Speculator(run.pair, policy, setup.settings(), setup.profile, batch=size).run(requests)
-            replayed = replay_batch(arrays, policy, setup.profile, size, at_once(len(requests)))
+            replayed = replay_batch(arrays, policy, setup.profile, size, arrive_at_once(len(requests)))
             names = ("sequence", "anchor", "drafted", "verified", "accepted")
             predicted = set(zip(*(getattr(replayed, name).tolist() for name in names), strict=True))
             live = {

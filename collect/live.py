@@ -21,12 +21,11 @@ from ..decode.records import Generation
 from ..decode.round_state import RoundState
 from ..decode.settings import Settings
 from ..decode.summaries import summarise, truncation_lead
-from ..decode.topology import Topology
+from ..decode.topology import Topology, with_drafters
 from ..decode.verify.conditions import warn_if_unmeasured
 from ..decode.verify.modes import Match, find_mode, resolve_mode
 from ..policies.arguments import check_limits
 from ..policies.contract import StopPolicy
-from ..decode.topology import with_drafters
 from ..policies.features import (
     ANCHOR_FEATURES,
     DRAFT_HIDDEN,

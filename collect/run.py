@@ -24,6 +24,7 @@ from ..decode.drafters.spec import (
 from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
+from ..decode.topology import with_drafters
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from ..policies.arguments import check_limits
@@ -36,7 +37,6 @@ from ..policies.registry import PolicySpec, as_policy
 from .collectors import check_dense, choose_collector, tokens_beyond
 from .completions import Completions, check_completions, find_completion
 from .prompts import Prompt, as_prompts, fit
-from ..decode.topology import with_drafters
 from .schema import Header, PromptTask, first_drafters, parents
 from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
 from .store import Trace

@@ -23,7 +23,7 @@ from ..policies.errors import InputError, SpecstopWarning, TraceError
 from ..policies.files import Input, delete_result, replace_folder
 from ..policies.learned import LearnedPolicy
 from ..policies.profile import Profile
-from ..policies.storage import content
+from ..policies.storage import content_digest
 from .prompts import Prompt, prompts_json
 from .schema import Header, PromptTask
 from .store import (
@@ -185,7 +185,7 @@ def policy_digest(policy: StopPolicy) -> str:
 
     def settings(value: Any) -> Any:
         if isinstance(value, LearnedPolicy):
-            return content(value)
+            return content_digest(value)
         if isinstance(value, Profile):
             return value.to_dict()
         if isinstance(value, (np.ndarray, np.generic)):

@@ -15,7 +15,7 @@ from ..policies.display import Progress, Table, shown, silent
 from ..policies.errors import InputError, PolicyFailure
 from ..policies.fixed import FixedLength
 from ..policies.host import with_costs
-from ..policies.profile import Profile, as_profile
+from ..policies.profile import Profile, load_profile
 from ..policies.registry import PolicySpec, as_policies
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
@@ -175,7 +175,8 @@ def bench(
     encoded = encode_prompts(pair, prompts, ids)
     if not encoded:
         raise InputError("prompts: expected at least one")
-    settings, costs = (settings or Settings()).for_pair(pair), as_profile(profile)
+    settings = (settings or Settings()).for_pair(pair)
+    costs = None if profile is None else load_profile(profile)
     rules = [with_costs(policy, costs) for policy in as_policies(policies)]
     warn_if_unmeasured(costs, rules, settings, pair.drafter)
     # A list, because two policies may have the same name.

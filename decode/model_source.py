@@ -216,7 +216,7 @@ class ModelSource:
         values = np.zeros((self._size, len(self.drafters), len(ROUTE_FEATURES)), dtype=np.float32)
         for stream, text in enumerate(round.texts):
             if text is not None:
-                values[stream, :, -1] = text.prompt
+                values[stream, :, -1] = text.prompt_tokens
                 for index, drafter in enumerate(self.drafters):
                     values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
         if history.idle is not None:
@@ -327,7 +327,7 @@ class ModelSource:
         counts = [1] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
         if not any(counts):  # rows that no token can be drawn from
             return None, ()
-        scores = DraftScores(rows, drafter, counts, raw, None, None, draw.scores, draw.best, states)
+        scores = DraftScores(rows, counts, raw, None, None, draw.scores, draw.best, states, drafter)
         if self._temperature > 0 and any(sampler.reads_prefix for sampler in samplers):
             scores.sampled, scores.untruncated = sampled, untruncated
         return scores, tokens

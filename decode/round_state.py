@@ -37,7 +37,6 @@ class DraftScores:
 
     Attributes:
         rows: the fed rows, R in total, all of one depth.
-        drafter: index of the drafter that was fed.
         counts: by fed row, number of candidates drawn below it.
         raw: [R, V] logits of the draft.
         sampled: [R, V] log-weights that are sampled from; None = raw / T.
@@ -45,10 +44,10 @@ class DraftScores:
         scores: [R, V] of which `match` takes the largest; None in other modes.
         best: by fed row, its largest scores in descending order, one more than there are candidates; None if unknown.
         states: [R, H] last hidden states of the draft; None if not kept.
+        drafter: index of the drafter that was fed.
     """
 
     rows: Rows
-    drafter: int
     counts: list[int]
     raw: Tensor
     sampled: Tensor | None = None
@@ -56,6 +55,7 @@ class DraftScores:
     scores: Tensor | None = None
     best: list[list[float]] | None = None
     states: Tensor | None = None
+    drafter: int = 0
 
     def part(self, stream: int) -> DraftScores | None:
         """Return the scores of one stream; None if none of its rows was fed."""
@@ -63,9 +63,9 @@ class DraftScores:
         for other, rows in self.rows:
             if other == stream:
                 part = slice(first, first + len(rows))
-                values = ((field.name, getattr(self, field.name)) for field in fields(self)[2:])
+                values = ((field.name, getattr(self, field.name)) for field in fields(self)[1:-1])
                 parts: dict[str, Any] = {name: value[part] for name, value in values if value is not None}
-                return DraftScores([(stream, rows)], self.drafter, **parts)
+                return DraftScores([(stream, rows)], drafter=self.drafter, **parts)
             first += len(rows)
         return None
 

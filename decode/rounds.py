@@ -62,7 +62,7 @@ def play_round(source: RoundSource, host: PolicyHost) -> RoundState:
     source.verify(round)
     source.commit(round)
     mark = source.timer.mark()
-    host.finished(round)
+    host.end_round(round)
     source.timer.add("policy", mark)
     return round
 

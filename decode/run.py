@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..policies.arguments import as_list
 from ..policies.errors import InputError
 from ..policies.host import with_costs
-from ..policies.profile import Profile, as_profile
+from ..policies.profile import Profile, load_profile
 from ..policies.registry import PolicySpec, as_policy
 from .drafters import with_drafter
 from .loop import Request, Speculator
@@ -70,7 +70,7 @@ def decode(  # type: ignore[misc]  # the overloads leave the options out: only t
     if tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
     encoded = encode_prompts(pair, prompts, ids)
-    costs = as_profile(profile)
+    costs = None if profile is None else load_profile(profile)
     policy, drafter = with_costs(as_policy(policy), costs), "+".join(as_list(drafter or pair.drafter))
     pair = pair if drafter == pair.drafter else with_drafter(pair, drafter)
     settings = (settings or Settings()).for_pair(pair).for_policy(policy)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         State as State,
         StopPolicy as StopPolicy,
     )
-    from .costs import CostTable as CostTable
     from .counter_rng import keyed_normal as keyed_normal, keyed_uniform as keyed_uniform
     from .errors import (
         InputError as InputError,
@@ -46,12 +45,7 @@ if TYPE_CHECKING:
     from .learned import LearnedPolicy as LearnedPolicy
     from .profile import Profile as Profile, load_profile as load_profile
     from .registry import load_policy as load_policy
-    from .storage import (
-        from_pretrained as from_pretrained,
-        load_policy_folder as load_policy_folder,
-        save_policy as save_policy,
-        save_pretrained as save_pretrained,
-    )
+    from .storage import from_pretrained as from_pretrained, save_policy as save_policy
     from .tree_rules import append_level as append_level, node_values as node_values
 
 
@@ -88,7 +82,7 @@ def attach(
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
-    def find(name: str) -> Any:
+    def load(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f".{module_of[name]}", package), name)
@@ -96,8 +90,8 @@ def attach(
     if is_callable:
         sys.modules[package].__class__ = _CallableModule
     if os.environ.get("EAGER_IMPORT"):
-        vars(sys.modules[package]).update({name: find(name) for name in module_of})
-    return find, sorted(module_of)
+        vars(sys.modules[package]).update({name: load(name) for name in module_of})
+    return load, sorted(module_of)
 
 
 __getattr__, __all__ = attach(
@@ -106,7 +100,6 @@ __getattr__, __all__ = attach(
         "arguments": "validate_int validate_number",
         "batch_rules": "Batches CostGrid",
         "contract": "Array DraftStep DraftTree RoundOutcome State StopPolicy",
-        "costs": "CostTable",
         "counter_rng": "keyed_normal keyed_uniform",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
         "features": "custom_feature",
@@ -115,7 +108,7 @@ __getattr__, __all__ = attach(
         "learned": "LearnedPolicy",
         "profile": "Profile load_profile",
         "registry": "load_policy",
-        "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
+        "storage": "from_pretrained save_policy",
         "tree_rules": "append_level node_values",
     },
 )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .errors import InputError, PolicyError
 
 MAX_ROWS = 1024
-"""Tokens of a round, the anchor included."""
+"""Maximum number of tokens of a round, the anchor included."""
 
 _MAX_TOKENS = 1 << 20
 _MAX_SEED = 2**31 - 1  # seeds of all libraries, some of which get a small number added
@@ -40,17 +40,18 @@ def describe_value(value: Any) -> str:
 
 def validate_number(owner: str, name: str, value: Any, low: float, high: float = math.inf) -> float:
     """Return a parameter of a policy as a float. Raises `PolicyError` unless it is a finite number from `low` to `high`."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= min(high, sys.float_info.max):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and low <= value <= min(high, sys.float_info.max):
         return float(value) + 0.0  # not minus zero
     span = f"of {low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
     raise PolicyError(f"{owner}: {name}: expected a number {span}, not {describe_value(value)}")
 
 
 def validate_int(owner: str, name: str, value: Any, low: int = 1) -> int:
-    """Return a parameter of a policy. Raises `PolicyError` unless it is a whole number of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    """Return a parameter of a policy as an int. Raises `PolicyError` unless it is a whole number of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
         raise PolicyError(f"{owner}: {name}: expected a whole number of {low} or more, not {describe_value(value)}")
-    return value
+    return int(value)
 
 
 class Limit(NamedTuple):
@@ -120,7 +121,7 @@ LIMITS: Mapping[str, Limit] = {
     "tune": Limit(1, 100_000, "a whole number from 1 to 100000 trials"),
     "tune-folds": Limit(2, 1000),
 }
-"""By the name of the option."""
+"""Limits of options, by name."""
 
 PARAMS: Mapping[str, Limit] = {
     "C": Limit(1e-9, 1e9),
@@ -141,7 +142,7 @@ PARAMS: Mapping[str, Limit] = {
     "weight_decay": Limit(0.0, 100.0),
     "width": Limit(1, 1024),
 }
-"""The hyper-parameters of heads, by name."""
+"""Limits of hyper-parameters of heads, by name."""
 
 
 def check_params(params: Mapping[str, Any]) -> None:

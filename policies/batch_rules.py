@@ -20,7 +20,7 @@ from .errors import InputError, PolicyError
 from .kernels import on_first_use
 from .learned import LearnedPolicy
 from .profile import Profile
-from .rules import BatchRule, factors_at
+from .rules import BatchRule, interpolate_factors
 
 kernels = on_first_use("trees")
 
@@ -128,8 +128,8 @@ class CostGrid:
         self.drafts, self.verify = np.zeros((2, 0)), np.zeros((0, 0))
 
     @staticmethod
-    def of_options(owner: str, profile: str | Path | Profile, draft: float, token: float) -> CostGrid:
-        """Return the costs that the options of a policy name: a profile or its path, or `linear_costs` if that is empty.
+    def from_options(owner: str, profile: str | Path | Profile, draft: float, token: float) -> CostGrid:
+        """Return the costs of a profile or of its path, or `linear_costs` of `draft` and `token` if it is empty.
 
         Raises:
             PolicyError: there is no such profile.
@@ -143,10 +143,10 @@ class CostGrid:
             raise PolicyError(f"{owner}: {error.command_line.removeprefix('--profile: ')}") from None
 
     def with_profile(self, profile: Profile) -> CostGrid:
-        """Return the costs of a profile if these are the default ones, else these."""
+        """Return the costs of a profile if these are the default costs, otherwise return self."""
         return CostGrid(profile) if self.costs == linear_costs() else self
 
-    def fit(self, streams: int, nodes: int) -> CostGrid:
+    def extend_to(self, streams: int, nodes: int) -> CostGrid:
         """Extend the tables to so many streams, each with up to so many drafted tokens, and return self."""
         rows = max(len(self.verify), 16, 1 << streams.bit_length())
         tokens = max(rows * (nodes + 1) + 1, self.verify.shape[1])
@@ -157,7 +157,7 @@ class CostGrid:
             # No streams cost as one does, and fewer tokens than anchors as the anchors.
             batch, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], np.arange(tokens))
             verify = costs.verify_s(batch, np.maximum(sent, batch), context)
-            drafts = np.stack([of(count, context) for of in (costs.first_draft_s, costs.draft_s)])
+            drafts = np.stack([costs.first_draft_s(count, context), costs.draft_s(count, context)])
             self.drafts = np.ascontiguousarray(drafts + self.decision * (count > 0), dtype=np.float64)
             self.verify = np.ascontiguousarray(verify, dtype=np.float64)
         return self
@@ -174,7 +174,7 @@ class CostGrid:
         `tokens` [K + 1] or [n, K + 1] are those that a stream is expected to commit in a round of each length.
         """
         lengths, rows = np.arange(tokens.shape[-1]), streams[:, None]
-        self.fit(int(streams.max(initial=1)), len(lengths))
+        self.extend_to(int(streams.max(initial=1)), len(lengths))
         out: Array = rows * tokens / (self.drafting_s(rows, lengths) + self.verify[rows, rows * (lengths + 1)])
         return out
 
@@ -187,23 +187,23 @@ class BatchState:
     batch: Array  # [S] int64
     latest: Array  # [S, B] float64, S_j of the last depth
     expected: Array  # [S, B] float64, expected survival of the token after each branch
-    known: Array  # [S, M] float64, survival of the tokens of all depths so far
+    survivals: Array  # [S, M] float64, of the tokens of all depths so far
 
 
 class BatchStop(LearnedPolicy):
-    """Draft on for the streams of a batch for which it pays, as long as it pays for the batch; all of it is sent.
+    """Extends the drafts of those streams of a batch for which a further draft step pays, and sends all drafted tokens.
 
-    A second is worth rho(n) tokens, n being the streams that share a verification: the rate of the best fixed length in a
-    batch of n, 0 among them, at the mean acceptance of the training traces, times the rule's factor for the policy's
-    rate. At depth j the token after a branch is expected to survive with e = S_j next_j, the t-th one with
-    e a_{j+2} ... a_{j+t}. The g branches of the largest e are drafted t tokens further, g and t those of the most tokens less
-    rho(n) times the seconds of t draft steps of g rows, a decision with each, and of the verification; none if stopping is
-    worth as much. So all streams that a draft step helps share its price, and plain decoding, a choice at depth 0, is given
-    up only for a faster round. If the rule's `first` decision comes later, the tokens before it survive with the mean
-    acceptance.
+    A second is worth rho(n) tokens in a batch of n streams: the rate of the best fixed length, 0 included, at the mean
+    acceptance of the training traces, times the factor of the rule (`BatchRule.rates`).
 
-    Costs are `metadata.profile`, acceptance is `metadata.acceptance`. It is for chains: in a tree each branch counts as one
-    that draws one token. Arguments as of `LearnedPolicy`.
+    At depth j the next token of a branch is expected to survive with e = S_j next_j, and the t-th one with
+    e a_{j+2} ... a_{j+t}. The policy drafts t more tokens of the g branches with the largest e. It chooses the g and t that
+    maximise the expected tokens less rho(n) times the seconds of t draft steps of g rows, each with a decision, and of the
+    verification. It stops if stopping is worth as much. Thus all streams share the cost of a draft step, and plain decoding
+    is a choice at depth 0. Tokens before the `first` decision of the rule survive with the mean acceptance.
+
+    Costs are `metadata.profile`, acceptance is `metadata.acceptance`. The policy is for chains: in a tree each branch counts
+    as one that draws one token. Arguments as of `LearnedPolicy`.
 
     Raises:
         PolicyError: the metadata has no profile, or no acceptance at the depths of the policy.
@@ -216,16 +216,16 @@ class BatchStop(LearnedPolicy):
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
-        metadata, depth, known = self.metadata, self.max_depth, len(self.metadata.acceptance)
-        if known < depth:
-            text = f"expected the mean acceptance at {depth} depths, got {known}; train the policy again"
+        metadata, depth = self.metadata, self.max_depth
+        if len(metadata.acceptance) < depth:
+            text = f"expected the mean acceptance at {depth} depths, got {len(metadata.acceptance)}; train the policy again"
             raise PolicyError(f"{self.name}: rule batch: {text}")
         try:
             self.profile = Profile.from_dict(metadata.profile, "the profile that the policy was trained with")
         except InputError as error:
             raise PolicyError(f"{self.name}: rule batch: {error.command_line.removeprefix('--profile: ')}") from None
         self._grid = CostGrid(self.profile, self.profile.decision(self.cost_name))
-        self._undecided = CostGrid(self.profile)  # fixed lengths take no decisions
+        self._fixed_grid = CostGrid(self.profile)  # fixed lengths take no decisions
         acceptance = metadata.acceptance[:depth]
         self._means: Array = np.cumprod(np.array(acceptance, dtype=np.float64))
         # By depth j: relative survival of the tokens 0, 1, ... after x_{j+1}; `acceptance[i]` is a_{i+1}.
@@ -234,7 +234,7 @@ class BatchStop(LearnedPolicy):
 
     @property
     def cost_name(self) -> str:
-        """See `StopPolicy`: its decisions cost other than those of the same head under another rule."""
+        """See `StopPolicy`. A decision costs more than one of the same head under another rule."""
         return f"{super().cost_name}?rule=batch"
 
     def start(self, streams: int, keys: Array) -> State:
@@ -256,23 +256,23 @@ class BatchStop(LearnedPolicy):
         # The head's product begins at the first decision about a drawn token; the tokens before have the mean S_j.
         begins = depth <= max(self.first, 1)
         outputs, _ = self.survive(step, None if begins else state.latest)
-        survival, known = outputs[0], np.zeros((len(alive), 0))
+        survival, survivals = outputs[0], np.zeros((len(alive), 0))
         if depth > 1 and begins:
             survival = survival * self._means[depth - 2]
         elif not begins:  # S_j is recalibrated by depth, but the sent tokens must be closed under parents
-            survival = np.minimum(survival, _of_parents(state.latest, step.parent))
+            survival = np.minimum(survival, _parent_values(state.latest, step.parent))
         if depth:  # branches that ended or met a limit were drafted, but not read
-            unread = _of_parents(state.expected, step.parent)
-            known = np.concatenate([state.known, np.where(alive, survival, unread)], 1)
+            unread = _parent_values(state.expected, step.parent)
+            survivals = np.concatenate([state.survivals, np.where(alive, survival, unread)], 1)
         gains, kept = survival * outputs[2], np.zeros_like(alive)
         ahead = self._ahead[depth][: max(self.max_depth - depth, 1)]
         # A draft step may read a row for each branch of each stream, and a round verify all that can still be drafted.
-        grid = self._grid.fit(batches.largest * branches, known.shape[1] + branches * len(ahead))
+        grid = self._grid.extend_to(batches.largest * branches, survivals.shape[1] + branches * len(ahead))
         kernels().draft_on(
-            batches.members, batches.starts, alive, known, gains, self.rule.send == "best", depth, grid.drafts, grid.verify,
-            self._rates(len(grid.verify)), ahead, kept,
+            batches.members, batches.starts, alive, survivals, gains, self.rule.send == "best", depth, grid.drafts,
+            grid.verify, self._rates(len(grid.verify)), ahead, kept,
         )  # fmt: skip
-        return kept, BatchState(state.key, step.batch, survival, np.where(kept, gains, NOT_DRAFTED), known)
+        return kept, BatchState(state.key, step.batch, survival, np.where(kept, gains, NOT_DRAFTED), survivals)
 
     def latest(self, state: State) -> Array:
         """See `LearnedPolicy.latest`."""
@@ -284,13 +284,13 @@ class BatchStop(LearnedPolicy):
         key = rows, self.max_depth  # `limited` copies share the dictionary
         if key not in self._known_rates:
             streams = np.arange(rows)
-            self._known_rates[key] = self.fixed_rate(streams) * factors_at(self.rule.rates, streams)
+            self._known_rates[key] = self.fixed_rate(streams) * interpolate_factors(self.rule.rates, streams)
         return self._known_rates[key]
 
     def fixed_rate(self, streams: Array) -> Array:
         """Return [n] tokens per second of the best fixed length in batches of `streams` [n], at the mean acceptance."""
         tokens = np.cumsum(np.concatenate([[1.0], self._means[: self.max_depth]]))  # [K + 1]
-        rates: Array = self._undecided.length_rates(streams, tokens).max(1)
+        rates: Array = self._fixed_grid.length_rates(streams, tokens).max(1)
         return rates
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -298,17 +298,17 @@ class BatchStop(LearnedPolicy):
         return self._before_round(state.key, state.batch)
 
 
-def _of_parents(values: Array, parent: Array) -> Array:
+def _parent_values(values: Array, parent: Array) -> Array:
     """Return [S, B] the values of the branches' parents; a single column as it is."""
     return values if values.shape[1] == 1 else np.take_along_axis(values, parent, 1)
 
 
 class BatchPolicy(BatchStop):
-    """The same, and of the drafted tokens those are sent that are worth their verification.
+    """A `BatchStop` that sends only the drafted tokens that are worth their verification.
 
-    Of the survivals of all drafted tokens of the batch, in descending order, the first m are sent, m that of the most tokens
-    less rho(n) times the seconds of the verification; tokens without a decision, as at the last depth, have the expected
-    survival. If tokens are hidden (`rejection`), `select` is called level by level and all are sent.
+    It sends the m drafted tokens of the batch with the largest survival, and chooses the m that maximises their sum less
+    rho(n) times the seconds of the verification. Tokens without a decision, as at the last depth, have the expected survival.
+    If tokens are hidden (`rejection`), `select` is called level by level and all tokens are sent.
     """
 
     def select(self, tree: DraftTree, state: State) -> Array | None:
@@ -316,16 +316,16 @@ class BatchPolicy(BatchStop):
         if tree.by_level or (self.first and not state.latest.shape[1]):  # or no stream reached a decision
             return None
         streams, nodes = tree.drawn.shape
-        # Columns of `known` and nodes are both in the order of depths, so the columns are the first nodes.
-        read = min(state.known.shape[1], nodes)
+        # Columns of `survivals` and nodes are both in the order of depths, so the columns are the first nodes.
+        read = min(state.survivals.shape[1], nodes)
         values = np.full((streams, nodes), NOT_DRAFTED)
-        values[:, :read] = state.known[:, :read]
+        values[:, :read] = state.survivals[:, :read]
         last = read - state.expected.shape[1] if read else 0  # first node at the depth of the last decision
         after = np.flatnonzero(tree.depth[0] == (tree.depth[0, read - 1] if read else 0) + 1)
         values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
         offered = tree.drawn & (values >= 0.0)
         batches = Batches.of(state.batch, state.key)
-        verify = self._grid.fit(batches.largest, nodes).verify
+        verify = self._grid.extend_to(batches.largest, nodes).verify
         return batches.best(values, offered, batches.best_budgets(values, offered, verify, self._rates(len(verify))))
 
 

@@ -79,8 +79,7 @@ class DraftTree:
     @property
     def offered(self) -> Array:
         """[S, N] bool, the nodes for which the answer counts."""
-        out: Array = self.drawn
-        return out & (self.depth == self.depth[out].max()) if self.by_level else out
+        return self.drawn & (self.depth == self.depth[self.drawn].max()) if self.by_level else self.drawn
 
 
 @dataclass(frozen=True)
@@ -120,15 +119,14 @@ class StopPolicy:
         carries: the state is kept from text to text.
         reads_clock: `observe` receives measured seconds, so runs are not reproducible.
         reads_seconds: `observe` reads the seconds of rounds. If not, they may be 0, because modelling them takes time.
-        joint: weighs the streams of a batch against each other: decisions about a stream may depend on others of its batch
-            (`DraftStep.batch`).
+        joint: decisions about a stream may depend on other streams of its batch (`DraftStep.batch`).
         routes: decides at depth 0 which drafters draft; policies that do not route use the first drafter.
         drafter: name of the drafter that it uses if it does not route; "" = the first one.
         joins: may let several drafters draft in one round, the candidates of which are verified together.
         first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
         max_depth: length of the longest draft; `keep` is not called at that depth.
-        unasked: draft length by number of streams in a round. In such rounds the policy is not called and no features are
-            computed; for batch sizes at which decisions cost more than they gain.
+        unasked: draft length by number of streams in a round, for batch sizes at which decisions cost more than they gain.
+            In such rounds the policy is not called and no features are computed.
         parts: other policies that this one calls. It is treated as a plugin if one of them is.
         source: the folder from which the policy was loaded, or None.
         label: the path or spec with which the user named the policy, or "".

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -68,14 +68,13 @@ def interpolate(x: ArrayLike, xs: ArrayLike, ys: ArrayLike) -> Array:
     return out
 
 
-def along(points: Points, x: ArrayLike) -> Array:
+def read_curve(points: Points, x: ArrayLike) -> Array:
     """Return `interpolate` of measured (count, seconds); counts below the first one cost what the first one does."""
     return interpolate(np.maximum(x, points[0][0]), *np.array(points, dtype=np.float64).T)
 
 
-@lru_cache(1024)
-def extend(entries: tuple[float, ...], count: int) -> Array:
-    """Return [count] `interpolate` of entries for 0, 1, ...; the array is shared, so it must not be written into."""
+def extrapolate(entries: Sequence[float], count: int) -> Array:
+    """Return [count] `interpolate` of entries for 0, 1, ..."""
     return interpolate(np.arange(count), np.arange(len(entries)), entries)
 
 
@@ -120,12 +119,12 @@ class CostTable:
 
     def tree_draft(self, rows: int) -> Array:
         """Return [rows + 1] seconds of a later draft step that reads 0, 1, ..., `rows` rows: grows as verification."""
-        growth = along(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / (self.verify_s[0] or 1.0)
+        growth = read_curve(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / self.verify_s[0]
         return np.append(0.0, self.later_s * growth)
 
     def tree_verify(self, tokens: int) -> Array:
         """Return [tokens + 1] seconds of a verification of a tree of 0, 1, ..., `tokens` tokens."""
-        return along(self.tree_verify_s or tuple(enumerate(self.verify_s)), np.arange(tokens + 1))
+        return read_curve(self.tree_verify_s or tuple(enumerate(self.verify_s)), np.arange(tokens + 1))
 
     def tree_calls_s(self, verified: Array, backlog: Array, fed: Array) -> Array:
         """Return [S] seconds of the model calls of rounds of trees; arguments as of `Costs.round_seconds`."""
@@ -169,7 +168,7 @@ class BatchTable:
     def rounds_s(self, streams: Array, tokens: Array) -> Array:
         """Return [n] seconds of rounds except drafting: interpolated between the curves of measured batch sizes."""
         sizes = sorted(self.verify_s)
-        curves = np.stack([along(self.verify_s[size], tokens) for size in sizes])  # [sizes, n]
+        curves = np.stack([read_curve(self.verify_s[size], tokens) for size in sizes])  # [sizes, n]
         # Beyond the measured sizes the nearest curve holds: it goes on with the tokens.
         place = interpolate(np.clip(streams, sizes[0], sizes[-1]), sizes, np.arange(len(sizes)))
         below = place.astype(np.int64)
@@ -180,7 +179,7 @@ class BatchTable:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What texts decoded side by side cost, at a short and a long context; both tables have the same sizes."""
+    """Costs of texts that are decoded side by side, at a short and a long context; both tables have the same sizes."""
 
     low: BatchTable
     high: BatchTable
@@ -198,9 +197,9 @@ class BatchCosts:
         """The batch sizes with a measured verification, ascending."""
         return tuple(sorted(self.low.verify_s))
 
-    def between(self, context: ArrayLike, of: Callable[[BatchTable], Array]) -> Array:
-        """Return what `of` takes from the tables, at a context length."""
-        return interpolate(context, (self.low.context, self.high.context), np.stack([of(self.low), of(self.high)]))
+    def between(self, context: ArrayLike, read: Callable[[BatchTable], Array]) -> Array:
+        """Return the values that `read` returns of a table, interpolated at a context length."""
+        return interpolate(context, (self.low.context, self.high.context), np.stack([read(self.low), read(self.high)]))
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class Costs:
         decision_s: a decision, features included, by the policy's `cost_name`.
         tree_outside_s: outside the models in a round of a tree: (per round, per draft step, per drafted token); None = as
             in a chain, where each step drafts one.
-        batch: what texts decoded side by side cost; None = not measured.
+        batch: costs of texts that are decoded side by side; None = not measured.
     """
 
     low: CostTable
@@ -241,9 +240,9 @@ class Costs:
         """The depth of the deepest chain with a measured verification."""
         return len(self.low.verify_s) - 1
 
-    def between(self, context: ArrayLike, of: Callable[[CostTable], float | Sequence[float] | Array]) -> Array:
-        """Return what `of` takes from the tables, [n] seconds, at a context length."""
-        tables = np.array([of(self.low), of(self.high)], dtype=np.float64)
+    def between(self, context: ArrayLike, read: Callable[[CostTable], float | Sequence[float] | Array]) -> Array:
+        """Return the seconds [n] that `read` returns of a table, interpolated at a context length."""
+        tables = np.array([read(self.low), read(self.high)], dtype=np.float64)
         return interpolate(context, (self.low.context, self.high.context), tables)
 
     def decision(self, name: str) -> float:
@@ -311,14 +310,14 @@ class Costs:
         """Return the seconds of a round's first draft step by the streams that draft; 0 of none.
 
         Arguments of this and the next two methods are numbers or arrays, which broadcast. Seconds include those outside the
-        models. A profile without batches answers by its tables of a single stream: a token costs the same in every stream.
+        models. Without `batch`, the tables of a single stream are used: a token costs the same in every stream.
         """
         count = np.asarray(streams)
         if self.batch:
-            seconds = self.batch.between(context, lambda table: along(table.first_draft_s or table.draft_s, count))
+            seconds = self.batch.between(context, lambda table: read_curve(table.first_draft_s or table.draft_s, count))
         else:
             first, later = (
-                self.between(context, of) for of in (lambda table: table.draft_s[0], lambda table: table.later_s)
+                self.between(context, read) for read in (lambda table: table.draft_s[0], lambda table: table.later_s)
             )
             seconds = np.maximum(self.draft_s(count, context) + first - later, MIN_SHARE * first)
         out: Array = np.where(count > 0, seconds, 0.0)
@@ -328,7 +327,7 @@ class Costs:
         """Return the seconds of a later draft step by the streams that draft; 0 of none."""
         count = np.asarray(streams)
         if self.batch:
-            out: Array = self.batch.between(context, lambda table: along(table.draft_s, count)) * (count > 0)
+            out: Array = self.batch.between(context, lambda table: read_curve(table.draft_s, count)) * (count > 0)
             return out
         most = int(count.max(initial=0))
         return self.between(context, lambda table: table.tree_draft(most)[count]) + self.step_s * count
@@ -348,7 +347,7 @@ class Costs:
         padded = np.arange(max(int(sent.max(initial=0)), self.max_depth + 1) + 1)
         padded[1 : self.max_depth + 2] = self._padded + 1  # the loop pads a single stream
         sent = np.where(count == 1, padded[sent], sent)
-        calls = self.between(context, lambda table: along(tuple(enumerate(table.verify_s, 1)), sent))
+        calls = self.between(context, lambda table: read_curve(tuple(enumerate(table.verify_s, 1)), sent))
         return calls + self.round_s
 
     def batch_seconds(

@@ -75,7 +75,7 @@ def _cell(value: Any) -> str:
 
 
 def training_facts(provenance: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return provenance and metrics of a trained artefact for people: at most six items of a list, no tables."""
+    """Return provenance and metrics of a trained artefact for display: at most six items of a list, no tables."""
     facts = {
         f"provenance: {name}": ", ".join(map(str, value[:6])) if isinstance(value, list) else value
         for name, value in provenance.items()

@@ -1,10 +1,10 @@
 """Features that a stop policy reads: definitions, and their computation from rows of logits.
 
-| kind | known |
+| kind | available |
 |---|---|
-| ANCHOR | before drafting: read from the target's row that the anchor token was drawn from |
-| PRE | with q_j: a function of the context and the draft's distribution at depth j |
-| POST | with x_j: depends on the drawn token |
+| ANCHOR | before drafting: computed from the target's row that the anchor token was drawn from |
+| PRE | once q_j is known: a function of the context and the draft's distribution at depth j |
+| POST | once x_j is drawn: depends on the drawn token |
 | HISTORY | from earlier rounds (`History`), with several drafters by drafter; never stored in a trace |
 | ROUTE | before drafting, by drafter: how well it predicted the text so far |
 
@@ -35,6 +35,7 @@ import numpy as np
 from .arguments import as_list
 from .contract import Array, RoundOutcome, StopPolicy
 from .errors import PolicyError, close_match
+from .failures import plugin_errors
 from .kernels import on_first_use
 
 TOP = 10
@@ -104,9 +105,11 @@ class Feature:
     """A named scalar.
 
     Attributes:
-        name, kind, definition: what it is called, when it is known, what it means.
+        name: unique.
+        kind: when it is known.
+        definition: one line of text.
         low, high: its range.
-        code: its `Code`; HISTORY and custom features have none.
+        code: its `Code`; 0 for HISTORY and custom features.
         inputs, function: of a custom feature: `function` receives one float32 array for each input and returns an array of
             the same shape.
     """
@@ -204,11 +207,14 @@ HIDDEN_STATES = {
     DRAFT_HIDDEN: Kind.PRE,  # the state that q_j is computed from; 0 at depth 0
     TARGET_HIDDEN: Kind.ANCHOR,  # the state of the row that the anchor was drawn from
 }
-"""The last hidden states of the models, by name: when each is known."""
+"""The kinds of the last hidden states of the models, by name."""
 
 
 _CUSTOM: dict[str, Feature] = {}
 """Custom features by name. Names are unique in a process, so that a policy folder can refer to them."""
+
+PLUGIN_SWITCH = "SPECSTOP_PLUGINS"
+"""Environment variable; 0 turns the discovery of plugins off."""
 
 ENTRY_POINTS = "specstop.features"
 """Group of the entry points of installed custom features: the name is that of the feature, the object its function."""
@@ -249,23 +255,28 @@ def custom_feature(
 
 
 def all_features() -> dict[str, Feature]:
-    """Return built-in and custom features by name, after importing the installed ones."""
-    if os.environ.get("SPECSTOP_PLUGINS") != "0":
+    """Return built-in and custom features by name, after importing the installed ones.
+
+    Raises:
+        PolicyFailure: an installed feature cannot be imported.
+    """
+    if os.environ.get(PLUGIN_SWITCH) != "0":
         for point in entry_points(group=ENTRY_POINTS):
             if point.name not in _CUSTOM:
-                point.load()  # the decorator of the function registers it
+                with plugin_errors(f"feature {point.name!r}", f"loading the plugin {point.value}"):
+                    point.load()  # the decorator of the function registers it
     return {**FEATURES, **_CUSTOM}
 
 
 def feature(name: str) -> Feature:
     """Return the built-in or custom feature called `name`; raise `PolicyError` if there is none."""
-    known = FEATURES.get(name) or _CUSTOM.get(name)
-    if known is None:
-        names = all_features()
-        if name not in names:
-            raise PolicyError(f"unknown feature {name!r}{close_match(name, names)}; known: {', '.join(names)}")
-        known = names[name]
-    return known
+    definition = FEATURES.get(name) or _CUSTOM.get(name)
+    if definition is None:
+        features = all_features()
+        if name not in features:
+            raise PolicyError(f"unknown feature {name!r}{close_match(name, features)}; known: {', '.join(features)}")
+        definition = features[name]
+    return definition
 
 
 def base_features(names: Iterable[str]) -> tuple[str, ...]:
@@ -274,7 +285,8 @@ def base_features(names: Iterable[str]) -> tuple[str, ...]:
     inputs = [feature(name).inputs for name in names]
     if not any(inputs):
         return names
-    return tuple(dict.fromkeys(source for name, some in zip(names, inputs, strict=True) for source in some or (name,)))
+    sources = (source for name, of_name in zip(names, inputs, strict=True) for source in of_name or (name,))
+    return tuple(dict.fromkeys(sources))
 
 
 def complete_features(names: Sequence[str], base: Array, at_anchor: bool) -> Array:
@@ -288,17 +300,18 @@ def complete_features(names: Sequence[str], base: Array, at_anchor: bool) -> Arr
     Raises:
         PolicyError: a custom feature returned another shape.
     """
-    place = {name: base[..., at] for at, name in enumerate(base_features(names))}
+    column_of = {name: base[..., at] for at, name in enumerate(base_features(names))}
     columns = []
-    for each in map(feature, names):
-        if each.function is None:
-            columns.append(place[each.name])
-        elif at_anchor and each.kind in (Kind.PRE, Kind.POST):
+    for definition in map(feature, names):
+        if definition.function is None:
+            columns.append(column_of[definition.name])
+        elif at_anchor and definition.kind in (Kind.PRE, Kind.POST):
             columns.append(np.zeros(base.shape[:-1], dtype=np.float32))
         else:
-            values = np.asarray(each.function(*(place[name] for name in each.inputs)), dtype=np.float32)
+            inputs = (column_of[name] for name in definition.inputs)
+            values = np.asarray(definition.function(*inputs), dtype=np.float32)
             if values.shape != base.shape[:-1]:
-                raise PolicyError(f"feature {each.name!r}: expected shape {base.shape[:-1]}, got {values.shape}")
+                raise PolicyError(f"feature {definition.name!r}: expected shape {base.shape[:-1]}, got {values.shape}")
             columns.append(np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0))
     return np.ascontiguousarray(np.stack(columns, -1)) if columns else base
 
@@ -521,8 +534,9 @@ class History:
             add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
             return History(after)
         alone = active & (outcome.drafting.sum(1) == 1)
-        for drafter in range(after.shape[1]):
-            record, out = np.ascontiguousarray(self.record[:, drafter]), np.empty((len(after), after.shape[2]))
+        for drafter in range(outcome.drafting.shape[1]):
+            record = np.ascontiguousarray(self.record[:, drafter])
+            out = np.empty(record.shape)
             add_round(record, accepted, verified, alone & outcome.drafting[:, drafter], cut, PAST_WEIGHT, out)
             after[:, drafter] = out
         committed = (accepted + 1)[:, None]

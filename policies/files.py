@@ -312,7 +312,7 @@ def _writable_path(out: StrPath, inputs: Iterable[Input]) -> Iterator[Path]:
         raise InputError(f"--out: {os.fspath(out)!r} cannot be written: {reason}; choose another path") from None
 
 
-def check_separate(out: StrPath, inputs: Iterable[Input], option: str = "--out") -> None:
+def check_separate(out: StrPath, inputs: Iterable[Input]) -> None:
     """Raise `InputError` if an output is, contains or lies in an input, or contains a file that an input links to."""
     path = Path(os.path.realpath(out))
     for name in (os.path.expanduser(name) for name in inputs if name):
@@ -323,7 +323,7 @@ def check_separate(out: StrPath, inputs: Iterable[Input], option: str = "--out")
             or source in path.parents
             or any(link.is_symlink() and link.resolve().is_relative_to(path) for link in source.rglob("*"))
         ):
-            raise InputError(f"{option}: {out} overlaps {name}, which the command reads; choose another path")
+            raise InputError(f"--out: {out} overlaps {name}, which the command reads; choose another path")
 
 
 def is_empty_dir(folder: Path) -> bool:

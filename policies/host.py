@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import os
 import reprlib
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from traceback import walk_tb
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
+from .errors import PolicyError, PolicyFailure, SpecstopWarning, close_match
+from .failures import PACKAGE, plugin_errors, policy_failure
 from .features import FEATURES, HIDDEN_STATES, History, all_features, complete_features, feature
 from .profile import Profile
 
@@ -76,11 +72,6 @@ def _map(apply: Callable[..., Array], *states: State) -> State:
     raise PolicyFailure(
         f"a state must be None, an array, or tuples or dataclasses of arrays, not {type(first).__name__}"
     )
-
-
-_PACKAGE = __name__.partition(".")[0] + "."
-_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
-_MAX_REASON = 300  # characters of the text of an error
 
 
 class PolicyHost:
@@ -169,8 +160,8 @@ class PolicyHost:
             return self.start(all_keys)
         self.history = put(self.history, rows, self._new_history(len(rows)))
         if not self.policy.carries:
-            fresh = self._call("start", len(keys), keys)
-            self.state = fresh if len(rows) == len(self.history.record) else put(self.state, rows, fresh)
+            started = self._call("start", len(keys), keys)
+            self.state = started if len(rows) == len(self.history.record) else put(self.state, rows, started)
         return None
 
     def take(self, rows: Array) -> None:
@@ -204,8 +195,8 @@ class PolicyHost:
         mask: Array | None = self._call("select", tree)
         return mask
 
-    def finished(self, round: Any) -> None:
-        """Observe a round (`decode.round_state.RoundState`), after setting its modelled seconds."""
+    def end_round(self, round: Any) -> None:
+        """Write the modelled seconds to a round (`decode.round_state.RoundState`), and observe it."""
         if self.profile is not None:
             round.seconds = self._modelled_seconds(self.profile, round) * round.active
         seconds = round.seconds
@@ -221,16 +212,16 @@ class PolicyHost:
         if self.observes:
             self.state = self._call("observe", outcome)
         if self._on_outcome is not None and self.policy is self._original:
-            other = self._on_outcome(outcome)
-            if other is not None:
-                self._replace(other)
+            replacement = self._on_outcome(outcome)
+            if replacement is not None:
+                self._replace(replacement)
 
     def _modelled_seconds(self, profile: Profile, round: Any) -> Array:
-        price, columns = profile.decision(self.policy.cost_name), (round.context, round.drafted, round.verified)
-        if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no price by batch
-            context, drafted, verified, decisions = (x[round.active] for x in (*columns, round.decisions))
-            return np.full(len(round.active), profile.batch_seconds(context, drafted, verified, decisions, price))
-        return profile.round_seconds(*columns, round.backlog, round.decisions, price, round.fed_by_step)
+        decision_s, counts = profile.decision(self.policy.cost_name), (round.context, round.drafted, round.verified)
+        if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no costs by batch
+            context, drafted, verified, decisions = (values[round.active] for values in (*counts, round.decisions))
+            return np.full(len(round.active), profile.batch_seconds(context, drafted, verified, decisions, decision_s))
+        return profile.round_seconds(*counts, round.backlog, round.decisions, decision_s, round.fed_by_step)
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of the policy, with the state except for `start`. After a failure, call the fallback."""
@@ -283,61 +274,7 @@ def _copy(value: Any) -> Any:
 
 def is_trusted(policy: StopPolicy) -> bool:
     """Whether a policy and all policies that it calls are part of specstop."""
-    return type(policy).__module__.startswith(_PACKAGE) and all(map(is_trusted, policy.parts))
-
-
-def error_text(error: BaseException) -> str:
-    """Return an error as one line; the type is omitted for errors of specstop."""
-    try:
-        text = error.command_line if isinstance(error, SpecstopError) else str(error)
-    except Exception:  # `__str__` of a plugin's error
-        text = ""
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:_MAX_REASON]
-    kind = type(error).__name__
-    return text if isinstance(error, SpecstopError) and text else f"{kind}: {text}" if text else kind
-
-
-@contextlib.contextmanager
-def plugin_errors(who: StopPolicy | str, action: str) -> Iterator[None]:
-    """Turn exceptions of a block that runs code of a plugin into `PolicyFailure`.
-
-    `KeyboardInterrupt` and exceptions of specstop pass.
-
-    Args:
-        who: the policy, or text that begins the message.
-        action: what fails.
-    """
-    try:
-        yield
-    except BaseException as error:  # a `SystemExit` must not end the program either
-        is_own = type(error).__module__.startswith(_PACKAGE) and not isinstance(error, PolicyFailure)
-        if is_own or isinstance(error, KeyboardInterrupt):
-            raise
-        failure = policy_failure(error, who, action)
-        raise failure from (None if failure is error else error)
-
-
-def policy_failure(error: BaseException, who: StopPolicy | str, action: str) -> PolicyFailure:
-    """Return an error of a policy as a failure with its location; see `plugin_errors`."""
-    name = who if isinstance(who, str) else who.name
-    failure = (
-        error if isinstance(error, PolicyFailure) else PolicyFailure(f"{name}: {action} failed: {error_text(error)}")
-    )
-    if not failure.file:
-        failure.policy, (failure.file, failure.line) = name, _location(error, who, action)
-    return failure
-
-
-def _location(error: BaseException, who: StopPolicy | str, action: str) -> tuple[str, int]:
-    """Return the innermost file and line of the policy's own code, otherwise those of the method that was called."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    policies = () if isinstance(who, str) else (who, *who.parts)
-    files = {getattr(sys.modules.get(type(policy).__module__), "__file__", None) for policy in policies}
-    outside = [at for at in frames if not at[0].startswith(_FOLDER)]
-    if candidates := [at for at in frames if at[0] in files] or outside:
-        return candidates[-1]
-    code = getattr(getattr(type(who), action.removesuffix("()"), None), "__code__", None)
-    return (frames[-1] if frames else ("", 0)) if code is None else (code.co_filename, code.co_firstlineno)
+    return type(policy).__module__.startswith(PACKAGE) and all(map(is_trusted, policy.parts))
 
 
 _TYPES: Mapping[str, tuple[type, str]] = {

@@ -61,8 +61,8 @@ class Calibrator:
 
 def _pieces(knots: Array) -> Array:
     """Return `Calibrator.pieces` of an isotonic map; raise `PolicyError` unless it is monotone within [0, 1]."""
-    ok = knots.ndim == 2 and knots.shape[0] == 2 and knots.shape[1] >= 2 and bool(np.isfinite(knots).all())
-    if not ok or (np.diff(knots, axis=1) < 0).any() or (knots[1] < 0).any() or (knots[1] > 1).any():
+    has_form = knots.ndim == 2 and knots.shape[0] == 2 and knots.shape[1] >= 2 and bool(np.isfinite(knots).all())
+    if not has_form or (np.diff(knots, axis=1) < 0).any() or (knots[1] < 0).any() or (knots[1] > 1).any():
         raise PolicyError("calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]")
     x, y = knots.astype(np.float64)
     step = np.diff(x)
@@ -84,8 +84,8 @@ class SurvivalMaps:
     """
 
     def __init__(self, tables: Array) -> None:
-        ok = tables.ndim == 4 and tables.shape[2] == 2 and tables.shape[3] >= 2 and 0 < tables.size <= _MAX_SIZE
-        if not ok or tables.dtype != np.float32:
+        has_form = tables.ndim == 4 and tables.shape[2] == 2 and tables.shape[3] >= 2 and 0 < tables.size <= _MAX_SIZE
+        if not has_form or tables.dtype != np.float32:
             raise PolicyError(f"calibration: expected survival tables [L, K, 2, n], got {list(tables.shape)}")
         self.tables, self.depth = tables, int(tables.shape[1])
         self._pieces = [[NO_PIECES if np.array_equal(*table) else _pieces(table) for table in row] for row in tables]
@@ -142,7 +142,7 @@ _MAX_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class TrainingMetadata:
-    """What a policy was trained for and how it performed; does not change decisions.
+    """Conditions and results of the training of a policy. They do not change decisions.
 
     Attributes:
         temperature, verification, label, sampling: of the traces; several temperatures if the head reads the temperature.
@@ -168,8 +168,8 @@ class TrainingMetadata:
 
     def covers(self, temperature: float) -> bool:
         """Whether a temperature lies within those of the traces."""
-        known = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        return min(known) <= temperature <= max(known)
+        temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        return min(temperatures) <= temperature <= max(temperatures)
 
 
 @dataclass(frozen=True)
@@ -210,12 +210,12 @@ def sampling_text(temperature: float | str | Sequence[float], sampling: Mapping[
     return f"temperature {', '.join(f'{t:g}' for t in temperatures)}" + (f", {options}" if options != "none" else "")
 
 
-def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, Any, Any]]:
-    """Return the conditions that differ from those of training: (name, of training, of use)."""
+def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
+    """Warn of each condition that differs from those of training; `where` is "these traces" or "this run"."""
     trained = getattr(policy, "metadata", None)
     if not isinstance(trained, TrainingMetadata):
-        return []
-    different = list[tuple[str, Any, Any]]()
+        return
+    different: list[tuple[str, Any, Any]] = []  # name, of training, of use
     if used.temperature is not None:
         filters = [sampling_options_text(options, used.temperature) for options in (trained.sampling, used.sampling)]
         if not trained.covers(used.temperature):
@@ -225,19 +225,14 @@ def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, An
     if used.verification and trained.verification != used.verification:
         different.append(("verification", trained.verification, used.verification))
     # A pair without a tokenizer, or a drafter that needs no draft, has fewer hashes.
-    if hashes := {name: hash for name, hash in trained.pair.items() if used.pair.get(name, hash) != hash}:
+    if hashes := {name: value for name, value in trained.pair.items() if used.pair.get(name, value) != value}:
         different.append(("pair", hashes, {name: used.pair[name] for name in hashes}))
     tree = trained.metrics.get("tree")  # of a tree policy
     if used.tree and isinstance(tree, str) and tree != used.tree:
         different.append(("tree", tree, used.tree))
-    return different
-
-
-def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
-    """Warn of each condition that differs from those of training; `where` is "these traces" or "this run"."""
-    for name, trained, current in other_conditions(policy, used):
-        remedy = f"; --tree {trained} drafts it" if name == "tree" else ""
-        message = f"{policy.name} was trained for another {name} ({trained}) than {where} ({current}){remedy}"
+    for name, expected, current in different:
+        remedy = f"; --tree {expected} drafts it" if name == "tree" else ""
+        message = f"{policy.name} was trained for another {name} ({expected}) than {where} ({current}){remedy}"
         warnings.warn(message, SpecstopWarning, stacklevel=4)
 
 
@@ -275,7 +270,7 @@ class LearnedPolicy(StopPolicy):
         self.hidden = tuple(head.sizes)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people: the head, the rule, what the policy was trained for, its provenance and its metrics."""
+        """Return facts for display: head, rule, conditions of the training, provenance and metrics."""
         trained = self.metadata
         optional = {
             "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in self.sizes.items()),
@@ -332,8 +327,8 @@ class LearnedPolicy(StopPolicy):
         values, kept, rule = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool), self.rule
         kernels().decide(
             self.head.scores(rows, depth, hidden), alive, step.parent, _NO_SURVIVAL if before is None else before, depth,
-            self.head.lag, self.accept.pieces, self.next.pieces, self._tables[depth], rule.by, rule.strict, rule.together,
-            rule.threshold_at(depth, step.batch), values, kept,
+            self.head.lag, self.accept.pieces, self.next.pieces, self._tables[depth],
+            rule.compared, rule.strict, rule.keep_all, rule.threshold_at(depth, step.batch), values, kept,
         )  # fmt: skip
         return values, kept
 
@@ -354,8 +349,8 @@ class TreeGain(LearnedPolicy):
 
     The expected accepted length of a set of nodes is the sum of their survivals (OPT-Tree, arXiv 2406.17276, eq. 5). After
     each depth a branch is extended if its expected children pay for the draft step and their verification (`TreeRule`).
-    At the end the best nodes are verified, as many as pay for themselves. It reads drawn tokens and removes
-    some, so it is for `match` verification or temperature 0. The head reads scalars only.
+    At the end the best nodes are verified, as many as pay. The policy reads drawn tokens and removes nodes, so it is for
+    `match` verification or temperature 0. The head reads scalars only.
 
     The state within a round is survival (-1 = not read) and next of all nodes that were decided on [S, 2, N], and those of
     the last depth [S, 2, B].
@@ -424,5 +419,5 @@ def build_rule(raw: Mapping[str, Any]) -> Rule:
     except PolicyError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise PolicyError(f"rule: {raw!r:.200} lacks or mangles {error}") from None
+        raise PolicyError(f"rule: {raw!r:.200} has a missing or invalid entry: {error}") from None
     raise PolicyError(f"unknown rule {raw['kind']!r:.80}; expected {', '.join(RULES)}")

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .costs import BatchCosts, BatchTable, Costs, CostTable, Points, along
+from .costs import BatchCosts, BatchTable, Costs, CostTable, Points, read_curve
 from .errors import InputError
 
 Seconds = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -46,7 +46,7 @@ NS = 1e-9
 MAX_NS, MAX_COUNT = 10**15, 2**31
 """Limits of what is read from a file; the first is eleven days."""
 
-SHORT, LONG = CONTEXTS = ("short", "long")
+CONTEXTS = ("short", "long")
 DECISIONS, VERIFY = "decisions", "verify"
 
 PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "plain", "first draft", "later drafts", "outside", "prefill"
@@ -169,7 +169,7 @@ class Measurements:
         return Measurements(series)
 
 
-def groups(timings: Timings, what: str, of: str | None = None) -> Groups:
+def group(timings: Timings, what: str, of: str | None = None) -> Groups:
     """Return the seconds of a part of a round by counts, ascending: of one context (or policy), None = of both contexts."""
     parts = defaultdict(list)
     for key, seconds in timings.items():
@@ -178,7 +178,7 @@ def groups(timings: Timings, what: str, of: str | None = None) -> Groups:
     return {counts: np.concatenate(parts[counts]) for counts in sorted(parts)}
 
 
-def collected(repetitions: Sequence[Mapping[Key, Sequence[float]]]) -> Measurements:
+def merge_repetitions(repetitions: Sequence[Mapping[Key, Sequence[float]]]) -> Measurements:
     """Return the measurements of repetitions, each of which has seconds by what was timed."""
 
     def nanoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ def fit_line(timed: Sequence[tuple[Sequence[float], ArrayLike]]) -> list[float]:
     return [float(value) for value in solution / length]
 
 
-def per_unit(timed: Sequence[tuple[int, Seconds]]) -> float:
+def mean_per_unit(timed: Sequence[tuple[int, Seconds]]) -> float:
     """Return seconds per unit, a ratio of sums, of timings of so many units each."""
     units = sum(count * seconds.size for count, seconds in timed)
     return float(sum(seconds.sum() for _, seconds in timed)) / units if units else 0.0
@@ -251,7 +251,7 @@ def fit_curves(sides: Sequence[Groups]) -> list[Points]:
     curve = tuple((n, per_call + float(np.dot(rises, parts(n)[1:]))) for n in knots)
     out = []
     for side in sides:
-        expected = sum(float(along(curve, tokens)) * seconds.size for (tokens,), seconds in side.items())
+        expected = sum(float(read_curve(curve, tokens)) * seconds.size for (tokens,), seconds in side.items())
         taken = float(sum(seconds.sum() for seconds in side.values()))
         scale = taken / expected if expected else 1.0
         out.append(tuple((n, scale * seconds) for n, seconds in curve))
@@ -270,19 +270,19 @@ def estimate(timings: Timings, contexts: tuple[float, float], depth: int) -> Cos
         InputError: no round was timed.
     """
     low, high = (_chain_table(timings, side, context, depth) for side, context in zip(CONTEXTS, contexts, strict=True))
-    outside, prefill = (groups(timings, what) for what in (OUTSIDE, PREFILL))
+    outside, prefill = (group(timings, what) for what in (OUTSIDE, PREFILL))
     step_s, round_s = 0.0, mean(next(iter(outside.values()), ()))
     if len(outside) > 1:
         step_s, round_s = fit_line([((drafted, 1), seconds) for (drafted,), seconds in outside.items()])
     constant, slope = fit_line([((1, tokens), s) for (tokens,), s in prefill.items()]) if prefill else (0.0, 0.0)
     tree_outside = None
-    if groups(timings, TREE_VERIFY):
-        curves = fit_curves([groups(timings, TREE_VERIFY, side) for side in CONTEXTS])
+    if group(timings, TREE_VERIFY):
+        curves = fit_curves([group(timings, TREE_VERIFY, side) for side in CONTEXTS])
         low, high = (
             dataclasses.replace(table, tree_verify_s=((0, table.verify_s[0]), *curve))  # of no tokens: plain decoding
             for table, curve in zip((low, high), curves, strict=True)
         )
-        timed = groups(timings, TREE_OUTSIDE)
+        timed = group(timings, TREE_OUTSIDE)
         if len(timed) > 1:  # unknowns
             per_round, per_token = fit_line([((1, drafted), seconds) for (drafted,), seconds in timed.items()])
             tree_outside = per_round, 0.0, per_token
@@ -295,18 +295,19 @@ def estimate(timings: Timings, contexts: tuple[float, float], depth: int) -> Cos
 def decision_prices(timings: Timings) -> dict[str, float]:
     """Return the seconds of a decision of each policy, by `cost_name`."""
     names = sorted({key.of for key in timings if key.what == DECISIONS})
-    return {name: per_unit([(n, s) for (n,), s in groups(timings, DECISIONS, name).items()]) for name in names}
+    return {name: mean_per_unit([(n, s) for (n,), s in group(timings, DECISIONS, name).items()]) for name in names}
 
 
 def _chain_table(timings: Timings, side: str, context: float, depth: int) -> CostTable:
     """Return the costs at one context; what was not timed there is taken from both contexts together."""
 
     def timed(what: str) -> Groups:
-        return {**groups(timings, what), **groups(timings, what, side)}
+        return {**group(timings, what), **group(timings, what, side)}
 
-    verify, first, later = timed(VERIFY), timed(FIRST), groups(timings, LATER, side) or groups(timings, LATER)
+    verify, first = timed(VERIFY), timed(FIRST)
+    later = group(timings, LATER, side) or group(timings, LATER)
     # 0 is a part that was never timed: `or` goes on to the next best source.
-    later_s = per_unit([(drafted - 1, seconds) for (drafted,), seconds in later.items()])
+    later_s = mean_per_unit([(drafted - 1, seconds) for (drafted,), seconds in later.items()])
     # A drafter that reads anew all that was committed never reads one token alone: its first step reads two.
     one = mean(first.get((1,), first.get((2,), ()))) or later_s
     two = max(mean(first.get((2,), ())) or one, one)  # reading more is never cheaper: a smaller mean is noise
@@ -324,7 +325,7 @@ def _chain_table(timings: Timings, side: str, context: float, depth: int) -> Cos
 
 def batch_costs(timings: Timings, contexts: tuple[float, float]) -> BatchCosts | None:
     """Return the costs of batches, at contexts of so many tokens; None if no batch was timed."""
-    if not groups(timings, BATCH_VERIFY) or not (groups(timings, BATCH_FIRST) or groups(timings, BATCH_DRAFTS)):
+    if not group(timings, BATCH_VERIFY) or not (group(timings, BATCH_FIRST) or group(timings, BATCH_DRAFTS)):
         return None
     low, high = (_batch_table(timings, side, context) for side, context in zip(CONTEXTS, contexts, strict=True))
     return BatchCosts(low, high)
@@ -334,18 +335,18 @@ def _batch_table(timings: Timings, side: str, context: float) -> BatchTable:
     """Return the costs of batches at one context; what was not timed there is taken from both together."""
     verify: dict[int, dict[int, float]] = defaultdict(dict)
     for of in (None, side):
-        for (streams, tokens), seconds in groups(timings, BATCH_VERIFY, of).items():
+        for (streams, tokens), seconds in group(timings, BATCH_VERIFY, of).items():
             verify[streams][tokens] = mean(seconds)
-        for (streams,), seconds in groups(timings, BATCH_PLAIN, of).items():
+        for (streams,), seconds in group(timings, BATCH_PLAIN, of).items():
             verify[streams][streams] = mean(seconds)
     curves = {streams: tuple(sorted(timed.items())) for streams, timed in sorted(verify.items())}
-    first = {**groups(timings, BATCH_FIRST), **groups(timings, BATCH_FIRST, side)}
-    drafts = groups(timings, BATCH_DRAFTS, side) or groups(timings, BATCH_DRAFTS)
+    first = {**group(timings, BATCH_FIRST), **group(timings, BATCH_FIRST, side)}
+    drafts = group(timings, BATCH_DRAFTS, side) or group(timings, BATCH_DRAFTS)
     first_s = tuple((n, mean(seconds)) for (n,), seconds in first.items())
     later: dict[int, list[tuple[int, Seconds]]] = defaultdict(list)
     for (streams, steps), seconds in drafts.items():
         later[streams].append((steps, seconds))
-    later_s = tuple((streams, per_unit(steps)) for streams, steps in later.items())
+    later_s = tuple((streams, mean_per_unit(steps)) for streams, steps in later.items())
     return BatchTable(context, later_s or first_s, curves, first_s)
 
 
@@ -423,7 +424,7 @@ class Noise:
         return {"machine": "busy" if self.is_noisy else "quiet", **figures}
 
 
-def judge(measurements: Measurements) -> Noise | None:
+def measure_noise(measurements: Measurements) -> Noise | None:
     """Return how noisy the machine was; None if nothing was timed `MIN_TIMINGS` times."""
     spread = stalls = total = 0.0
     count = max((len(series) for series in measurements.series.values()), default=0)

@@ -1,4 +1,4 @@
-"""The latency profile: costs of rounds, the measurements that they were estimated from, and the file."""
+"""The latency profile: costs of rounds, the measurements from which they were estimated, and the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +26,12 @@ from .measurements import (
     check_measurements,
     decision_prices,
     estimate,
-    judge,
+    measure_noise,
 )
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'
-"""Stands near the beginning of every profile."""
+"""Text near the beginning of every profile file."""
 
 MODEL_COSTS = tuple(field.name for field in dataclasses.fields(Costs) if field.name != "decision_s")
 
@@ -44,14 +44,14 @@ MAX_NAME = 200
 
 @dataclass(frozen=True)
 class Profile(Costs):
-    """Costs with what they were measured from and under.
+    """Costs, their measurements, and the conditions of these.
 
     Attributes:
         temperature: of the sampling.
-        facts: device, dtype, threads, versions, noise: for readers.
+        facts: device, dtype, threads, versions and noise, for display only.
         measurements: what the costs were estimated from; empty for costs that were not measured.
         source: the file it was read from, if any.
-        sampling: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
+        sampling: other options that changed the distribution that was sampled from (`decode.SamplingParams.facts`).
         verification: the mode in which rounds of chains were timed; "" = unknown.
         others: profiles of further drafters of the same target, in the order of the drafters. Verifications and what a
             round costs outside the models are those of the first drafter.
@@ -126,7 +126,7 @@ class Profile(Costs):
             contexts: mean tokens in the cache at the short and the long context.
             depth: K, the longest chain timed.
             temperature: of the sampling.
-            facts, sampling, verification: kept in the profile.
+            facts, sampling, verification: see `Profile`.
 
         Raises:
             InputError: no round was timed.
@@ -138,12 +138,12 @@ class Profile(Costs):
         )  # fmt: skip
 
     def with_decisions(self, seconds: Mapping[str, float]) -> Profile:
-        """Return this profile with prices of more policies' decisions; timings of theirs are dropped."""
+        """Return this profile with the seconds of decisions of further policies, whose timings are dropped."""
         kept = self.measurements.where(lambda key: key.what != DECISIONS or key.of not in seconds)
         return dataclasses.replace(self, decision_s={**self.decision_s, **seconds}, measurements=kept)
 
     def with_measured_decisions(self, more: Measurements) -> Profile:
-        """Return this profile with the decisions of more policies, priced by their timings, which are kept."""
+        """Return this profile with the timings of decisions of further policies, and the seconds estimated from them."""
         timed = more.where(lambda key: key.what == DECISIONS)
         priced = self.with_decisions(decision_prices(timed.pooled))
         return dataclasses.replace(priced, measurements=Measurements({**priced.measurements.series, **timed.series}))
@@ -156,15 +156,16 @@ class Profile(Costs):
     @cached_property
     def noise(self) -> Noise | None:
         """How noisy the machine was; None for costs that were not measured."""
-        return judge(self._of_models) if self._is_measured else None
+        return measure_noise(self._of_models) if self._is_measured else None
 
     @cached_property
     def _is_measured(self) -> bool:
         """Whether the costs, decisions aside, are those of the measurements, and not edited or scaled since."""
         if not any(key.what == VERIFY for key in self.measurements.series):
             return False
-        mine, estimated = (list(_numbers(one._model_costs)) for one in (self, self._with(self.measurements.pooled)))
-        return len(mine) == len(estimated) and np.allclose(mine, estimated, rtol=TOLERANCE, atol=0.0)
+        estimated = self._with(self.measurements.pooled)
+        costs, expected = (list(_numbers(profile._model_costs)) for profile in (self, estimated))
+        return len(costs) == len(expected) and np.allclose(costs, expected, rtol=TOLERANCE, atol=0.0)
 
     @property
     def _model_costs(self) -> dict[str, Any]:
@@ -175,8 +176,8 @@ class Profile(Costs):
     @cached_property
     def fingerprint(self) -> str:
         """A digest of all costs but decisions and of the timings behind them: equal for copies of one measurement."""
-        own = {"costs": self._model_costs, "measurements": self._of_models.to_list()}
-        return digest([own, *(one.fingerprint for one in self.others)] if self.others else own)
+        own: dict[str, Any] = {"costs": self._model_costs, "measurements": self._of_models.to_list()}
+        return digest({**own, "others": [one.fingerprint for one in self.others]} if self.others else own)
 
     def _with(self, timings: Timings) -> Profile:
         """Return this profile with the costs, decisions aside, that are estimated from timings at the same contexts."""
@@ -208,9 +209,9 @@ class Profile(Costs):
         return all(getattr(other, name) == getattr(self, name) for name in MODEL_COSTS)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people: the noise of the machine, the costs of each context and batch size, and of decisions."""
-        lacks = "unknown noise: the profile has no timings, or its costs were edited"
-        values: dict[str, Any] = {"kind": "profile", "verdict": self.noise.text if self.noise else lacks}
+        """Return facts for display: noise of the machine, costs of each context and batch size, and costs of decisions."""
+        no_noise = "unknown noise: the profile has no timings, or its costs were edited"
+        values: dict[str, Any] = {"kind": "profile", "verdict": self.noise.text if self.noise else no_noise}
         for side, costs in (("short", self.low), ("long", self.high)):
             where = f"{side} context ({costs.context:.0f})"
             values[f"{where}: draft step, ms"] = f"{costs.draft_s[0] * 1e3:.2f}"
@@ -293,21 +294,12 @@ class Profile(Costs):
             reason = str(error)
         else:
             return dataclasses.replace(profile, measurements=measurements, others=others)
-        raise InputError(f"--profile: {where} lacks or mangles {reason}; measure it again")
+        raise InputError(f"--profile: {where} has a missing or invalid entry: {reason}; measure it again")
 
 
-def load_profile(path: str | Path) -> Profile:
-    """Read a profile of `measure_profile` or `specstop profile`; see `Profile.load`."""
-    return Profile.load(path, "path")
-
-
-@overload
-def as_profile(profile: Profile | str | Path) -> Profile: ...
-@overload
-def as_profile(profile: Profile | str | Path | None) -> Profile | None: ...
-def as_profile(profile: Profile | str | Path | None) -> Profile | None:
-    """Return a profile, reading it if it is the path of a file; None stays None. Raises `InputError` as `Profile.load`."""
-    return Profile.load(profile, "profile") if isinstance(profile, (str, Path)) else profile
+def load_profile(profile: Profile | str | Path) -> Profile:
+    """Return a profile, or read the file of `measure_profile` or `specstop profile` at a path; see `Profile.load`."""
+    return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
 @cache

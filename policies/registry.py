@@ -19,12 +19,11 @@ from .arguments import as_list
 from .batch_rules import for_batches
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, SpecstopWarning, close_match
-from .host import error_text, plugin_errors, validate_policy
+from .failures import error_text, plugin_errors
+from .features import PLUGIN_SWITCH
+from .host import validate_policy
 from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
-
-SWITCH = "SPECSTOP_PLUGINS"
-"""Environment variable; 0 turns the discovery of plugins off."""
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -87,7 +86,7 @@ class Registry:
     def _entries(self) -> dict[str, tuple[EntryPoint, str]]:
         """Return built-ins and plugins by name, each with the reason why it cannot be used, or ""."""
         out = {name: (point, "") for name, point in self.builtin.items()}
-        if os.environ.get(SWITCH) == "0":
+        if os.environ.get(PLUGIN_SWITCH) == "0":
             return out
         plural = self.group.rpartition(".")[2]
         try:
@@ -191,7 +190,7 @@ def construct(build: Callable[..., Any], where: str, options: Mapping[str, Any],
     except TypeError as error:
         names = ", ".join([*signature.parameters][len(positional) :]) or "nothing"
         raise PolicyError(f"{where}: {error}; it takes {names}") from None
-    with plugin_errors(where, "making it"):
+    with plugin_errors(where, "its construction"):
         return build(*positional, **options)
 
 
@@ -265,8 +264,10 @@ def _construct_policy(build: Callable[..., Any], where: str, options: Mapping[st
 
 def _is_folder(text: str) -> bool:
     # A bare name is a folder only if a policy is in it: a folder `fixed` does not hide the built-in.
-    path = Path(os.path.expanduser(text))  # unlike `Path.expanduser`, does not raise for an unknown user
-    return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
+    # Functions of `os.path`, because those of `Path` raise errors for unknown users and for long specs.
+    path = os.path.expanduser(text)
+    is_path = "/" in text or text.startswith(".")
+    return os.path.isfile(os.path.join(path, POLICY_FILE)) or (is_path and os.path.isdir(path))
 
 
 def _load_batch_policy(folder: str, options: dict[str, Any], where: str) -> StopPolicy:

@@ -29,9 +29,9 @@ class Rule:
 
     kind: str  # name in a policy folder
     first: int = 1  # depth of the first decision
-    by: int = SURVIVAL  # compared value
+    compared: int = SURVIVAL  # see `kernels.heads.decide`
     strict: bool = False  # values equal to the threshold do not pass
-    together: bool = False  # all branches of a stream pass if one does
+    keep_all: bool = False  # all branches of a stream pass if one does
     levels: tuple[Array, ...] = (np.zeros(1),)  # thresholds by depth, [1] or by stream [S]; the last one for the rest
     # Tokens that are drafted without a decision, because it would cost more than it gains; None = the rule decides.
     lengths: Lengths = ()  # by batch size
@@ -46,7 +46,7 @@ class Rule:
     def threshold_at(self, depth: int, batch: Array) -> Array:
         """Return the threshold at a depth, [1] for all streams or [S], given `DraftStep.batch`."""
         level = self.levels[depth] if depth < len(self.levels) else self.levels[-1]
-        return level * _scales_of(batch.tobytes(), tuple(self.scales)) if self.scales else level
+        return level * _scale_by_stream(batch.tobytes(), tuple(self.scales)) if self.scales else level
 
     def unasked(self) -> dict[int, int]:
         """Return the tokens drafted without a decision, by number of streams: those of the next listed batch size.
@@ -88,8 +88,8 @@ class Threshold(Rule):
         self.threshold = float(self.threshold)
         if not 0.0 <= self.threshold <= 1.0:
             raise PolicyError(f"rule {self.kind}: expected a threshold between 0 and 1, not {self.threshold}")
-        self.by = SURVIVAL if self.kind == "survival" else ACCEPT
-        self.strict = self.together = self.kind == "any"
+        self.compared = SURVIVAL if self.kind == "survival" else ACCEPT
+        self.strict = self.keep_all = self.kind == "any"
         self.levels = (np.array([self.threshold]),)
 
 
@@ -110,7 +110,7 @@ class Derived(Rule):
     first: int = 0
     lengths: Lengths = ()
     scales: Factors = ()
-    kind, by, strict = "derived", GAIN, True
+    kind, compared, strict = "derived", GAIN, True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,9 +123,11 @@ class Derived(Rule):
 
 @dataclass(eq=False)
 class BatchRule(Rule):
-    """Draft and send the tokens of the whole batch that are worth their time; see `batch_rules`."""
+    """Draft and send the tokens of a batch that are worth their time; see `batch_rules.BatchStop`."""
 
-    send: str = "best"  # drafted tokens that are worth their verification; "all" = all of them, as every mode permits
+    send: str = (
+        "best"  # sends drafted tokens that are worth their verification; "all", which every mode permits, sends all
+    )
     rates: Factors = ()
     first: int = 0  # includes plain decoding
     lengths: Lengths = ()
@@ -142,13 +144,13 @@ class BatchRule(Rule):
 
 
 @functools.lru_cache(maxsize=4)  # the same at each depth of a round, and usually in the next round
-def _scales_of(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
+def _scale_by_stream(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
     """Return [S], the factor for the batch of each stream; `batch` as bytes, since arrays have no hash."""
     _, number, streams = np.unique(np.frombuffer(batch, dtype=np.int64), return_inverse=True, return_counts=True)
-    return factors_at(scales, streams)[number]
+    return interpolate_factors(scales, streams)[number]
 
 
-def factors_at(factors: Factors, streams: Array) -> Array:
+def interpolate_factors(factors: Factors, streams: Array) -> Array:
     """Return [n] factors at batch sizes [n]: linear between the listed sizes, constant beyond them; 1 if there are none."""
     sizes, values = zip(*factors, strict=True) if factors else ((1,), (1.0,))
     out: Array = np.interp(streams, sizes, values)

@@ -99,10 +99,7 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
     return Path(path)
 
 
-save_pretrained = save_policy
-
-
-def content(policy: LearnedPolicy) -> str:
+def content_digest(policy: LearnedPolicy) -> str:
     """Return a digest of the policy, which saving and loading do not change."""
     return digest(_pack(policy, {})[0])
 
@@ -134,8 +131,8 @@ def from_pretrained(name: str | Path, revision: str | None = None) -> LearnedPol
     Raises:
         PolicyError: neither exists, the hub cannot be reached, or the folder is invalid.
     """
-    path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):  # unlike `Path.is_dir`, does not raise an error for long names
         return load_policy_folder(path)
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
         raise PolicyError(f"--policy: the folder {name} does not exist, and it is no name of a hub repository")

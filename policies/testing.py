@@ -146,7 +146,7 @@ class PolicyTests:
 
 
 class TreePolicyTests(PolicyTests):
-    """The same with three branches at each depth below the root."""
+    """`PolicyTests` with three branches at each depth below the root."""
 
     branches = 3
 

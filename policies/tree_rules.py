@@ -12,7 +12,7 @@ import numpy as np
 
 from .arguments import validate_int, validate_number
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .costs import extend
+from .costs import extrapolate
 from .errors import PolicyError
 from .kernels import on_first_use
 from .rules import Rule, check_depth
@@ -60,23 +60,20 @@ class Gain(StopPolicy):
     A node is accepted with probability s = (product of q along its path)^power. Prices are in tokens: rho, the tokens per
     second of other rounds, times seconds.
 
-    * After each depth the m best branches are expanded, m the one that maximises
-      follow (s_1 + ... + s_m) - draft(m) - verify m, or none, which ends drafting. So a tree widens where the draft is
-      uncertain as long as rows are cheap, and ends where a step is not worth it.
-    * Of all drawn nodes the n best are verified, n the one that maximises s_1 + ... + s_n - target(n).
+    * After each depth the m best branches are expanded. m maximises follow (s_1 + ... + s_m) - draft(m) - verify m, and may
+      be 0, which ends drafting. A tree widens where the draft is uncertain if rows are cheap.
+    * At the end the n best nodes are verified. n maximises s_1 + ... + s_n - verify n.
 
-    It reads the drawn tokens and removes nodes, so it is for `match` verification, and for temperature 0. Expected accepted
-    length as a sum of path probabilities is OPT-Tree's (arXiv 2406.17276, eq. 5); prices at the policy's rate are ours.
+    It reads the drawn tokens and removes nodes, so it is for `match` verification, and for temperature 0. The expected
+    accepted length as a sum of path probabilities is OPT-Tree's (arXiv 2406.17276, eq. 5). The prices are ours.
 
     Args:
-        step: of a draft step of one row.
-        row: of each further row.
-        verify: of verifying one more node.
+        step: price of a draft step of one row.
+        row: price of each further row.
+        verify: price of verifying one more node.
         power: below 1 the target accepts more than the draft predicts.
         follow: the probability that something below a node is accepted, if it is.
         max_depth: levels.
-        draft_prices, target_prices: tables that replace the three prices: of a step of 1, 2, ... rows, and of verifying
-            0, 1, ... nodes; they are extrapolated.
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -90,20 +87,16 @@ class Gain(StopPolicy):
         power: float = 1.0,
         follow: float = 0.8,
         max_depth: int = 20,
-        draft_prices: Sequence[float] = (),
-        target_prices: Sequence[float] = (),
     ) -> None:
         numbers = {"step": step, "row": row, "verify": verify, "power": power, "follow": follow}
-        step, row, verify, self.power, self.follow = (validate_number("gain", k, v, 0.0) for k, v in numbers.items())
+        step, row, self.verify, self.power, self.follow = (
+            validate_number("gain", name, value, 0.0) for name, value in numbers.items()
+        )
         self.max_depth = validate_int("gain", "max_depth", max_depth)
-        targets = target_prices or (0.0, verify)
-        # The mean price of a node: how many will be verified, and thus which step of the table counts, is not known yet.
-        self.verify = float(targets[-1] - targets[0]) / max(len(targets) - 1, 1)
-        # For any tree: the kernels read the first entries.
-        self._draft = extend(tuple(draft_prices or (step, step + row)), MAX_ENTRIES)
-        prices = extend(tuple(targets), MAX_ENTRIES + 1)
-        self._target: Array = prices[1:] - prices[0]  # the anchor is verified in any case
-        self.name = "gain" if draft_prices else f"gain:{step:g}"
+        # Prices of 1, 2, ... rows or nodes. The kernels read the first entries.
+        self._draft: Array = step + row * np.arange(MAX_ENTRIES)
+        self._target: Array = self.verify * np.arange(1, MAX_ENTRIES + 1)
+        self.name = f"gain:{step:g}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and store the paths' probabilities."""
@@ -138,12 +131,12 @@ class LevelTable(NamedTuple):
 class TreeRule(Rule):
     """Drafts and verifies the nodes that are worth their price in tokens, at the policy's rate rho.
 
-    With s the survival of a node and n = `next`, its children of rank 0, 1, ... are expected to have survival s n, s f_1(n),
-    s f_2(n), ..., and those below the best child a share of that which falls by the mean acceptance from level to level.
-    The survival above the price of a node counts as gain. The m best branches are extended by t levels where that gain,
-    summed, less rho times the seconds of t steps of m rows, is largest; none where it is never positive. (The derived rule
-    with look-ahead, for trees; the branches share the price of a draft step.) The price of a node is the cost of verifying
-    one more, or the value of the node that it would displace.
+    This is the derived rule with look-ahead, for trees: the branches of a depth share the price of a draft step. With s the
+    survival of a node and n = `next`, the expected survival of its children of rank 0, 1, 2, ... is s n, s f_1(n), s f_2(n),
+    ... Below the best child it falls by the mean acceptance from level to level. The survival of a node less its price is its
+    gain, if positive. The rule extends the m best branches by t levels. It chooses the m and t that maximise the sum of gains
+    less rho times the seconds of t steps of m rows, and extends none if this is never positive. The price of a node is the
+    cost of verifying one more, or the value of the node that it would displace.
     """
 
     rate: float  # rho, tokens per second
@@ -167,10 +160,9 @@ class TreeRule(Rule):
         self._typical: Array = np.array(self.acceptance, dtype=np.float64)
         self.share_table: Array = np.array([(0.0, 1.0), *self.shares])  # the best child's is its chance
         self._levels: dict[tuple[int, int], LevelTable] = {}
-        seconds = extend(self.verify_s, MAX_ENTRIES + 1)
-        self._tokens: Array = (
-            seconds - seconds[0]
-        ) * self.rate  # of verifying 0, 1, ... nodes in addition to the anchor
+        seconds = extrapolate(self.verify_s, MAX_ENTRIES + 1)
+        # In tokens, of verifying 0, 1, ... nodes in addition to the anchor.
+        self._tokens: Array = (seconds - seconds[0]) * self.rate
         tokens, nodes = self._tokens[: PRICED_NODES + 1], PRICED_NODES
         # The mean over some further nodes, not the price of the next alone: where seconds rise in steps, that may be next to
         # nothing, or a whole step. With `PRICED_NODES` nodes a further one is priced as the last was.
@@ -201,8 +193,8 @@ class TreeRule(Rule):
         depths = np.repeat(np.arange(len(self.children) + 1), [1, *(sum(level) for level in self.children)])
         drawn = [count for level in self.children for count in level]
         parent = np.repeat(np.arange(len(drawn)) - 1, np.array(drawn, dtype=np.int64))  # of nodes; -1 = the root
-        everything = np.ones((1, len(parent)), dtype=bool)
-        (mean,) = self.survival(parent[None], depths[None, 1:], everything, np.empty((1, 2, 0)))
+        all_drawn = np.ones((1, len(parent)), dtype=bool)
+        (mean,) = self.survival(parent[None], depths[None, 1:], all_drawn, np.empty((1, 2, 0)))
         ranks = np.array([0, *(rank for count in drawn for rank in range(count))])
         counts = np.array(drawn + [1] * (len(depths) - len(drawn)))
         mean = np.append(1.0, mean)
@@ -227,7 +219,7 @@ class TreeRule(Rule):
             mean_parent = np.concatenate([tree[depth - 1][2], mean_parent])
         levels = max(len(self.acceptance) - depth, 0)
         # At depth 0 the first step reads the root alone, at a separate price (`opening_s`).
-        rows, steps = extend(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
+        rows, steps = extrapolate(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
         floor = float(self.floor) if depth else 0.0  # the root cannot be rejected

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Literal
 
+import pydantic
 from conftest import build_draft, build_model
 from specstop.decode.models.pair import Pair, join
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-PERSON: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 3},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["a", "bc", None]}, "maxItems": 2},
-        "ok": {"type": "boolean"},
-    },
-    "required": ["name", "age", "ok"],
-    "additionalProperties": False,
-}
 END = 1
+
+
+class Person(pydantic.BaseModel):
+    """The values that the schema `PERSON` allows."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    name: str = pydantic.Field(max_length=3)
+    age: int = pydantic.Field(ge=0, le=99)
+    tags: list[Literal["a", "bc", None]] = pydantic.Field(default=[], max_length=2)
+    ok: bool
+
+
+PERSON = Person.model_json_schema()
 
 
 def is_person(text: str) -> bool:
     """Return whether a text is JSON of the schema `PERSON`."""
-    made = json.loads(text)
-    return (
-        {"name", "age", "ok"} <= set(made) <= set(PERSON["properties"])
-        and isinstance(made["name"], str) and len(made["name"]) <= 3
-        and type(made["age"]) is int and 0 <= made["age"] <= 99
-        and type(made["ok"]) is bool
-        and len(made.get("tags", [])) <= 2 and all(tag in ("a", "bc", None) for tag in made.get("tags", []))
-    )  # fmt: skip
+    try:
+        Person.model_validate_json(text)
+    except pydantic.ValidationError:
+        return False
+    return True
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

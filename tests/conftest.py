@@ -46,10 +46,19 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def fast() -> Iterator[None]:
+    """Use one thread, only check the descriptor in `fsync` (4 ms per file), and time decisions with 2 repetitions."""
     import torch
+    from specstop.decode.profile import decisions
+    from specstop.decode.profile.measuring import Effort
+    from specstop.policies.display import silent
 
     torch.set_num_threads(1)
+    decisions.EFFORT, decisions.ROUNDS, decisions.SCRATCH = Effort(repetitions=2), 2, 64
+    decisions.loop_decisions.__defaults__ = (None, decisions.EFFORT, silent)  # defaults are bound at definition
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
 
 
 def pytest_sessionstart() -> None:
@@ -64,25 +73,6 @@ def pytest_sessionstart() -> None:
         names = sorted(module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
         for name in names[:: -1 if int(worker.removeprefix("gw")) % 2 else 1]:
             importlib.import_module(name)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_wait_for_the_disk() -> Iterator[None]:
-    """Replace `fsync`, which takes 4 ms per file, by a check of the descriptor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def decisions_timed_briefly() -> None:
-    """Measure the cost of a decision with 2 repetitions: most tests need only a price."""
-    from specstop.decode.profile import decisions
-    from specstop.decode.profile.measuring import Effort
-    from specstop.policies.display import silent
-
-    decisions.EFFORT, decisions.ROUNDS, decisions.SCRATCH = Effort(repetitions=2), 2, 64
-    decisions.loop_decisions.__defaults__ = (None, decisions.EFFORT, silent)  # defaults are bound at definition
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +92,6 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 VOCABULARY = 48
 EOS = 16
-PROMPTS = 8
 NEW = 26
 
 
@@ -112,20 +101,10 @@ def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.5,
-        "bos_token_id": 1,
-        "eos_token_id": EOS,
-        "pad_token_id": 0,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**options, **changes})).double().eval()
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}  # fmt: skip
+    tokens = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **tokens, "initializer_range": 0.5, **changes})).double().eval()
 
 
 def build_draft(target: LlamaForCausalLM, noise: float = 0.02) -> LlamaForCausalLM:
@@ -161,8 +140,8 @@ def pair_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
     folder = tmp_path_factory.mktemp("pair")
     target = build_model()
     for name, model in (("target", target), ("draft", build_draft(target))):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        model.save_policy(folder / name)
+        tokenizer.save_policy(folder / name)
     return folder
 
 
@@ -212,7 +191,7 @@ def prompts() -> list[Prompt]:
     from specstop.collect.prompts import Prompt
 
     generator = torch.Generator().manual_seed(3)
-    lengths = range(1, PROMPTS + 1)
+    lengths = range(1, 9)
     texts = [" ".join(f"w{int(w)}" for w in torch.randint(6, VOCABULARY, (n,), generator=generator)) for n in lengths]
     return [Prompt(f"p{i}", text, f"g{i % 2}") for i, text in enumerate(texts)]
 
@@ -222,18 +201,19 @@ def prompt_ids(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast) -> lis
     return [tokenizer(p.text)["input_ids"] for p in prompts]
 
 
-def collect_traces(pair: Pair, prompts: list[Prompt], folder: Path) -> dict[float, Trace]:
-    """Return a trace of depth `DEPTH` and `NEW` tokens by temperature."""
+def collect_trace(pair: Pair, prompts: list[Prompt], folder: Path, temperature: float) -> Trace:
     from contract_policies import DEPTH
     from specstop.collect.run import collect
 
     options = {"depth": DEPTH, "verification": "match", "max_new_tokens": NEW, "shards": 2}
-    return {t: collect(pair, prompts, folder / str(t), temperature=t, **options) for t in (0.0, 0.7)}
+    return collect(pair, prompts, folder, temperature=temperature, **options)
 
 
 @pytest.fixture(scope="session")
 def traces(compact_pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
-    return collect_traces(compact_pair, prompts, tmp_path_factory.mktemp("traces"))
+    """A trace by temperature."""
+    folder = tmp_path_factory.mktemp("traces")
+    return {t: collect_trace(compact_pair, prompts, folder / str(t), t) for t in (0.0, 0.7)}
 
 
 @pytest.fixture
@@ -263,13 +243,11 @@ def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
 @pytest.fixture(scope="session")
 def sides(compact_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
     """Traces to train on and to evaluate on, of different prompts, sampled at 0.7."""
-    from contract_policies import DEPTH
-    from specstop.collect.run import collect
-
     folder = tmp_path_factory.mktemp("sides")
-    options = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "shards": 2}
-    splits = ((24, "fit", 21), (12, "held", 22))
-    return tuple(collect(compact_pair, make_prompts(*args), folder / args[1], **options) for args in splits)
+    fit, held = make_prompts(24, "fit", 21), make_prompts(12, "held", 22)
+    return collect_trace(compact_pair, fit, folder / "fit", 0.7), collect_trace(
+        compact_pair, held, folder / "held", 0.7
+    )
 
 
 @pytest.fixture(scope="session")

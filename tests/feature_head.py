@@ -35,14 +35,7 @@ def feature_policy(rule: Rule, max_depth: int = 10) -> LearnedPolicy:
 
 
 def kept_by(rule: Rule, depth: int, before: Array, accept: Array, next_: Array) -> Array:
-    """Return [S, B] bool, which branches a rule keeps.
-
-    Args:
-        rule: of the policy.
-        depth: of the branches.
-        before: [S, B] survival of the depth before, by branch.
-        accept, next_: [S, B] in single precision.
-    """
+    """Return [S, B] bool, which branches of a depth a rule keeps, from [S, B] survival before it, accept and next."""
     parent = np.tile(np.arange(before.shape[1]), (len(before), 1))
     features = np.stack([accept, next_], -1).astype(np.float32)
     step = DraftStep(depth, np.ones(before.shape, dtype=bool), parent, features, {}, np.arange(len(before)))

@@ -8,27 +8,24 @@ the remaining tokens.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 from simulated_machines import Disturbance, Machine
-from specstop.collect.schema import TIMES, Header, chain
-from specstop.collect.store import Trace, shard_table
+from specstop.collect import Header
+from specstop.collect.schema import TIMES, chain
+from specstop.collect.store import shard_table
 from specstop.decode.benchmark import Ratio
-from specstop.decode.profile.measuring import Case, Effort, Seconds, measure
-from specstop.policies import Confidence, FixedLength, StopPolicy
+from specstop.decode.profile.measuring import Effort, measure
+from specstop.policies import Array, Confidence, FixedLength
 from specstop.policies.costs import CostTable
-from specstop.policies.measurements import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY, Key
-from specstop.policies.profile import Profile
-from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
 
-LEAST, MOST = 0.92, 0.98
+from specstop import Profile, StopPolicy, Trace, evaluate
+
 SHOWN = np.array([0.25, 0.55, 0.85], dtype=np.float32)
 """Confidences that a token may show; the thresholds of the policies lie between them."""
 
@@ -44,14 +41,8 @@ SIZES = (20, 40, 80)
 LIVE_SIZES = (40, 160)
 """Numbers of prompts of a live run; each world is sampled at both."""
 
-LOGGING = Confidence(0.7, DEPTH)
-DEEPER = Confidence(0.4, DEPTH)
-EXPLORE = 0.2
+LOGGING, DEEPER, EXPLORE = Confidence(0.7, DEPTH), Confidence(0.4, DEPTH), 0.2
 EXACT = 1e-9
-SHRINK_SLACK = 0.25
-"""Relative tolerance of the factor by which errors fall: errors of 500 worlds scatter by a few per cent."""
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -101,48 +92,32 @@ def draw_world(chance: np.random.Generator) -> World:
     )
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """Possible outcomes of a round of one difficulty, all [M]."""
+def outcomes(world: World, level: int, policy: StopPolicy) -> tuple[Array, Array, Array, Array]:
+    """Return the outcomes of a round of one difficulty under a fixed length or a confidence threshold.
 
-    chance: Array
-    drafted: Array
-    decisions: Array
-    accepted: Array
-
-
-def outcomes(world: World, level: int, policy: StopPolicy) -> Outcomes:
-    """Return the distribution of a round's outcome."""
-    chance, accept = world.chance[level], world.accept[level]
-    rows: list[tuple[float, int, int, int]] = []
-    if isinstance(policy, FixedLength):
-        each, k = float(chance @ accept), policy.max_depth
-        rows = [(each**m * (1 - each if m < k else 1.0), k, 0, m) for m in range(k + 1)]
-    else:
-        assert isinstance(policy, Confidence)
-        high = policy.threshold <= SHOWN
-        going, stopping = float(chance[high].sum()), float(chance[~high].sum())
-        goes_well = float(chance[high] @ accept[high]) / going if going else 0.0
-        ends_well = float(chance[~high] @ accept[~high]) / stopping if stopping else 0.0
-        for k in range(1, DEPTH + 1):
-            last = k == DEPTH
-            here = going ** (k - 1) * (1.0 if last else stopping)
-            end = float(chance @ accept) if last else ends_well
-            reached = goes_well ** (k - 1)
-            calls = min(k, DEPTH - 1)
-            rows += [(here * goes_well**m * (1 - goes_well), k, calls, m) for m in range(k - 1)]
-            rows += [(here * reached * (1 - end), k, calls, k - 1), (here * reached * end, k, calls, k)]
+    Returns:
+        [M] probabilities, [M] accepted tokens, [M] whether the round drafted tokens and all were accepted, and [2, M] seconds
+        with a backlog of one and of two tokens.
+    """
+    chance, accept, longest = world.chance[level], world.accept[level], policy.max_depth
+    high = policy.threshold <= SHOWN if isinstance(policy, Confidence) else np.ones(3, dtype=bool)
+    going, stopping = float(chance[high].sum()), float(chance[~high].sum())
+    goes_well, ends_well = (
+        float(chance[shown] @ accept[shown]) / max(total, 1e-300) for shown, total in ((high, going), (~high, stopping))
+    )
+    rows = [(1.0, 0, 0, 0)] if not longest else []
+    for k in range(1, longest + 1):
+        is_last = k == longest
+        reached = going ** (k - 1) * (1.0 if is_last else stopping)
+        end = float(chance @ accept) if is_last else ends_well
+        calls = min(k, DEPTH - 1) if isinstance(policy, Confidence) else 0
+        rows += [(reached * goes_well**m * (1 - goes_well), k, calls, m) for m in range(k - 1)]
+        rows += [(reached * goes_well ** (k - 1) * p, k, calls, m) for p, m in ((1 - end, k - 1), (end, k))]
     probability, *counts = zip(*rows, strict=True)
     drafted, decisions, accepted = (np.array(c, dtype=np.int64) for c in counts)
-    return Outcomes(np.array(probability), drafted, decisions, accepted)
-
-
-def round_costs(world: World, rounds: Outcomes, policy: StopPolicy, backlog: int) -> Array:
-    """Return [M] seconds of rounds with these outcomes."""
-    drafted, one = rounds.drafted, np.ones_like(rounds.drafted)
-    return world.profile.round_seconds(
-        one, drafted, drafted, backlog * one, rounds.decisions, world.profile.decision(policy.cost_name)
-    )
+    one, price = np.ones_like(drafted), world.profile.decision(policy.cost_name)
+    seconds = [world.profile.round_seconds(one, drafted, drafted, n * one, decisions, price) for n in (1, 2)]
+    return np.array(probability), accepted, (drafted > 0) & (accepted == drafted), np.stack(seconds)
 
 
 def true_seconds(world: World, policy: StopPolicy) -> float:
@@ -150,14 +125,13 @@ def true_seconds(world: World, policy: StopPolicy) -> float:
     total = 0.0
     longest = int(LENGTHS.max())
     for level, share in enumerate(world.share):
-        rounds = outcomes(world, level, policy)
-        cost = [round_costs(world, rounds, policy, backlog) for backlog in (1, 2)]
-        after = np.where((rounds.drafted > 0) & (rounds.accepted == rounds.drafted), 1, 0)  # a backlog of 2 follows
+        chance, accepted, is_full, cost = outcomes(world, level, policy)
         value = np.zeros((longest + DEPTH + 2, 2))  # [tokens left + DEPTH + 1, backlog 1 or 2]
         for left in range(1, longest):
-            to = np.maximum(left - rounds.accepted - 1, 0)
-            for backlog in (0, 1):
-                value[left, backlog] = rounds.chance @ (cost[backlog] + value[to, after])
+            after = value[
+                np.maximum(left - accepted - 1, 0), is_full.astype(int)
+            ]  # a backlog of 2 follows a full round
+            value[left] = (cost + after) @ chance
         # The first round reads the prompt: a backlog of more than one.
         total += float(share) * float(world.lengths[level] @ value[LENGTHS - 1, 1])
     return total + float(world.profile.prefill_seconds(np.array([PROMPT_TOKENS]))[0])
@@ -167,9 +141,9 @@ def true_round(world: World, policy: StopPolicy) -> tuple[float, float]:
     """Return the expected tokens and seconds of a round with a backlog of one."""
     tokens = seconds = 0.0
     for level, share in enumerate(world.share):
-        rounds = outcomes(world, level, policy)
-        tokens += float(share) * float(rounds.chance @ (rounds.accepted + 1))
-        seconds += float(share) * float(rounds.chance @ round_costs(world, rounds, policy, 1))
+        chance, accepted, _, cost = outcomes(world, level, policy)
+        tokens += float(share) * float(chance @ (accepted + 1))
+        seconds += float(share) * float(chance @ cost[0])
     return tokens, seconds
 
 
@@ -272,64 +246,12 @@ def live_world(seed: int) -> list[Estimate]:
 
 def compared(ratio: Ratio, truth: float) -> tuple[bool, float]:
     """Return whether an interval covers the truth, and the relative error of the value."""
-    slack = EXACT * abs(truth)
-    return ratio.low - slack <= truth <= ratio.high + slack, ratio.value / truth - 1.0
-
-
-def judge(estimates: Sequence[Estimate], worlds: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each estimated quantity, and the requirements that are not met."""
-    rows, faults = [], []
-    keys = list(dict.fromkeys((f.method, f.what, f.prompts if f.method != "evaluate" else 0) for f in estimates))
-    for method, what, prompts in keys:
-        subset = [f for f in estimates if (f.method, f.what) == (method, what) and prompts in (0, f.prompts)]
-        error = np.array([f.error for f in subset])
-        row = {
-            "method": method, "what": what, "prompts": prompts or list(SIZES),
-            "covered": float(np.mean([f.covered for f in subset])), "bias": float(error.mean()),
-            "rmse": float((error**2).mean() ** 0.5),
-        }  # fmt: skip
-        rows.append(row)
-        name = f"{method}, {what}, {prompts or 'all'} prompts"
-        if not LEAST <= row["covered"] <= MOST:
-            faults.append(f"{name}: covered {row['covered']:.3f}, bar {LEAST} to {MOST}")
-    for what in ("tokens", "seconds"):
-        small, large = (
-            next(r for r in rows if (r["method"], r["what"], r["prompts"]) == ("importance", what, size))
-            for size in LIVE_SIZES
-        )
-        theory = (LIVE_SIZES[1] / LIVE_SIZES[0]) ** 0.5
-        shrinks = small["rmse"] / large["rmse"]
-        if not 1 - SHRINK_SLACK <= shrinks / theory <= 1 + SHRINK_SLACK:
-            faults.append(
-                f"importance, {what}: error falls {shrinks:.2f} times with 4 times the prompts, theory {theory:.2f}"
-            )
-    return rows, faults
+    return ratio.low * (1 - EXACT) <= truth <= ratio.high * (1 + EXACT), ratio.value / truth - 1.0
 
 
 def timed_profile(world: World, disturbance: Disturbance, seed: int, budget_s: float) -> Profile:
     """Return the profile of a world measured on a disturbed machine, with a budget in seconds of its simulated clock."""
-    machine, chance = Machine(disturbance, seed), np.random.default_rng(seed)
-    costs, table, price = world.profile, world.profile.low, world.profile.decision("confidence")
-    contexts = (12, 48)
-
-    def work(units: float) -> float:
-        return machine.work(units * 4e-3)  # seconds of a verification of one token, the unit of a world
-
-    def repetition(number: int) -> Seconds:
-        timed: dict[Key, list[float]] = defaultdict(list)
-        for side, tokens in zip(CONTEXTS, contexts, strict=True):
-            timed[Key(PREFILL, side, (tokens,))].append(work(costs.prefill_s[0] + costs.prefill_s[1] * tokens))
-            for drafted in chance.permutation(2 * list(range(DEPTH + 1))).tolist():
-                backlog, decisions = 1 + int(chance.integers(2)), min(drafted, DEPTH - 1)
-                if drafted:
-                    timed[Key(FIRST, side, (backlog,))].append(work(table.draft_s[backlog - 1]))
-                    timed[Key(DECISIONS, "confidence", (decisions,))].append(work(price * decisions))
-                if drafted > 1:
-                    timed[Key(LATER, side, (drafted,))].append(sum(work(table.later_s) for _ in range(drafted - 1)))
-                timed[Key(VERIFY, side, (drafted,))].append(work(table.verify_s[drafted]))
-                timed[Key(OUTSIDE, side, (drafted,))].append(work(costs.round_s + costs.step_s * drafted))
-            timed[Key(PLAIN, side)].extend(work(table.verify_s[0]) for _ in range(4))
-        return timed
-
-    case: Case = repetition
-    return Profile.measured(measure({"chains": case}, Effort(budget_s), clock=machine.clock), (12.0, 60.0), DEPTH)
+    low, high = (replace(world.profile.low, context=context) for context in (12.0, 60.0))
+    machine = Machine(disturbance, seed, replace(world.profile, low=low, high=high), unit_s=4e-3)
+    measured = measure({"chains": machine.texts}, Effort(budget_s), clock=machine.clock)
+    return Profile.measured(measured, (low.context, high.context), DEPTH)

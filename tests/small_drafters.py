@@ -8,22 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 from conftest import VOCABULARY
+from specstop.decode import Topology
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
 from specstop.decode.drafters.ctc import ReleasedCTCDrafter
 from specstop.decode.drafters.networks import KINDS, CTCNetwork, Shape
 from specstop.decode.drafters.spec import NETWORKS
-from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
-from specstop.decode.topology import Topology
 from specstop.train.drafters.fit import initialize
 from torch import nn
 
+from specstop import Pair
+
 TRAINED = ("medusa", "hydra", "ctc", "layer")
-CLASSES: dict[str, type[Any]] = {
-    "medusa": HeadsDrafter, "hydra": HeadsDrafter, "ctc": CTCDrafter, "layer": LayerDrafter,
-    "ctc-released": ReleasedCTCDrafter,
-}  # fmt: skip
 DRAFTERS = (*TRAINED, "ctc-released")
+CLASSES = dict(zip(DRAFTERS, (HeadsDrafter, HeadsDrafter, CTCDrafter, LayerDrafter, ReleasedCTCDrafter), strict=True))
 
 
 def output_weight(pair: Pair) -> torch.Tensor:
@@ -51,7 +49,11 @@ def small_network(
 
 
 def small_drafter(
-    kind: str, pair: Pair, depth: int = 3, noise: float = 0.1, place: Callable[[nn.Module], nn.Module] | None = None
+    kind: str,
+    pair: Pair,
+    depth: int = 3,
+    noise: float = 0.1,
+    place: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Any:
     """Return a drafter of a pair; `place` moves its network to where the pair lies."""
     output = output_weight(pair).cpu().float()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .evaluate.records import Line as Line, Report as Report
     from .evaluate.report_comparison import compare_reports as compare_reports, read_report as read_report
     from .export.deploy import deploy as deploy
-    from .fit.run import Trained as Trained, train as train
+    from .fit.run import TrainResult as TrainResult, train as train
     from .heads import head_class as head_class, make_head as make_head
     from .heads.base import HeadEstimator as HeadEstimator
     from .replay.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
@@ -27,7 +27,7 @@ __getattr__, __all__ = attach(
     {
         "drafters.fit": "train_drafter",
         "export.deploy": "deploy",
-        "fit.run": "Trained train",
+        "fit.run": "TrainResult train",
         "heads": "head_class make_head",
         "heads.base": "HeadEstimator",
         "evaluate.report_comparison": "compare_reports read_report",

@@ -34,9 +34,9 @@ from ..policies.profile import Profile
 from ..policies.storage import load_policy_folder, save_policy
 from .evaluate.evaluate import evaluate
 from .evaluate.records import DEPLOY, NOISY, Report
+from .fit.adapt import is_priced, retune, unfitted_prompts
 from .fit.rules import best_of, fixed_grid
 from .fit.run import train
-from .fit.settle import is_priced, retune, unfitted_prompts
 from .replay.arrays import TraceArrays, trace_arrays
 from .replay.run import replay
 from .shipped_pair import check_pair, shipped_pair
@@ -218,8 +218,10 @@ class _Stages:
             side: read_prompts(self.pair_folder / f"prompts-{side}.jsonl", getattr(self.sizes, side))
             for side in ("train", "test")
         }
-        room = self.models.readable - self.sizes.tokens
-        self.ids = {side: encode(prompts, self.models.tokenizer, room) for side, prompts in self.prompts.items()}
+        max_prompt_tokens = self.models.readable - self.sizes.tokens
+        self.ids = {
+            side: encode(prompts, self.models.tokenizer, max_prompt_tokens) for side, prompts in self.prompts.items()
+        }
         self.traces: dict[str, Trace] = {}
         self.arrays: dict[str, TraceArrays] = {}
         self.learned: list[LearnedPolicy] = []

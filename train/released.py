@@ -108,7 +108,7 @@ def import_weights(
         tensors, rule, deepest = dynasd_tensors(state), Threshold("any", ANY_THRESHOLD), DYNASD_DEPTH
     elif roots == {"model"}:
         layout, tensors, deepest = "specdec", specdec_tensors(state), MAX_DRAFT
-        tensors["leave.bias"] = unbiased(tensors["leave.bias"], rejection_weight)
+        tensors["leave.bias"] = remove_weight_bias(tensors["leave.bias"], rejection_weight)
         rule = Threshold("survival", round(1.0 - STOP_THRESHOLD, 6))
     else:
         raise PolicyError(
@@ -189,7 +189,7 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     }
 
 
-def unbiased(leave_bias: Array, weight: float) -> Array:
+def remove_weight_bias(leave_bias: Array, weight: float) -> Array:
     """Return the last bias [2] float32 without the effect of the rejection weight w.
 
     Cross-entropy with weight w on rejections is least at p' = a / (a + w (1 - a)), a the true probability. So in log-odds

@@ -117,10 +117,10 @@ def _compare(paths: list[Path], json: bool, seed: int) -> None:
 def _arrivals(text: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
     """Return the function from the number of requests to their times of arrival."""
     from ...policies.files import read_json
-    from ...train.replay.batch import at_once, poisson, recorded
+    from ...train.replay.batch import arrive_at_once, poisson_arrivals, recorded_arrivals
 
     if text is None:
-        return at_once
+        return arrive_at_once
     if batch is None:
         raise InputError("--arrivals: only requests of a batch wait for each other; give --batch too")
     try:
@@ -131,6 +131,6 @@ def _arrivals(text: str | None, batch: str | None, seed: int) -> Callable[[int],
             raise InputError(
                 f"--arrivals: expected a rate, or a JSON file with a list of seconds, got {text}"
             ) from None
-        return lambda count: recorded(times, count)
-    poisson(1, rate)
-    return lambda count: poisson(count, rate, seed)
+        return lambda count: recorded_arrivals(times, count)
+    poisson_arrivals(1, rate)
+    return lambda count: poisson_arrivals(count, rate, seed)

@@ -10,7 +10,7 @@ from ..options import key_values, numbers
 from ..output import facts, next_step, plain, print_json, print_stderr, progress_bars, table, write
 
 if TYPE_CHECKING:
-    from ...train.fit.run import Trained
+    from ...train.fit.run import TrainResult
 
 DIAGNOSTICS = ("accept_", "next_", "survival_", "fit_", "select_", "held_out_rounds")
 """Prefixes of metrics that are in the policy's README.md only."""
@@ -66,7 +66,7 @@ def train(
               "--out", "report")  # fmt: skip
 
 
-def show_trained(trained: Trained, out: Path) -> None:
+def show_trained(trained: TrainResult, out: Path) -> None:
     """Print the replayed speed of a trained policy, and the trials of a search."""
     metrics = trained.metrics
     shown = {name: x for name, x in metrics.items() if not isinstance(x, list) and not name.startswith(DIAGNOSTICS)}

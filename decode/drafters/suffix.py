@@ -152,11 +152,11 @@ class SuffixIndex(TextIndex):
 
     def match(self) -> tuple[int, int]:
         """See `TextIndex`."""
-        own_state, own_length = self._own.earlier()
+        text_state, text_length = self._automaton.earlier()
         state, length = self.shared_match
-        if length > own_length:
+        if length > text_length:
             return length, self._shared.count[state]
-        return own_length, self._own.count[own_state] - 1 if own_length else 0  # not the end of the text itself
+        return text_length, self._automaton.count[text_state] - 1 if text_length else 0  # without the end of the text
 
 
 class SuffixDrafter(TextDrafter):

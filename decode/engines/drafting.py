@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
+from ...policies.failures import error_text
 from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
-from ...policies.host import PolicyHost, error_text
+from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from ..drafters.base import Drafter
 from ..feature_reader import FeatureReader, set_anchors
@@ -426,7 +427,7 @@ class _Source:
         if len(at):
             # The most likely token is drawn, so the logits are also the scores of which it is the largest.
             scores = DraftScores([(i, [depth]) for i in at.tolist()], [1] * len(at), logits, scores=logits)
-            self._reader.drawn(depth + 1, scores)
+            self._reader.drawn(depth + 1, [scores])
             if self._drafting.observer is not None:
                 self._drafting.observer.on_draft_step(depth + 1, at, logits, round.drawn_tokens(scores)[0])
         going = drawn.copy()

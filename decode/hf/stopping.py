@@ -124,7 +124,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         logits = scores.float() * (self._temperature or 1.0)  # features read raw logits
         self._round.tokens[0, depth] = token
         greedy = logits if self._temperature == 0.0 else None
-        self._reader.drawn(depth, DraftScores([(0, [depth - 1])], [1], logits, scores=greedy))
+        self._reader.drawn(depth, [DraftScores([(0, [depth - 1])], [1], logits, scores=greedy)])
         if depth < self.policy.first:
             return False
         return not self._host.keep(self._reader.step(depth, _ONE, self._host.history))[0, 0]

@@ -34,7 +34,7 @@ from ...policies.measurements import (
     VERIFY,
     Key,
     Measurements,
-    collected,
+    merge_repetitions,
 )
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
@@ -231,7 +231,7 @@ class CalibrationRun:
         """
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
         profile = Profile.measured(
-            measurements or collected(self._timed), (short, long), self.settings.max_depth, self.settings.temperature,
+            measurements or merge_repetitions(self._timed), (short, long), self.settings.max_depth, self.settings.temperature,
             sampling=self.settings.sampling.to_dict(), verification=self._script.mode.name,
         )  # fmt: skip
         noise = profile.noise.to_dict() if profile.noise else {}

@@ -252,7 +252,7 @@ class _RoundWithoutModels:
         reader.begin(round)
         for depth in range(last):
             if depth:
-                reader.drawn(depth, self._scores(depth))
+                reader.drawn(depth, [self._scores(depth)])
             if depth < self._first:
                 reader.read_path()
                 continue
@@ -267,7 +267,7 @@ class _RoundWithoutModels:
         if tree is not None:
             host.select(tree)
         if self._observes:
-            host.finished(round)
+            host.end_round(round)
         timer.add("policy", mark)
         return sum(timer.laps["policy"])
 

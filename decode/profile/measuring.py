@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...policies.arguments import check_limits
 from ...policies.display import Progress, silent
-from ...policies.measurements import Key, Measurements, collected, judge
+from ...policies.measurements import Key, Measurements, measure_noise, merge_repetitions
 
 Seconds = Mapping[Key, Sequence[float]]
 """Timings of one repetition, by key."""
@@ -56,7 +56,7 @@ class Effort:
             return len(timed) >= self.repetitions
         if len(timed) < self.quiet_after or len(timed) % (1 + len(timed) // JUDGED_EACH):
             return False
-        noise = judge(collected(timed))
+        noise = measure_noise(merge_repetitions(timed))
         return noise is None or not noise.is_noisy
 
 
@@ -100,4 +100,6 @@ def measure(
                 break
     if effort.repetitions is None:
         progress("profile", done, done)
-    return Measurements({key: series for parts in timed.values() for key, series in collected(parts).series.items()})
+    return Measurements(
+        {key: series for parts in timed.values() for key, series in merge_repetitions(parts).series.items()}
+    )

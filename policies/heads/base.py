@@ -145,8 +145,10 @@ def size_of(tensors: Mapping[str, Array], name: str, axis: int = -1) -> int:
 
 def _validate_tensors(tensors: Mapping[str, Array], shapes: Shapes) -> None:
     """Raise `PolicyError` unless these are the tensors, of these shapes and their types, finite, and scales above 0."""
-    if odd := sorted(set(tensors) ^ set(shapes)):
-        raise PolicyError(f"weights: expected the tensors {', '.join(shapes)}; missing or unknown: {', '.join(odd)}")
+    if different := sorted(set(tensors) ^ set(shapes)):
+        raise PolicyError(
+            f"weights: expected the tensors {', '.join(shapes)}; missing or unknown: {', '.join(different)}"
+        )
     for name, shape in shapes.items():
         tensor, dtype = np.asarray(tensors[name]), np.dtype(_DTYPES.get(name, np.float32))
         if tensor.dtype != dtype or tensor.shape != shape:

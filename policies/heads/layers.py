@@ -82,13 +82,14 @@ class SoftHead(Head):
         self.sizes = {DRAFT_HIDDEN: size_of(tensors, "weight.0")}
         shapes = _layer_shapes(tensors, self.sizes[DRAFT_HIDDEN], 1, self.kind)
         super().__init__(names, tensors, {**shapes, "first": (1,)})
+        self._layers = _layers(tensors)
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
         x = self._states(hidden, DRAFT_HIDDEN)
         if depth == 0:
             return np.full((len(x), 2), float(self._tensors["first"][0]))
-        for i, (weight, bias) in enumerate(_layers(self._tensors)):
+        for i, (weight, bias) in enumerate(self._layers):
             x = (np.maximum(x, 0.0) if i else x) @ weight.T + bias
         return np.repeat(x.astype(np.float64), 2, axis=1)
 

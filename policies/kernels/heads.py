@@ -42,8 +42,8 @@ def calibrate(scores: Any, pieces: Any, out: Any) -> None:
     "float64[:,::1], int64, boolean, boolean, float64[::1], float64[:,:,::1], boolean[:,::1])"
 )
 def decide(
-    scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept: Any, next_: Any, table: Any, by: int,
-    strict: bool, together: bool, threshold: Any, values: Any, kept: Any,
+    scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept: Any, next_: Any, table: Any,
+    compared: int, strict: bool, keep_all: bool, threshold: Any, values: Any, kept: Any,
 ) -> None:  # fmt: skip
     """Write survival, accept and next of the branches of a depth [3, S, B] (0 where not alive), and which are `kept` [S, B].
 
@@ -52,8 +52,8 @@ def decide(
         before: [S, B'] survival of the depth before; empty = the product begins at this depth.
         depth, lag: down to the head's lag `accept` counts as 1; at depth 0 no token was drawn.
         accept, next_, table: maps of the scores, and of the product; an empty table = unchanged.
-        by: compared value: 0, 1, 2 = row of `values`; 3 = survival times next.
-        strict, together: see `rules.Rule`.
+        compared: 0, 1, 2 = row of `values`; 3 = survival times next.
+        strict, keep_all: see `rules.Rule`.
         threshold: [S], or [1] for all streams.
     """
     r = 0
@@ -75,10 +75,10 @@ def decide(
             following = _calibrated(scores[r, 1], next_)
             values[0, s, b], values[1, s, b], values[2, s, b] = product, chance, following
             r += 1
-            value = product * following if by == 3 else values[by, s, b]  # 3 = `rules.GAIN`
+            value = product * following if compared == 3 else values[compared, s, b]  # 3 = `rules.GAIN`
             kept[s, b] = value > level or (value == level and not strict)  # never at NaN
             any_passes = any_passes or kept[s, b]
-        if together and any_passes:
+        if keep_all and any_passes:
             copy_row(alive[s], kept[s])
 
 
@@ -127,8 +127,8 @@ def expand(features: Any, bounds: Any, odds: Any, out: Any) -> None:
 def score_layers(features: Any, bounds: Any, odds: Any, sizes: Any, weights: Any, relu: bool, out: Any) -> None:
     """Apply linear layers with SiLU or ReLU between them.
 
-    `sizes` are F', the widths of the inner layers, and 2; `weights` of each layer its bias [outputs], then its weights
-    [inputs, outputs].
+    `sizes` are F', the widths of the inner layers, and 2. `weights` has the bias [outputs] and then the weights
+    [inputs, outputs] of each layer.
     """
     widest = sizes.max()
     first, second = np.empty(widest), np.empty(widest)
@@ -214,8 +214,11 @@ def score_tokens(
 ) -> None:  # fmt: skip
     """Add up the bias [K + 1, 2] of the depth, the weighted columns, and the weights of tokens and hashed features.
 
-    `weights` [F', 2] are those of the columns; `tables` [I, V, 2] those of the token features `ids` [I] (0 outside); `hashed`
-    [C, B, 2] those of `HashedFeatures` with `columns`, `edges` and `strides`; no strides = none.
+    Args:
+        weights: [F', 2] of the columns.
+        ids, tables: indices [I] of the token features, and weights [I, V, 2] of their tokens; 0 outside.
+        columns, edges, strides: see `HashedFeatures`; no strides = none.
+        hashed: [C, B, 2] weights of the hashed features.
     """
     size, start = hashed.shape[1], bias[min(depth, bias.shape[0] - 1)]
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)

@@ -361,7 +361,7 @@ def keep_worth(values: Any, alive: Any, prices: Any, kept: Any) -> None:
 def keep_paths(
     features: Any, alive: Any, power: float, follow: float, price: float, prices: Any, logs: Any, kept: Any
 ) -> None:
-    """Do the same with the values follow P - price of paths of probability P, and write log P to `logs` [S, N].
+    """Call `_keep_best` with the values follow P - price of paths of probability P, and write log P to `logs` [S, N].
 
     The first of the `features` [S, N, F], times `power`, is log P; it is -infinity of a path that is not alive.
     """

@@ -111,11 +111,11 @@ class AdaptiveVerification(StopPolicy):
     """Draft K tokens for each stream, and send as many of the batch's as make the most tokens per second.
 
     vLLM's adaptive verification (0.33, `v1/worker/gpu/spec_decode/adaptive_verification.py` and `acceptance_estimator.py`). A
-    token at depth k is accepted with probability sigmoid(w z + b_k), z the log-odds of the draft's likeliest token within
-    +-40, and survives with the product along its stream. How many are sent, B, is the argmax of (streams + the B best
-    survivals) / (draft seconds + verification seconds of streams + B tokens), by the survivals of the round before; then the
-    B best of this round are sent. It starts from w = 0.5, b = -0.2; every 100 rounds one Newton step on the tokens known
-    since (the accepted ones and the first rejected) updates them, ridge 0.001, damped by n / (n + 50).
+    token at depth k is accepted with probability sigmoid(w z + b_k), where z is the log-odds of the draft's likeliest token,
+    clipped to +-40. Its survival is the product along its stream. The number of sent tokens is the B that maximises
+    (streams + the B best survivals) / (draft seconds + verification seconds of streams + B tokens), by the survivals of the
+    round before. The B best tokens of this round are sent. w starts at 0.5 and b_k at -0.2. Every 100 rounds one Newton step
+    on the observed tokens (the accepted ones and the first rejected) updates them, with ridge 0.001, damped by n / (n + 50).
 
     It trims verification, never drafting. It reads only features that do not depend on the drawn token, so it is exact under
     `rejection` too, where it is called level by level: the rest of the budget goes to the level's best, by the confidences
@@ -138,7 +138,7 @@ class AdaptiveVerification(StopPolicy):
         self, length: int = 4, draft: float = 0.1, token: float = 0.01, profile: str | Path | Profile = ""
     ) -> None:
         self.max_depth = self._length = validate_int("adaptive-verification", "length", length)
-        self._grid = CostGrid.of_options("adaptive-verification", profile, draft, token)
+        self._grid = CostGrid.from_options("adaptive-verification", profile, draft, token)
         self.name = f"adaptive-verification:{length}"
 
     def with_costs(self, profile: Profile) -> StopPolicy:
@@ -174,12 +174,14 @@ class AdaptiveVerification(StopPolicy):
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the tokens of each batch with the largest survival, as many as pay."""
         batches, offered, depths = Batches.of(state.batch, state.key), tree.offered, np.arange(1, self._length + 1)
-        drawn = (tree.drawn[:, :, None] & (tree.depth[:, :, None] == depths)).any(
-            1
-        )  # [S, K]; in a tree depths count once
+        at_depth = tree.depth[:, :, None] == depths
+        drawn = (tree.drawn[:, :, None] & at_depth).any(1)  # [S, K]; in a tree depths count once
         if tree.by_level:  # how far the streams will draft is not known yet
             drawn = drawn.any(1, keepdims=True) & (depths <= self.max_depth)
-        grid, steps = self._grid.fit(batches.largest, self._length), (batches.sums(drawn.astype(np.int64)) > 0).sum(1)
+        grid, steps = (
+            self._grid.extend_to(batches.largest, self._length),
+            (batches.sums(drawn.astype(np.int64)) > 0).sum(1),
+        )
         spent, no_rates = grid.drafting_s(batches.sizes, steps), np.zeros(len(grid.verify))
         # By the confidences of the round before: tokens drawn later must not decide what is sent under `rejection`.
         budgets = batches.best_budgets(np.cumprod(state.previous, 1), drawn, grid.verify, no_rates, spent)

@@ -70,17 +70,18 @@ class BanditState:
 
 
 class Bandit(StopPolicy):
-    """Let one of several policies decide each round: the one with the best throughput, or one that is not known well.
+    """Let one of several policies decide each round: the one with the best throughput, or one with few rounds so far.
 
-    The value of an arm is its rate, the tokens of its rounds over their modelled seconds: a ratio of sums, since a mean of
-    ratios, as of accepted over drafted tokens, rewards short rounds or long drafts. Each arm is tried once, in order; then
+    The rate of an arm is the tokens of its rounds over their modelled seconds. It is a ratio of sums: a mean of ratios, as of
+    accepted over drafted tokens, rewards short rounds or long drafts. Each arm is tried once, in order. After that the choice
+    is, by `kind`:
 
     * `ucb`: the largest rate / best rate + explore sqrt(ln t / n) (UCB1, Auer et al. 2002, explore = sqrt 2; so BanditSpec,
       arXiv 2505.15141, and TapOut, arXiv 2511.02017, with rewards of acceptance);
     * `thompson`: the largest sample from a normal around each rate, with `explore` times its standard deviation.
 
-    Rates and the states of the arms pass from text to text. An arm sees and observes only the rounds that it decides. Rounds
-    cut by an end of text or a limit do not count.
+    Rates and the states of the arms pass from text to text. An arm is called only in the rounds that it decides. Rounds that
+    are cut by an end of text or a limit do not count.
 
     Args:
         kind: `ucb` or `thompson`.

@@ -12,8 +12,8 @@ from .. import Array, DraftStep, State, StopPolicy, validate_int, validate_numbe
 class C2T(StopPolicy):
     """Keep the nodes with sigmoid(log P - `entropy` H - `slope` d + `bias`) >= 1/2: joint probability P, entropy H, depth d.
 
-    C2T (arXiv 2502.13652, sec. 3) trains a two-layer network on these three; this is a single unit with weights set by hand.
-    Other nodes are not verified, so it is for `match` verification, and for temperature 0.
+    C2T (arXiv 2502.13652, sec. 3) trains a two-layer network on these three inputs. This policy is a single unit with weights
+    set by hand. It does not verify other nodes, so it is for `match` verification, and for temperature 0.
     """
 
     features = ("path_logprob", "entropy")

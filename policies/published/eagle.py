@@ -61,13 +61,13 @@ class Eagle(StopPolicy):
 
     reads_seconds: ClassVar[bool] = False
     features = ("path_logprob",)
+    _kind: ClassVar[str] = "eagle"
     delta: float = -math.inf  # by which a level must raise the expected length; see `OptTree`
 
     def __init__(self, nodes: int = 59, top: int = 10, max_depth: int = 8) -> None:
-        kind = type(self).__name__.lower().removesuffix("tree")
-        self.nodes, self.top = validate_int(kind, "nodes", nodes), validate_int(kind, "top", top)
-        self.max_depth = validate_int(kind, "max_depth", max_depth)
-        self.name = f"{kind}:{nodes}"
+        counts = {"nodes": nodes, "top": top, "max_depth": max_depth}
+        self.nodes, self.top, self.max_depth = (validate_int(self._kind, k, v) for k, v in counts.items())
+        self.name = f"{self._kind}:{nodes}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the best branches, or nothing, and store the paths' probabilities."""
@@ -93,6 +93,8 @@ class OptTree(Eagle):
     OPT-Tree (arXiv 2406.17276, eq. 5 and algorithm 1; README: 60 nodes, delta 0.5, depth 10): E(A) of a tree is the sum of
     the path probabilities of its best `nodes`. In a chain that is q_1(x_1) ... q_j(x_j) > delta.
     """
+
+    _kind = "opt"
 
     def __init__(self, delta: float = 0.5, nodes: int = 60, top: int = 60, max_depth: int = 10) -> None:
         super().__init__(nodes, top, max_depth)

@@ -65,7 +65,7 @@ class HeuristicTransient(StopPolicy):
 
 
 class Heuristic(HeuristicTransient):
-    """The same with a K that passes from text to text: `num_assistant_tokens_schedule="heuristic"`."""
+    """`HeuristicTransient` with a K that passes from text to text: `num_assistant_tokens_schedule="heuristic"`."""
 
     carries: ClassVar[bool] = True
     _kind = "heuristic"
@@ -130,7 +130,7 @@ class Roc(StopPolicy):
     q(x_j) of the accepted tokens (1) and of each first rejected one (0) are samples, for the whole text. From 6 samples of
     both classes on, the threshold is the one with the least false positive rate + 3 times the false negative rate. It starts
     at 0.4, with at most 20 tokens a round. The token at the last depth, for which no policy is called, is not a sample. In a
-    tree the best branch of a depth is its sample.
+    tree, a depth counts as its best branch.
 
     The state is (threshold [S] float32; largest probability by depth of this round [S, K] float32, -infinity if not called;
     samples of the text in descending order [S, M, 2] float32, a probability and whether it was accepted; their number [S]).

@@ -20,6 +20,7 @@ from .. import (
 )
 
 EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outweighs hundreds
+RIDGE, MAX_STEP = 1e-6, 4.0  # of the precision; of a weight in one round
 
 
 @kernel("void(f4[:,:,::1], b1[:,::1], i8[:,::1], i8, b1, f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1])")
@@ -56,11 +57,18 @@ def newton_step(active: Any, cut: Any, accepted: Any, verified: Any, decay: floa
             # Curvature and slope at the weights from before the round, so that the order of depths does not matter.
             a, b, d = a + spread * odds * odds, b + spread * odds, d + spread
             to_slope, to_level = to_slope + error * odds, to_level + error
-        if samples:  # two unknowns, by determinants: a decayed prior keeps the matrix positive definite
-            determinant = a * d - b * b
-            model[s, 0] = slope + (d * to_slope - b * to_level) / determinant
-            model[s, 1] = level + (a * to_level - b * to_slope) / determinant
+        if samples:
             model[s, 2], model[s, 3], model[s, 4] = a, b, d
+            # Once the prior has decayed, rounds with equal odds do not determine both weights, and after many rounds with
+            # one outcome the curvature is almost 0. Other rounds are not affected by the ridge and the bound.
+            a, d = a + RIDGE, d + RIDGE
+            determinant = a * d - b * b
+            slope_step, level_step = (
+                (d * to_slope - b * to_level) / determinant,
+                (a * to_level - b * to_slope) / determinant,
+            )
+            model[s, 0] = slope + min(max(slope_step, -MAX_STEP), MAX_STEP)
+            model[s, 1] = level + min(max(level_step, -MAX_STEP), MAX_STEP)
 
 
 class Online(StopPolicy):
@@ -69,8 +77,9 @@ class Online(StopPolicy):
     P(x_j accepted) = sigmoid(w z + b) with z = logit(max q_j), as vLLM learns it for any drafter (vLLM #52228): one PRE
     feature, hence lossless. It starts from w = 1, b = 0 and takes one Newton step a round on the accept bits of that round:
     precision <- decay precision + sum p (1 - p) (z, 1)(z, 1)', weights <- weights + precision^-1 sum (accepted - p) (z, 1).
-    The weights pass from text to text. vLLM uses them for the token budget of a batch; for one stream that is a threshold
-    on S_j. In a tree the best branch of a depth is its sample. Prior and decay are ours; vLLM does not state its values.
+    A step changes a weight by 4 at most. The weights pass from text to text. vLLM uses them for the token budget of a batch.
+    For one stream that is a threshold on S_j. In a tree the best branch of a depth is its sample. Prior and decay are ours:
+    vLLM does not state its values.
 
     The state, all float64, is (slope, intercept, precision of the slope, of both and of the intercept [S, 5]; best log-odds
     by depth of this round [S, K], -infinity if not called; survival of the last depth [S, B]).

@@ -57,7 +57,7 @@ class SmartSpec(StopPolicy):
         self.first_rate, self.decay = (validate_number("smartspec", k, v, 0.0, 1.0) for k, v in rates.items())
         self.prior = validate_number("smartspec", "prior", prior, 1e-3)
         self.max_depth = validate_int("smartspec", "max_depth", max_depth)
-        self._grid = CostGrid.of_options("smartspec", profile, draft, token)
+        self._grid = CostGrid.from_options("smartspec", profile, draft, token)
         self.name = f"smartspec:{start:g}"
 
     def with_costs(self, profile: Profile) -> StopPolicy:

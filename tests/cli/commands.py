@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import signal
@@ -19,8 +20,8 @@ import pytest
 import typer.main
 from specstop.cli.main import COMMANDS, run
 
-__all__ = ["COMMANDS", "COMPACT", "Answer", "ascii_locale", "cli", "files", "loading_once", "model_options", "parsed",
-           "refused", "write_prompts"]  # fmt: skip
+__all__ = ["COMMANDS", "COMPACT", "Answer", "ascii_locale", "cli", "during", "files", "loading_once", "model_options",
+           "parsed", "refused", "write_prompts"]  # fmt: skip
 
 COMPACT = ("--dtype", "float64")
 """The exact forward."""
@@ -107,3 +108,15 @@ def files(folder: Path) -> dict[str, bytes]:
 def ascii_locale() -> dict[str, str]:
     """Return the environment of a process with an ASCII locale, without the UTF-8 mode of Python."""
     return {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
+    """Send SIGINT when this function is called, except for the first `after` times."""
+    original, calls = getattr(owner, name), itertools.count()
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)

@@ -67,15 +67,16 @@ def done(home: Path, models: list[str], few_draws: None) -> dict[str, Any]:
 def test_artefacts_are_described(done: dict[str, Any], home: Path) -> None:
     trace, facts = load_trace(home / "fit"), parsed("info", home / "fit")
     assert (facts["prompts"], facts["depth"], facts["temperature"]) == (36, DEPTH, 0.7)
-    assert (facts["positions"], facts["shards"]) == (len(trace.rows), "2 of 2")
-    assert facts["verification"] == "match (lossless)"
+    assert (facts["positions"], facts["shards"], facts["verification"]) == (
+        len(trace.rows),
+        "2 of 2",
+        "match (lossless)",
+    )
     profile = Profile.load(home / "profile.json")
-    assert (profile.max_depth, set(profile.decision_s)) == (DEPTH, {"confidence"})
-    assert done["profile"]["kind"] == "profile" and (home / "profile.json.run.yaml").is_file()
-    policy, facts = load_policy_folder(home / "policy"), parsed("info", home / "policy")
-    assert policy.metadata.metrics == done["train"]
+    assert (profile.max_depth, set(profile.decision_s), done["profile"]["kind"]) == (DEPTH, {"confidence"}, "profile")
+    assert load_policy_folder(home / "policy").metadata.metrics == done["train"]
+    facts = parsed("info", home / "policy")
     assert [facts[key] for key in ("kind", "name", "head", "rule")] == ["policy", "logistic", "logistic", "derived"]
-    assert facts["accept_auc"] == done["train"]["accept_auc"]
 
 
 def test_decode_gives_the_texts_of_the_target_with_every_policy(done: dict[str, Any], pair: Pair) -> None:
@@ -92,22 +93,16 @@ def test_decode_gives_the_texts_of_the_target_with_every_policy(done: dict[str, 
     assert [row[0] for row in done["fixed:3"]["acceptance"]] == [1, 2, 3]
 
 
-def test_tables(done: dict[str, Any], home: Path, models: list[str]) -> None:
-    evaluate = ("evaluate", "--traces", home / "held", "--profile", home / "costs.json")
-    for args, words in (
-        (("policies", "--wide"), ("fixed", "confidence", "built in")),
-        (("policies", "--drafters"), ("lookup", "suffix")),
-        (("info", home / "fit"), ("P(A >= depth)", "36", "match (lossless)")),
-        (("info", home / "policy"), ("logistic", "derived")),
-        (("info", home / "profile.json"), ("draft step, ms",)),
-        (("decode", "w7 w8 w9", *models, "--max-new-tokens", 8), ("w7 w8 w9", "tokens/s", "lossless")),
-        ((*evaluate, "--wide"), ("plain decoding", "oracle bound", "P(A >= k)", "Hugging Face default")),
+def test_results_are_printed_as_tables(done: dict[str, Any], home: Path, models: list[str]) -> None:
+    evaluate = ("evaluate", "--traces", home / "held", "--profile", home / "costs.json", "--wide")
+    for args, word in (
+        (("policies", "--wide"), "built in"), (("policies", "--drafters"), "suffix"), (evaluate, "oracle bound"),
+        (("info", home / "fit"), "P(A >= depth)"), (("info", home / "policy"), "derived"),
+        (("info", home / "profile.json"), "draft step"), (("decode", "w7", *models, "--max-new-tokens", 8), "tokens/s"),
     ):  # fmt: skip
         answer = cli(*args)
-        assert answer.code == 0, answer.err
-        assert all(word in answer.out for word in words), args
-    listed = parsed("policies")
-    assert {row["name"] for row in listed} >= {"fixed", "confidence"} and all(row["loads"] for row in listed)
+        assert answer.code == 0 and word in answer.out, answer
+    assert {row["name"] for row in parsed("policies") if row["loads"]} >= {"fixed", "confidence"}
 
 
 def test_a_saved_configuration_gives_the_same_result(done: dict[str, Any], home: Path, tmp_path: Path) -> None:
@@ -136,32 +131,20 @@ def test_the_command_line_takes_precedence_over_a_file(home: Path, models: list[
     assert (header.depth, header.prompts, header.seed, header.max_new_tokens) == (2, 1, 9, 5)
 
 
-# The demo
-
-EFFORT = Effort(repetitions=1)
-
-
-@pytest.fixture
-def small(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_draws: None) -> Path:
-    """Return the folder of a random pair with prompts, on which `--quick` takes seconds."""
-    shutil.copytree(pair_folder, tmp_path / "pair")
+def test_the_demo_prints_stages_a_table_a_verdict_and_the_next_commands(
+    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_draws: None
+) -> None:
+    pair, effort = Path(shutil.copytree(pair_folder, tmp_path / "pair")), Effort(repetitions=1)
     for side, seed in (("train", 21), ("test", 22)):
-        write_prompts(tmp_path / "pair" / f"prompts-{side}.jsonl", make_prompts(20, side, seed))
-    sizes = Sizes(
-        train=10, test=4, live=2, tokens=12, depth=3, heads=("logistic",), effort=EFFORT, decision_effort=EFFORT
-    )
+        write_prompts(pair / f"prompts-{side}.jsonl", make_prompts(20, side, seed))
+    sizes = Sizes(10, 4, live=2, tokens=12, depth=3, heads=("logistic",), effort=effort, decision_effort=effort)
     monkeypatch.setattr(demo_module, "QUICK", sizes)
     monkeypatch.setattr(demo_module, "REFERENCE_TOKEN_S", 1.0)  # any machine is fast enough
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "pair"
-
-
-def test_the_demo_prints_stages_a_table_a_verdict_and_the_next_commands(small: Path) -> None:
-    answer = cli("demo", "--quick", "--pair", small)
+    answer = cli("demo", "--quick", "--pair", pair)
     assert answer.code == 0, answer.err
     for stage in ("collect:", "profile:", "train:", "evaluate:", "decode:"):
         assert sum(line.startswith(stage) for line in answer.out.splitlines()) == 1
-    for word in ("plain decoding", "best fixed", "logistic", "oracle bound", "specstop-demo/report/report.html"):
-        assert word in answer.out
+    assert "plain decoding" in answer.out and "oracle bound" in answer.out
     assert all(f"specstop {command} --" in answer.out for command in ("collect", "profile", "train"))
     assert Path("specstop-demo/report/report.html").is_file()

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
 import shutil
-import threading
+import signal
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import make_prompts
+from conftest import NEW, make_prompts
+from contract_policies import DEPTH
 from learned_policies import FACTS, learned
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, PromptTask, stream_name
 from specstop.collect.shards import DistributedRank, Plan, record
 from specstop.collect.store import Trace, check_trace, finished, shard_path
+from specstop.decode.drafters import with_drafter
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.decode.verify.sampling import SamplingParams
+from specstop.policies.errors import InputError, SpecstopError, SpecstopWarning, TraceError
 from specstop.policies.files import MANIFEST, STAGE_PREFIX, staging_path
-from specstop.policies.fixed import Confidence
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.replay.arrays import trace_arrays
+from trace_helpers import Carrying, numpy_rows, same_rows
 
 SHARDS = 7
 OPTIONS: dict[str, Any] = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6, "seed": 1, "shards": SHARDS}
@@ -62,66 +66,44 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def same_rows(first: Trace, second: Trace) -> bool:
-    return bool(first.table().equals(second.table()))
-
-
-def collect_and_hang(
-    models: Path, out: Path, rank: DistributedRank, shards: int, writing: bool, ready: Connection
-) -> None:
-    """Collect so many shards in another process, then wait to be killed within the next one."""
+def collect_and_be_killed(models: Path, out: Path, rank: DistributedRank, shards: int, writing: bool) -> None:
+    """Collect so many shards in another process, which is killed while it collects or writes the next one."""
     torch.set_num_threads(1)
     pair = load_pair(models / "target", models / "draft", dtype="float64", engine="compact")
     plan = plan_run(pair, many_prompts(), **OPTIONS)
     written, replace = [0], os.replace
 
-    def hang() -> None:
-        ready.send(None)
-        threading.Event().wait()
-
     def rows(batch: Sequence[PromptTask]) -> Sequence[Mapping[str, Any]]:
         if written[0] == shards and not writing:
-            hang()
+            os.kill(os.getpid(), signal.SIGKILL)
         return plan.rows(batch)
 
-    def replace_or_hang(stage: Path, path: Path) -> None:
+    def counting_replace(stage: Path, path: Path) -> None:
         if Path(path).suffix == ".parquet":
             if written[0] == shards:
-                hang()
+                os.kill(os.getpid(), signal.SIGKILL)
             written[0] += 1
         replace(stage, path)
 
-    os.replace = replace_or_hang
+    os.replace = counting_replace
     record(Plan(plan.header, plan.tasks, rows), out, rank=rank, resume=True)
 
 
 def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     pair: Pair, pair_folder: Path, many: list[Prompt], alone: Trace, tmp_path: Path
 ) -> None:
-    """Three kills: of one process, then of both of two; one while it collects, two while they write."""
-    out, total, left = tmp_path / "out", 0, 0
-    context = multiprocessing.get_context("forkserver")
+    """One of two processes is killed while it collects and the other while it writes."""
+    out, context = tmp_path / "out", multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.models.pair"])
-    for moments in ([(1, True)], [(2, True), (1, False)]):
-        children = []
-        for rank, (shards, writing) in enumerate(moments):
-            receiver, ready = context.Pipe(duplex=False)
-            arguments = (pair_folder, out, DistributedRank(rank, len(moments)), shards, writing, ready)
-            child = context.Process(target=collect_and_hang, args=arguments, daemon=True)
-            child.start()
-            children.append((child, receiver))
-        for child, receiver in children:
-            wait([receiver, child.sentinel])
-            assert receiver.poll(), "it ended before it was killed"
-            child.kill()
-            child.join()
-        total += sum(shards for shards, _ in moments)
-        assert len(finished(out, alone.header)) == total
-        left += sum(writing for _, writing in moments)
-        assert len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == left
-        for index in finished(out, alone.header):
-            tables = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, alone.folder)]
-            assert tables[0].equals(tables[1])
+    ends = ((2, True), (1, False))
+    arguments = [(pair_folder, out, DistributedRank(rank, 2), *end) for rank, end in enumerate(ends)]
+    children = [context.Process(target=collect_and_be_killed, args=one, daemon=True) for one in arguments]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    assert len(finished(out, alone.header)) == 3 and len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == 1
     calls: list[tuple[int, int]] = []
     trace = collect(pair, many, out, resume=True, progress=lambda task, *done: calls.append(done), **OPTIONS)
     assert same_rows(trace, alone)
@@ -194,6 +176,25 @@ def test_an_interruption_leaves_whole_shards_and_the_run_can_be_resumed(
         assert same_rows(record(plan, out, overwrite=True), alone) and set(files(out)) == set(older)
 
 
+@pytest.mark.parametrize("shards", [None, 4])
+def test_a_resumed_run_has_the_rows_of_an_undisturbed_one_if_its_policy_carries_state(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, shards: int | None
+) -> None:
+    """The state is reset in each shard. The default is one shard, so that the state passes through all texts."""
+    options: dict[str, Any] = {"depth": DEPTH, "max_new_tokens": NEW, "collector": "live", "shards": shards}
+    whole, broken = collect(pair, prompts, tmp_path / "whole", policy=Carrying(), **options), tmp_path / "broken"
+    plan = plan_run(pair, prompts, policy=Carrying(), **options)
+    with contextlib.suppress(KeyboardInterrupt):
+        record(stopped_after(plan, 1, broken), broken)
+    resumed = record(plan_run(pair, prompts, policy=Carrying(), **options), broken, resume=True)
+    columns = ("sequence", "anchor", "tokens", "drawn", "sent", "committed", "decisions", "accepted")
+    assert resumed.table(columns).equals(whole.table(columns))
+    assert len({int(row["drawn"].sum()) for row in numpy_rows(whole)}) > 3
+    many = [dataclasses.replace(p, id=f"{p.id}-{i}") for i in range(9) for p in prompts]
+    by_policy = [plan_run(pair, many, policy=policy, **options) for policy in (Confidence(0.4, 3), Carrying())]
+    assert [one.header.shards for one in by_policy] == [shards or 3, shards or 1]
+
+
 def test_a_damaged_shard_is_collected_again(plan: Plan, alone: Trace, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(alone.folder, out)
@@ -232,7 +233,8 @@ def test_a_run_is_resumed_with_the_same_settings_only(
     collect(pair, few, out, **live)
     for same in ({"policy": load_policy("confidence?max_depth=3")}, {"batch": 1}):
         assert collect(pair, few, out, resume=True, **{**live, **same})
-    others = {"policy": Confidence(0.4, 2), "batch": 2, "profile": profile, "temperature": 1.0, "seed": 2}
+    others = {"policy": Confidence(0.4, 2), "batch": 2, "profile": profile, "temperature": 1.0, "seed": 2,
+              "sampling": SamplingParams(top_p=0.8)}  # fmt: skip
     for name, value in others.items():
         with pytest.raises(TraceError, match=f"resume: .* another .*{name}"):
             collect(pair, few, out, resume=True, **{**live, name: value})
@@ -258,18 +260,20 @@ def test_inputs_of_the_same_name_are_told_apart_by_their_contents(
         save_policy(policy, tmp_path / "policy")
         return header(depth=4, temperature=0.7, collector="live", policy=load_policy_folder(tmp_path / "policy"))
 
-    old, new = trained(FACTS), trained(dataclasses.replace(FACTS, rho=60.0))
-    assert (
-        old.policy == new.policy and old.differences(new) == ["policy digest"] and not old.differences(trained(FACTS))
-    )
+    def published(**options: Any) -> Header:
+        return header(collector="live", policy=SmartSpec(max_depth=3, **options))
+
     slower = dataclasses.replace(profile, round_s=2.0 * profile.round_s)
-    policies = [{}, {}, {"draft": 0.4}, {"profile": profile}, {"profile": slower}]
-    headers = [header(collector="live", policy=SmartSpec(max_depth=3, **options)) for options in policies]
-    assert [headers[0].differences(other) for other in headers[1:]] == [[], *[["policy digest"]] * 3]
-    assert headers[3].differences(headers[4]) == ["policy digest"]
     texts = [{p.id: word * 3 for p in many[:2]} for word in ("w7 ", "w8 ")]
-    one, other, plain = header(completions=texts[0]), header(completions=texts[1]), header()
-    assert one.differences(other) == ["completions digest"] and "completions digest" in one.differences(plain)
+    for one, other, difference in (
+        (trained(FACTS), trained(FACTS), []), (trained(FACTS), trained(dataclasses.replace(FACTS, rho=60.0)), ["policy"]),
+        (published(), published(), []), (published(), published(draft=0.4), ["policy"]),
+        (published(), published(profile=profile), ["policy"]),
+        (published(profile=profile), published(profile=slower), ["policy"]),
+        (header(completions=texts[0]), header(completions=texts[1]), ["completions"]),
+    ):  # fmt: skip
+        assert one.differences(other) == [f"{name} digest" for name in difference]
+    assert "completions digest" in header(completions=texts[0]).differences(header())
 
 
 def samples_of(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -315,14 +319,11 @@ def test_each_sample_is_labelled_by_its_completion(pair: Pair, temperature: floa
 @pytest.mark.parametrize(
     ("environment", "rank"),
     [
-        ({}, DistributedRank()),
-        ({"LOCAL_RANK": "3"}, DistributedRank()),
+        ({}, DistributedRank()), ({"LOCAL_RANK": "3"}, DistributedRank()),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, DistributedRank(5, 8, 1)),
-        ({"RANK": "1"}, None),
-        ({"RANK": "two", "WORLD_SIZE": "3"}, None),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, None),
+        *((wrong, None) for wrong in ({"RANK": "1"}, {"RANK": "two", "WORLD_SIZE": "3"}, {"RANK": "2", "WORLD_SIZE": "2"})),
     ],
-)
+)  # fmt: skip
 def test_a_process_reads_its_rank_from_the_environment(
     environment: Mapping[str, str], rank: DistributedRank | None
 ) -> None:
@@ -332,3 +333,51 @@ def test_a_process_reads_its_rank_from_the_environment(
     else:
         assert DistributedRank.from_environment(environment) == rank
         assert rank.device("cuda") == ("cuda:1" if rank.world > 1 else "cuda") and rank.device("cuda:0") == "cuda:0"
+
+
+class ReadsEntropy(FixedLength):
+    features = ("anchor_entropy",)
+
+
+THROUGH = {"through": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "noun"),
+    [
+        # A kind of rounds that the collector cannot record.
+        ({"verification": "typical"}, "verification"), ({"verification": "block", "tree": "2,2"}, "chain"),
+        ({"verification": "match", "draws": 2}, "draws"), ({"temperature": 0.0, "draws": 2}, "draws"),
+        ({"verification": "block", "draws": 0}, "draws"), ({"verification": "rejection", "depth": 1, "mix": 0.2}, "mix"),
+        ({"mix": 0.2}, "mix"), ({"policy": Confidence(0.4)}, "policy"), ({"explore": 0.5}, "explore"),
+        ({"batch": 2}, "batch"),
+        # Values out of range.
+        ({"collector": "alive"}, "collector"), ({"depth": 0}, "depth"), ({"max_new_tokens": 1}, "max_new_tokens"),
+        ({"temperature": float("nan")}, "temperature"), ({"shards": -1}, "shards"),
+        ({"max_new_tokens": 127}, "max_new_tokens"), ({"hidden": ["draft"]}, "hidden state"),
+        # Options of dense traces with live rounds.
+        *(({"collector": "live", **options}, next(iter(options))) for options in (
+            {"draws": 2}, {"mix": 0.2}, {"memory": 9}, {"explore": 1.5}, {"completions": {}})),
+        # Options that require a draft model.
+        ({"drafter": "suffix", "depth": 1, "mix": 0.2}, "mix"), ({"drafter": "suffix", "draws": 2}, "draws"),
+        ({"drafter": "suffix", "completions": {"p0": "w7 w8"}}, "completions"),
+        ({"drafter": "suffix", "verification": "rejection"}, "match"),
+        *(({"drafter": drafter, "collector": collector, "hidden": ["draft_hidden"]}, r"draft_hidden, which \w+Drafter")
+          for drafter in ("suffix", "suffix+model") for collector in ("dense", "live")),
+        # Options and policies that vLLM does not support.
+        ({"through": "vlm"}, "through"), ({"drafter": "medusa:heads", **THROUGH}, "drafter medusa:heads"),
+        ({"policy": ReadsEntropy(2), **THROUGH}, "anchor_entropy"),
+        *(({**THROUGH, **options}, "through") for options in (
+            {"tree": "2,2"}, {"mix": 0.5}, {"hidden": ["draft_hidden"]}, {"verification": "rejection"}, {"draws": 2},
+            {"completions": {"p0": "w7"}}, {"memory": 9})),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_combined_are_refused_before_anything_is_written(
+    pair: Pair, many: list[Prompt], tmp_path: Path, options: dict[str, Any], noun: str
+) -> None:
+    options = {**options}
+    if drafter := options.pop("drafter", ""):
+        pair = dataclasses.replace(pair, drafter=drafter) if "through" in options else with_drafter(pair, drafter)
+    with pytest.raises(SpecstopError, match=noun):
+        collect(pair, many[:2], tmp_path / "t", **{"depth": 3, "temperature": 0.7, "max_new_tokens": 8, **options})
+    assert not (tmp_path / "t").exists()

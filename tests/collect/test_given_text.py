@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,14 +27,13 @@ from specstop.collect.run import collect, plan_run
 from specstop.collect.store import Trace
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import gumbel, stream_key
-from specstop.decode.verify.sampling import SamplingParams
+from specstop.decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from specstop.policies import Confidence
 from specstop.policies.contract import StopPolicy
-from specstop.policies.errors import InputError, PolicyError, SpecstopError, SpecstopWarning, TraceError
+from specstop.policies.errors import InputError, PolicyError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES, HISTORY_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
@@ -42,8 +42,15 @@ from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
 from text_law import Case, apart, live_law
 from torch import Tensor
-from trace_rows import by_anchor
+from trace_helpers import Carrying, by_anchor
 
+FALSE_ALARM = 1e-5
+"""Significance level of each statistical test; the seeds are fixed."""
+
+DRAWS, FLOAT32 = 40_000, 2e-6
+TEMPERATURE = 0.7
+TOP_P = SamplingParams(top_p=0.8, repetition_penalty=1.2)
+LOGITS = torch.tensor([1.0, 0.2, -0.5, -2.0, -math.inf, 0.9], dtype=torch.float64)
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2}
 STOPS: dict[str, Callable[[int], StopPolicy]] = {
     "by-tokens": partial(ByTokens, 3, stops=0.5),
@@ -94,35 +101,15 @@ def test_chances_are_those_of_acceptance_given_prefix_and_token(mode: str) -> No
         assert kept / weight == pytest.approx(key[-1], abs=2e-7)  # type: ignore[index]  # chances are kept as float32
 
 
-def test_a_policy_that_leaves_out_some_siblings_is_refused() -> None:
-    class TrimsOneSibling(TrimmingByRows):
-        features = ("branch_rank",)
-
-        def keep(self, step, state):  # type: ignore[no-untyped-def]
-            return step.alive & (step.features[..., 0] < 1), state
-
-    case = Case("rejection", "2,1", lambda depth: TrimsOneSibling(1, depth), "dense", 1, new=4)
-    with pytest.raises(TraceError, match="candidates"):
-        replay_law(case)
-
-
-def test_keyed_draws_have_the_weights_law_and_depend_on_nothing_else() -> None:
+def test_keyed_draws_have_the_law_of_their_weights() -> None:
     count = 40_000
     weights = torch.tensor([0.2, 0.0, 0.5, 0.3, 0.0], dtype=torch.float64)
-    position, node = torch.arange(count), torch.full((count,), 3)
-    draws = KeyedDraws(7, 0, position, node)
+    draws = KeyedDraws(7, 0, torch.arange(count), torch.full((count,), 3))
     tokens = draws.tokens(5.0 * weights.expand(count, -1), 0)
-    share = np.bincount(tokens, minlength=5) / count
-    assert np.abs(share - weights.numpy()).max() < 4 * 0.5 / math.sqrt(count) and share[1] == share[4] == 0.0
     accepted = draws.accepts(torch.full((count,), 0.3, dtype=torch.float64), 0)
-    assert abs(float(accepted.double().mean()) - 0.3) < 4 * 0.46 / math.sqrt(count)
-    both = float((accepted & (tokens == 2)).double().mean())
-    assert abs(both - 0.15) < 4 * 0.36 / math.sqrt(count)
-    part = KeyedDraws(7, 0, position[10:20], node[10:20])
-    assert torch.equal(part.tokens(weights.expand(10, -1), 0), tokens[10:20])
-    for other in (KeyedDraws(7, 1, position, node), KeyedDraws(7, 0, position, node + 1)):
-        agreed = float((other.tokens(weights.expand(count, -1), 0) == tokens).double().mean())
-        assert abs(agreed - 0.38) < 4 * 0.49 / math.sqrt(count)
+    joint = [[int(((tokens == token) & (accepted == hit)).sum()) for hit in (True, False)] for token in (0, 2, 3)]
+    expected = count * np.outer([0.2, 0.5, 0.3], [0.3, 0.7])  # independent of each other
+    assert np.sum(joint) == count and stats.chisquare(np.ravel(joint), expected.ravel()).pvalue > FALSE_ALARM
 
 
 @pytest.fixture(scope="module")
@@ -150,126 +137,90 @@ def test_by_default_rounds_are_those_of_the_fastest_verification_that_can_be_rep
     assert plan_run(chosen, prompts, **{**OPTIONS, **options}).header.verification == mode
 
 
-def test_draws_are_sequences_of_one_text(drawn: dict[str, Trace], traces: dict[float, Trace]) -> None:
-    plain = trace_arrays(traces[0.7])
-    for name in ("rejection", "block"):
-        header, columns = (
-            drawn[name].header,
-            ("accept_chance", "next_chance", "overlap", "draft_prob", "target_prob", "observed"),
-        )
-        assert (header.exactness, header.draws, type(header).from_json(header.to_json(), "x")) == ("law", 2, header)
-        arrays = trace_arrays(drawn[name], extra=columns)
-        assert arrays.prompt_ids == [prompt for prompt in plain.prompt_ids for _ in range(2)]
-        assert arrays.text_tokens.tolist() == plain.text_tokens.repeat_interleave(2).tolist(), "the texts are the same"
-        assert arrays.keys.tolist()[1] == stream_key(0, arrays.prompt_ids[1], 1)
-        first, second = (arrays.subset(range(side, arrays.sequences, 2)) for side in (0, 1))
-        assert (first.tokens != second.tokens).any() and (first.accepted != second.accepted).any()
-        chance, before = arrays.extra["accept_chance"], arrays.extra["next_chance"]
-        assert not chance[arrays.accepted[:, None] < torch.arange(DEPTH)].any()
-        if name == "rejection":
-            known = arrays.extra["observed"]
-            ratio = (arrays.extra["target_prob"] / arrays.extra["draft_prob"].clamp_min(1e-30)).clamp_max(1.0)
-            np.testing.assert_allclose(chance[known], ratio[known], rtol=1e-5)
-            np.testing.assert_allclose(before[known], arrays.extra["overlap"][known], rtol=1e-5)
-
-
-def test_completions_are_drawn_like_sampled_texts(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], drawn: dict[str, Trace], tmp_path: Path
-) -> None:
-    """Given as completions the texts have the anchors with labels all the way, and the same draws."""
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_draws_are_sequences_of_one_text(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], drawn: dict[str, Trace], traces: dict[float, Trace],
+    tmp_path: Path, name: str,
+) -> None:  # fmt: skip
+    header, plain = drawn[name].header, trace_arrays(traces[0.7])
+    arrays = trace_arrays(
+        drawn[name], extra=("accept_chance", "next_chance", "overlap", "draft_prob", "target_prob", "observed")
+    )
+    assert (header.exactness, header.draws) == ("law", 2)
+    assert arrays.prompt_ids == [prompt for prompt in plain.prompt_ids for _ in range(2)]
+    assert arrays.text_tokens.tolist() == plain.text_tokens.repeat_interleave(2).tolist(), "the texts are the same"
+    assert arrays.keys.tolist()[1] == stream_key(0, arrays.prompt_ids[1], 1)
+    first, second = (arrays.subset(range(draw, arrays.sequences, 2)) for draw in (0, 1))
+    assert (first.tokens != second.tokens).any() and (first.accepted != second.accepted).any()
+    columns, known = arrays.extra, arrays.extra["observed"]
+    assert not columns["accept_chance"][arrays.accepted[:, None] < torch.arange(DEPTH)].any()
+    if name == "rejection":
+        ratio = (columns["target_prob"] / columns["draft_prob"].clamp_min(1e-30)).clamp_max(1.0)
+        np.testing.assert_allclose(columns["accept_chance"][known], ratio[known], rtol=1e-5)
+        np.testing.assert_allclose(columns["next_chance"][known], columns["overlap"][known], rtol=1e-5)
+    # Given as completions the texts have the anchors with labels to full depth, and the same draws.
     texts = plain_texts(pair, prompt_ids, [stream_key(0, p.id) for p in prompts], NEW + DEPTH, 0.7).tokens
     completions = {p.id: text for p, text in zip(prompts, texts, strict=True)}
-    trace = collect(pair, prompts, tmp_path, verification="block", draws=2, completions=completions, **OPTIONS)
-    assert (trace.header.texts, trace.header.exactness) == ("sampled", "law")
-    one, other = trace_arrays(trace), trace_arrays(drawn["block"])
-    for sequence in range(one.sequences):
-        given, sampled = one.subset([sequence]), other.subset([sequence])
-        rows = int(given.rows[0])
-        assert given.tokens.tolist() == sampled.tokens[:rows].tolist()
-        assert given.accepted.tolist() == sampled.accepted[:rows].tolist()
+    given = collect(pair, prompts, tmp_path, verification=name, draws=2, completions=completions, **OPTIONS)
+    assert (given.header.texts, given.header.exactness) == ("sampled", "law")
+    given_arrays = trace_arrays(given)
+    for sequence in range(arrays.sequences):
+        one, other = given_arrays.subset([sequence]), arrays.subset([sequence])
+        assert one.tokens.tolist() == other.tokens[: int(one.rows[0])].tolist()
+        assert one.accepted.tolist() == other.accepted[: int(one.rows[0])].tolist()
 
 
-@pytest.mark.parametrize(
-    ("options", "noun"),
-    [
-        ({"verification": "typical"}, "verification"), ({"verification": "block", "tree": "2,2"}, "chain"),
-        ({"verification": "match", "draws": 2}, "draws"),
-        ({"verification": "block", "temperature": 0.0, "draws": 2}, "draws"),
-        ({"verification": "block", "draws": 0}, "draws"), ({"verification": "rejection", "depth": 1, "mix": 0.2}, "mix"),
-        ({"mix": 0.2}, "mix"), ({"collector": "live", "draws": 2}, "draws"), ({"collector": "live", "mix": 0.2}, "mix"),
-        ({"collector": "live", "memory": 9}, "memory"), ({"collector": "live", "explore": 1.5}, "explore"),
-        ({"collector": "live", "completions": {}}, "completions"), ({"collector": "alive"}, "collector"),
-        ({"depth": 0}, "depth"), ({"max_new_tokens": 1}, "max_new_tokens"), ({"temperature": float("nan")}, "temperature"),
-        ({"shards": -1}, "shards"), ({"max_new_tokens": 127}, "max_new_tokens"), ({"hidden": ["draft"]}, "hidden state"),
-        ({"policy": FixedLength(2)}, "policy"), ({"explore": 0.5}, "explore"), ({"batch": 2}, "batch"),
-    ],
-)  # fmt: skip
-def test_options_that_contradict_each_other_are_refused(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, options: dict[str, Any], noun: str
-) -> None:
-    with pytest.raises(SpecstopError, match=noun):
-        collect(pair, prompts[:2], tmp_path / "t", **{**OPTIONS, "shards": 1, **options})
-    assert not (tmp_path / "t").exists()
-
-
-def test_replay_refuses_what_the_live_loop_would(drawn: dict[str, Trace], profile: Profile) -> None:
+def test_replay_refuses_policies_that_would_change_the_law(drawn: dict[str, Trace], profile: Profile) -> None:
     class Trims(Confidence):
         trims = True
 
     class Noisy(FixedLength):
         features = ("noisy_margin",)
 
+    class TrimsOneSibling(TrimmingByRows):
+        features = ("branch_rank",)
+
+        def keep(self, step, state):  # type: ignore[no-untyped-def]
+            return step.alive & (step.features[..., 0] < 1), state
+
     arrays = trace_arrays(drawn["rejection"])
     for policy, feature in ((Trims(0.3, DEPTH), "drawn_prob"), (Noisy(2), "noisy_margin")):
         with pytest.raises(PolicyError, match=feature):
             replay(arrays, policy, profile)
+    with pytest.raises(TraceError, match="candidates"):
+        replay_law(Case("rejection", "2,1", lambda depth: TrimsOneSibling(1, depth), "dense", 1, new=4))
 
 
-def test_what_carries_its_state_meets_a_text_once(drawn: dict[str, Trace], profile: Profile) -> None:
-    class Carrying(FixedLength):
-        carries = True
-
+def test_a_policy_that_carries_state_decodes_all_texts_of_one_draw_in_order(
+    drawn: dict[str, Trace], profile: Profile
+) -> None:
     arrays = trace_arrays(drawn["block"])
-    carried, plain = replay(arrays, Carrying(3), profile), replay(arrays, FixedLength(3), profile)
-    assert torch.equal(carried.log, plain.log)
-
-
-FALSE_ALARM = 1e-5
-"""Of each statistical test; seeds are fixed, so that what passes goes on passing."""
-
-DRAWS, FLOAT32 = 40_000, 2e-6
-TEMPERATURE = 0.7
-TOP_P = SamplingParams(top_p=0.8, repetition_penalty=1.2)
-LOGITS = torch.tensor([1.0, 0.2, -0.5, -2.0, -math.inf, 0.9], dtype=torch.float64)
-
-
-def changed(text: list[int], at: int) -> list[int]:
-    """Return a text with another token at one place."""
-    return [*text[:at], 7 + (text[at] == 7), *text[at + 1 :]] if len(text) > at else text
+    both = replay(arrays, Carrying(), profile)
+    for draw in range(2):
+        part = arrays.subset(range(draw, arrays.sequences, 2))
+        single = dataclasses.replace(part, header=dataclasses.replace(part.header, draws=1))
+        rows = both.sequence % 2 == draw
+        assert replay(single, Carrying(), profile).log[:, 1:].tolist() == both.log[rows, 1:].tolist()
+    assert both.log[:, 2].unique().numel() > 3
 
 
 def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kept(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path
 ) -> None:
-    """The target's own text, one token of it changed: rows elsewhere are the dense ones, whole texts cannot be replayed."""
-    assert pair.tokenizer is not None
+    """The answers are the target's own texts but for token 8. Rows at other anchors are those of the dense trace."""
     texts = plain_texts(pair, prompt_ids, [0] * len(prompts), NEW + 3).tokens
-    answers = {p.id: pair.tokenizer.decode(changed(text, 8)) for p, text in zip(prompts, texts, strict=True)}
+    answers = {p.id: [7 + (t == 7) if at == 8 else t for at, t in enumerate(text)]
+               for p, text in zip(prompts, texts, strict=True)}  # fmt: skip
     options: dict[str, Any] = {"depth": 3, "max_new_tokens": NEW, "hidden": ["draft_hidden", "target_hidden"]}
     dense = by_anchor(collect(pair, prompts, tmp_path / "dense", **options))
     trace = collect(pair, prompts, tmp_path / "given", completions=answers, **options)
-    before = set()
-    for (s, anchor), row in by_anchor(trace).items():
-        if anchor > 8:
-            continue
-        assert anchor <= 5 or len(texts[s]) <= 9, "the changed token is not the target's continuation"
-        before.add((s, anchor))
-        names = (*CHAIN_FEATURES, "tokens", "accepted", "observed", "target_prob", "overlap", "anchor_entropy")
-        for name in (*names, "draft_hidden", "target_hidden"):
-            near = 1e-3 if name.endswith("hidden") else FLOAT32
-            np.testing.assert_allclose(row[name], dense[s, anchor][name], rtol=near, atol=near, err_msg=name)
-    assert before == {key for key in dense if key[1] <= 5 or (len(texts[key[0]]) <= 9 and key in before)}
-    assert len(before) > 25
+    rows = {key: row for key, row in by_anchor(trace).items() if key[1] <= 8}
+    assert set(rows) == {(s, at) for s, at in dense if at <= 5 or (at <= 8 and len(texts[s]) <= 8)} and len(rows) > 25
+    for key, row in rows.items():
+        for name in (*CHAIN_FEATURES, "tokens", "accepted", "observed", "target_prob", "overlap", "anchor_entropy"):
+            np.testing.assert_allclose(row[name], dense[key][name], rtol=FLOAT32, atol=FLOAT32, err_msg=name)
+        for name in ("draft_hidden", "target_hidden"):
+            np.testing.assert_allclose(row[name], dense[key][name], rtol=1e-3, atol=1e-3, err_msg=name)
     arrays = trace_arrays(trace)
     assert trace.header.texts == "completions" and arrays.only_positions
     with pytest.raises(TraceError, match="completions"):
@@ -326,28 +277,11 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
         replay(trace_arrays(trace), FixedLength(1), profile)
 
 
-def test_answers_without_a_row_are_refused_and_leave_what_was_there(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    out = tmp_path / "deep" / "out"
-    collect(pair, prompts[:1], out, depth=3, max_new_tokens=4)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    answers = {p.id: "w5" for p in prompts}  # too short for an anchor
-    with pytest.raises(TraceError, match="prompts"):
-        collect(pair, prompts, out, depth=3, max_new_tokens=NEW, completions=answers, overwrite=True)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def with_noise(logits: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Return [R] tokens drawn from rows of logits without our noise, and [R, V] noise given them."""
-    rows = logits.expand(DRAWS, -1)
-    tokens = torch.multinomial(torch.softmax(rows, -1), 1, generator=torch.Generator().manual_seed(seed))[:, 0]
-    return tokens, gumbel_given(stream_key(seed, "a"), torch.arange(DRAWS), rows, tokens)
-
-
 def test_noise_given_a_sample_has_the_law_of_plain_noise() -> None:
     """The token is the best one. Each token's noise is Gumbel; so is its joint law with others."""
-    tokens, noise = with_noise(LOGITS, 2)
+    rows = LOGITS.expand(DRAWS, -1)
+    tokens = torch.multinomial(torch.softmax(rows, -1), 1, generator=torch.Generator().manual_seed(2))[:, 0]
+    noise = gumbel_given(stream_key(2, "a"), torch.arange(DRAWS), rows, tokens)
     assert (torch.log_softmax(LOGITS, -1) + noise).argmax(-1).equal(tokens) and torch.isfinite(noise).all()
     plain = gumbel(stream_key(3, "b"), torch.arange(DRAWS), len(LOGITS), torch.float64)
     for token in range(len(LOGITS)):
@@ -361,38 +295,18 @@ def test_noise_given_a_sample_has_the_law_of_plain_noise() -> None:
         assert stats.chi2_contingency(np.stack(cells)).pvalue > FALSE_ALARM
 
 
-def write(
-    pair: Pair, prompt: list[int], limit: int, temperature: float, sampling: SamplingParams, seed: int
-) -> list[int]:
-    """Return a text as any engine would sample it: token by token, with a generator of its own."""
-    generator, text = torch.Generator().manual_seed(seed), list[int]()
-    processors = sampling.build(temperature, prompt, (EOS,), torch.device("cpu"))
-    with torch.inference_mode():
-        model, unread = CachedModel(pair.target, len(prompt) + limit, pair.vocabulary), prompt
-        while len(text) < limit and EOS not in text:
-            logits = model.read(torch.tensor([unread]), 1)[:, -1]
-            ids = torch.tensor([[*prompt, *text]])
-            scores = processors(ids, logits) if len(processors) else logits / temperature
-            text.append(int(torch.multinomial(torch.softmax(scores[0], -1), 1, generator=generator)))
-            unread = text[-1:]
-    return text
-
-
 def encoded(pair: Pair, prompts: list[Prompt]) -> list[tuple[Prompt, list[int]]]:
     assert pair.tokenizer is not None
     return [(prompt, pair.tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
 
 
-@pytest.fixture(scope="module")
-def written(pair: Pair) -> dict[str, dict[str, list[int]]]:
-    """Texts of eight prompts by prompt id, sampled plainly and under filters."""
-    return {
-        name: {
-            p.id: write(pair, ids, NEW + DEPTH, TEMPERATURE, sampling, at)
-            for at, (p, ids) in enumerate(encoded(pair, make_prompts(8, "given", 31)))
-        }
-        for name, sampling in (("plain", SamplingParams()), ("filtered", TOP_P))
-    }
+def sampled_texts(
+    pair: Pair, prompts: list[Prompt], limit: int, temperature: float, sampling: SamplingParams = MODEL_DEFAULTS
+) -> dict[str, list[int]]:
+    """Return texts by prompt id, sampled with random numbers that a collector does not use."""
+    keys, ids = [stream_key(99, prompt.id) for prompt in prompts], [ids for _, ids in encoded(pair, prompts)]
+    texts = plain_texts(pair, ids, keys, limit, temperature, sampling=sampling).tokens
+    return {prompt.id: list(text) for prompt, text in zip(prompts, texts, strict=True)}
 
 
 class GivenSource:
@@ -409,14 +323,14 @@ class GivenSource:
         return out
 
 
-@pytest.mark.parametrize(("kind", "sampling"), [("plain", SamplingParams()), ("filtered", TOP_P)])
+@pytest.mark.parametrize("sampling", [SamplingParams(), TOP_P], ids=["plain", "filtered"])
 @pytest.mark.parametrize("tree", [None, "3,2,1,1,1"])
 def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_given_text(
-    pair: Pair, written: dict[str, dict[str, list[int]]], profile: Profile, tmp_path: Path, kind: str,
-    sampling: SamplingParams, tree: str | None,
-) -> None:  # fmt: skip
+    pair: Pair, profile: Profile, tmp_path: Path, sampling: SamplingParams, tree: str | None
+) -> None:
     prompts = make_prompts(8, "given", 31)
-    texts, ids = written[kind], {p.id: tokens for p, tokens in encoded(pair, prompts)}
+    texts = sampled_texts(pair, prompts, NEW + DEPTH, TEMPERATURE, sampling)
+    ids = {p.id: tokens for p, tokens in encoded(pair, prompts)}
     options = {"depth": DEPTH, "tree": tree, "temperature": TEMPERATURE, "max_new_tokens": NEW, "sampling": sampling}
     trace = collect(pair, prompts, tmp_path / "trace", completions=texts, verification="match", **options)
     arrays = trace_arrays(trace)
@@ -442,13 +356,12 @@ def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_g
     assert rounds > 80
 
 
-def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
-    pair: Pair, written: dict[str, dict[str, list[int]]], tmp_path: Path
-) -> None:
+def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(pair: Pair, tmp_path: Path) -> None:
     prompts, few = make_prompts(8, "given", 31), SamplingParams(top_k=6)
+    texts = sampled_texts(pair, prompts, NEW + DEPTH, TEMPERATURE)
     settings, impossible, expected = Settings(TEMPERATURE, NEW, sampling=few, verification="match"), 0, set()
     for s, (p, ids) in enumerate(encoded(pair, prompts)):
-        text = written["plain"][p.id][: NEW + 3]
+        text = texts[p.id][: NEW + 3]
         with torch.inference_mode():
             kept = sampled_rows(pair, settings, ids, text, target_rows(pair, ids, text)[0]) > -torch.inf
         possible = [bool(kept[at, token]) for at, token in enumerate(text)]
@@ -459,33 +372,31 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     assert impossible > 5
     options: dict[str, Any] = {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW, "sampling": few}
     with pytest.warns(SpecstopWarning, match="cannot be drawn"):
-        trace = collect(pair, prompts, tmp_path / "a", completions=written["plain"], **options)
+        trace = collect(pair, prompts, tmp_path / "a", completions=texts, **options)
     assert f" {impossible} of " in trace.header.facts["completions"]
     assert set(by_anchor(trace)) == expected
 
 
 def test_texts_of_another_temperature_are_refused_before_anything_is_written(pair: Pair, tmp_path: Path) -> None:
-    assert pair.tokenizer is not None
     many = make_prompts(60, "many", 41)
-    named, settings, balance = encoded(pair, many), Settings(TEMPERATURE, NEW, verification="match"), {}
+    named, settings = encoded(pair, many), Settings(TEMPERATURE, NEW, verification="match")
+    options: dict[str, Any] = {"depth": 2, "temperature": TEMPERATURE, "max_new_tokens": NEW}
+    errors = []
     for temperature in (0.4, TEMPERATURE, 1.4):
-        texts = {p.id: write(pair, ids, NEW, temperature, SamplingParams(), at) for at, (p, ids) in enumerate(named)}
-        balance[temperature] = sampling_balance(pair, settings, named, texts, NEW)
+        texts = sampled_texts(pair, many, NEW, temperature)
+        balance = sampling_balance(pair, settings, named, texts, NEW)
+        errors.append(balance["mean"] / balance["standard_error"])
         if temperature != TEMPERATURE:
-            words = {name: pair.tokenizer.decode(text) for name, text in texts.items()}
+            words = {name: pair.tokenizer.decode(text) for name, text in texts.items()}  # type: ignore[union-attr]
             with pytest.raises(InputError, match="completions: these texts were not sampled"):
-                collect(
-                    pair, many, tmp_path / "a", depth=2, temperature=TEMPERATURE, max_new_tokens=NEW, completions=words
-                )
+                collect(pair, many, tmp_path / "a", completions=words, **options)
     assert not (tmp_path / "a").exists()
-    errors = {at: abs(one["mean"]) / one["standard_error"] for at, one in balance.items()}
-    assert errors[TEMPERATURE] < 4 < min(errors[0.4], errors[1.4])
-    assert balance[0.4]["mean"] > 0 > balance[1.4]["mean"], "colder texts surprise less"
+    assert errors[0] > 4 > abs(errors[1]) and errors[2] < -4, "tokens of colder texts are less surprising"
 
 
 def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> None:
-    named = encoded(plain_pair, make_prompts(9, "loop", 51))
-    texts = {p.id: write(plain_pair, ids, 12, 0.9, TOP_P, at) for at, (p, ids) in enumerate(named)}
+    prompts = make_prompts(9, "loop", 51)
+    named, texts = encoded(plain_pair, prompts), sampled_texts(plain_pair, prompts, 12, 0.9, TOP_P)
     parts = []
     for p, prompt in named:
         for at, token in enumerate(texts[p.id]):
@@ -504,14 +415,22 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
     assert (result["texts"], result["tokens"], result["impossible"]) == (9, len(values), 0)
 
 
-def test_few_texts_are_taken_with_a_warning_and_missing_texts_or_tokens_are_refused(pair: Pair, tmp_path: Path) -> None:
-    prompts, options = make_prompts(8, "given", 31)[:3], {"depth": 2, "temperature": TEMPERATURE, "max_new_tokens": 8}
-    with pytest.warns(SpecstopWarning, match="3 texts are too few"):
-        collect(pair, prompts, tmp_path / "a", completions={p.id: [7, 8, 9, 10, 11] for p in prompts}, **options)
+def test_unusable_completions_are_refused_and_leave_what_was_there(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    out, options = tmp_path / "deep" / "out", {"depth": 2, "max_new_tokens": 8}
+    collect(pair, prompts[:1], out, **options)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    answers, second = [7, 8, 9, 10, 11], prompts[1].id
+    with pytest.raises(TraceError, match="prompts"):  # too short for an anchor
+        collect(pair, prompts, out, completions={p.id: "w5" for p in prompts}, overwrite=True, **options)
     for completions, message in (
-        ({p.id: [7, 99] for p in prompts}, "prompt 'given0' has the token 99"),
-        ({"given0": [7, 8, 9]}, "prompt 'given1'"), ({("given0", "a"): [7, 8, 9]}, "prompt 'given0'"),
+        ({p.id: [7, 99] for p in prompts}, "prompt 'p0' has the token 99"),
+        ({"p0": answers}, f"prompt {second!r}"), ({("p0", "a"): answers}, "prompt 'p0'"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"completions: {message}"):
-            collect(pair, prompts, tmp_path / "b", completions=completions, **options)
-    assert not (tmp_path / "b").exists()
+            collect(pair, prompts, out, completions=completions, temperature=0.7, overwrite=True, **options)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    few = prompts[:3]
+    with pytest.warns(SpecstopWarning, match="3 texts are too few"):
+        collect(pair, few, tmp_path / "a", completions={p.id: answers for p in few}, temperature=0.7, **options)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import warnings
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from byte_pair import PERSON, byte_pair
-from conftest import EOS, NEW, make_prompts
+from conftest import EOS, NEW
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect, plan_run
-from specstop.collect.schema import NO_TOKEN, TIMES, Header
-from specstop.collect.shards import record
-from specstop.collect.store import Trace, finished
+from specstop.collect.run import collect
+from specstop.collect.schema import NO_TOKEN, TIMES
+from specstop.collect.store import Trace, load_trace
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -27,21 +24,22 @@ from specstop.decode.run import decode
 from specstop.decode.verify.conditions import warn_if_untrained
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from specstop.policies.features import ANCHOR_FEATURES, HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.run import train
-from specstop.train.replay.arrays import joined_arrays, trace_arrays
+from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from trace_rows import by_anchor, numpy_rows
+from trace_helpers import assert_replay_is_live, by_anchor, numpy_rows
 from transformers.generation.logits_process import LogitsProcessor
 
 FLOAT32, HALF = 2e-6, 2.0**-10
 TREE = "3,2,1,1,1"
+TOP_P = SamplingParams(top_p=0.8)
 MANY = SamplingParams(min_p=0.3, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=9)
 
 
@@ -91,39 +89,27 @@ def test_dense_and_live_agree_at_the_anchors_that_both_have(
     assert candidates > 150 and accepted > 40
 
 
-class NoTime(type(TEST_POLICIES["adaptive"])):  # type: ignore[misc]
-    """`adaptive` without the seconds of rounds."""
-
-    name = "no-time"
-
-    def observe(self, outcome: Any, state: Any) -> Any:
-        return super().observe(outcome, state)[0], state[1]
-
-
 @pytest.mark.parametrize(
-    ("policy", "tree", "temperature"),
-    [(policy, *setup) for at, policy in enumerate((TEST_POLICIES["trimming"], NoTime(), TEST_POLICIES["selecting"]))
+    ("name", "tree", "temperature"),
+    [(name, *setup) for at, name in enumerate(("trimming", "adaptive", "selecting"))
      for setup in ((None, 0.7), (TREE, 0.7 * (at % 2)))],
 )  # fmt: skip
 def test_rows_are_the_rounds_of_the_loop_and_replay_as_the_run_that_they_record(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path, policy: StopPolicy,
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path, name: str,
     tree: str | None, temperature: float,
 ) -> None:  # fmt: skip
-    free = type(profile)(
-        profile.low, profile.high, 0.0, 0.0, (0.0, 0.0)
-    )  # without a profile the loop observes no seconds
-    trace = run(pair, prompts, tmp_path, tree, temperature, collector="live", policy=policy)
-    log, rows = replay(trace_arrays(trace), policy, free).log, by_anchor(trace)
-    speculator = Speculator(pair, policy, Settings(temperature, NEW, DEPTH, tree=tree, verification="match"))
+    policy = TEST_POLICIES[name]
+    trace = run(pair, prompts, tmp_path, tree, temperature, collector="live", policy=policy, profile=profile)
+    log, rows = replay(trace_arrays(trace), policy, profile).log, by_anchor(trace)
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, DEPTH, tree=tree, verification="match"), profile)
     for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
         rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
-        lines = log[log[:, 0] == s, 1:].tolist()
-        assert lines == [[r.anchor, r.drafted, r.verified, r.accepted] for r in rounds]
+        assert log[log[:, 0] == s, 1:].tolist() == [[r.anchor, r.drafted, r.verified, r.accepted] for r in rounds]
         for r in rounds:
             row = rows.pop((s, r.anchor))
             assert [int(row["drawn"].sum()), int(row["sent"].sum())] == [r.drafted, r.verified]
             assert int((row["accepted"] & row["sent"]).sum()) == r.accepted
-            assert all(row[name] == getattr(r, name) for name in ("committed", "decisions", "backlog"))
+            assert all(row[column] == getattr(r, column) for column in ("committed", "decisions", "backlog"))
     assert rows == {} and torch.is_inference_mode_enabled() is False
 
 
@@ -137,38 +123,32 @@ def test_a_live_trace_refuses_a_policy_that_goes_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("name", "tree"),
-    [("confidence:0.4", None), ("trimming", TREE), ("selecting", TREE), ("fixed:1", None), ("fixed:1", TREE)],
+    ("name", "tree"), [("confidence:0.4", None), ("trimming", TREE), ("selecting", TREE), ("fixed:1", None)]
 )
-def test_exploring_rounds_are_drafted_and_verified_to_full_depth(
+def test_exploring_rounds_reach_the_full_depth_and_leave_the_others_and_the_text_as_they_are(
     pair: Pair, prompts: list[Prompt], tmp_path: Path, name: str, tree: str | None
 ) -> None:
-    policy: StopPolicy = TEST_POLICIES[name]
-    trace = run(pair, prompts, tmp_path, tree, 0.7, collector="live", policy=policy, explore=0.3)
-    rows = [row for row in numpy_rows(trace) if not row["cut"]]
+    options: dict[str, Any] = {"collector": "live", "policy": TEST_POLICIES[name]}
+    plain, mixed = (
+        run(pair, prompts, tmp_path / str(explore), tree, 0.7, explore=explore, **options) for explore in (0.0, 0.3)
+    )
+    before, after = by_anchor(plain), by_anchor(mixed)
+    rows = [row for row in after.values() if not row["cut"]]
     explored = [row for row in rows if row["explored"]]
-    assert 0.15 < len(explored) / len(rows) < 0.45 and trace.header.explore == 0.3
+    assert 0.15 < len(explored) / len(rows) < 0.45 and mixed.header.explore == 0.3
     assert all((row["drawn"] == row["sent"]).all() for row in explored)
     assert all(row["drawn"].all() or EOS in row["tokens"] for row in explored), (
-        "a branch ends with EOS, or at the bottom"
+        "a branch ends with EOS or at the bottom"
     )
     assert not all(row["sent"].all() for row in rows if not row["explored"])
-
-
-def test_exploring_leaves_the_other_rounds_and_the_text_as_they_are(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"collector": "live", "policy": Confidence(0.4, DEPTH)}
-    plain, mixed = (
-        by_anchor(run(pair, prompts, tmp_path / str(explore), None, 0.7, explore=explore, **options))
-        for explore in (0.0, 0.3)
-    )
-    shared = [key for key in set(plain) & set(mixed) if not mixed[key]["explored"]]
-    assert len(shared) > 40
-    for key in shared:
-        for name in ("drawn", "sent", "tokens", "committed", "decisions"):
-            assert np.array_equal(plain[key][name], mixed[key][name])
-    assert {k[0]: r["text_tokens"] for k, r in plain.items()} == {k[0]: r["text_tokens"] for k, r in mixed.items()}
+    shared = [key for key in set(before) & set(after) if not after[key]["explored"]]
+    assert len(shared) > 20
+    # `selecting` decides by what it observed in earlier rounds, and `fixed` counts no decisions unless it explores.
+    for key in shared if name in ("confidence:0.4", "trimming") else ():
+        for column in ("drawn", "sent", "tokens", "committed", "decisions"):
+            assert np.array_equal(before[key][column], after[key][column])
+    lengths = [{key[0]: row["text_tokens"] for key, row in some.items()} for some in (before, after)]
+    assert lengths[0] == lengths[1]
 
 
 @pytest.mark.parametrize("verification", ["rejection", "rejection_replace", "block", "typical"])
@@ -211,52 +191,6 @@ def test_a_policy_that_fails_ends_the_collection(pair: Pair, prompts: list[Promp
         run(pair, prompts, tmp_path, None, 0.0, collector="live", policy=Fails(0.4, DEPTH), explore=0.3)
 
 
-class Carrying(StopPolicy):
-    """Drafts one token more for every few rounds that it has observed, from text to text."""
-
-    name, carries, max_depth = "carrying", True, DEPTH
-
-    def start(self, streams: int, keys: Array) -> State:
-        return np.zeros(streams, dtype=np.int64)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.depth <= state // 5 % DEPTH)[:, None], state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        return state + outcome.active
-
-
-@pytest.mark.parametrize("shards", [None, 4])
-def test_a_carrying_policy_resumed_is_one_undisturbed(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, shards: int | None
-) -> None:
-    """It starts anew with each shard; by default there is one, so that its state passes through all texts."""
-    options: dict[str, Any] = {"depth": DEPTH, "max_new_tokens": NEW, "collector": "live", "shards": shards}
-    whole = collect(pair, prompts, tmp_path / "whole", policy=Carrying(), **options)
-    plan = plan_run(pair, prompts, policy=Carrying(), **options)
-    assert whole.header.shards == (shards or 1)
-
-    def interrupted(batch: Any) -> Any:
-        if finished(tmp_path / "broken", plan.header):
-            raise KeyboardInterrupt
-        return plan.rows(batch)
-
-    with contextlib.suppress(KeyboardInterrupt):
-        record(dataclasses.replace(plan, rows=interrupted), tmp_path / "broken")
-    resumed = record(plan_run(pair, prompts, policy=Carrying(), **options), tmp_path / "broken", resume=True)
-    columns = ("sequence", "anchor", "tokens", "drawn", "sent", "committed", "decisions", "accepted")
-    assert resumed.table(columns).equals(whole.table(columns))
-    assert len({int(row["drawn"].sum()) for row in numpy_rows(whole)}) > 3
-    many = [dataclasses.replace(p, id=f"{p.id}-{i}") for i in range(9) for p in prompts]
-    by_policy = [plan_run(pair, many, policy=policy, **options) for policy in (FixedLength(2), Carrying())]
-    assert [one.header.shards for one in by_policy] == [shards or 3, shards or 1]
-
-
-TOP_P = SamplingParams(top_p=0.8)
-FILTERS = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}
-ALL = {"top_k": 3, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.4, "no_repeat_ngram": 2, "min_new_tokens": 9}
-
-
 class Banning(LogitsProcessor):
     """Bans the token after the last one."""
 
@@ -275,63 +209,35 @@ class ByNoise(StopPolicy):
         return step.alive & (margin > 0.2) & (lead > -1.5) & (chance > 0.05) & (path > -5.0 - mean), state
 
 
-def compared_rounds(
-    pair: Pair, prompts: Sequence[Prompt], tokens: int, sampling: SamplingParams, temperature: float, tree: str | None,
-    profile: Profile, folder: Path,
-) -> int:  # fmt: skip
-    """Assert that replay of a dense trace gives the rounds of the live loop under several policies; return their number."""
-    assert pair.tokenizer is not None
-    options: dict[str, Any] = {"tree": tree, "sampling": sampling, "verification": "match"}
-    trace = collect(pair, prompts, folder, depth=DEPTH, temperature=temperature, max_new_tokens=tokens, **options)
-    arrays, rounds = trace_arrays(trace), 0
-    assert all(torch.isfinite(values).all() for values in arrays.columns.values())
-    policies = [
-        FixedLength(0),
-        FixedLength(2),
-        FixedLength(DEPTH),
-        ByNoise(),
-        *map(load_policy, ("confidence:0.2", "online:0.4")),
-    ]
-    for policy in policies:
-        policy = policy.limited(DEPTH)
-        speculator = Speculator(pair, policy, Settings(temperature, tokens, DEPTH, **options), profile)
-        log = replay(arrays, policy, profile).log.tolist()
-        at = {name: number for number, name in enumerate(arrays.prompt_ids)}
-        for prompt in prompts:
-            live = speculator.generate(list(pair.tokenizer(prompt.text)["input_ids"]), stream_key(0, prompt.id)).rounds
-            replayed = [line[1:] for line in log if line[0] == at.get(prompt.id)]
-            assert [[r.anchor, r.drafted, r.verified, r.accepted] for r in live] == replayed, policy.name
-            rounds += len(live)
-    return rounds
+POLICIES = (
+    FixedLength(0),
+    FixedLength(2),
+    FixedLength(DEPTH),
+    ByNoise(),
+    *map(load_policy, ("confidence:0.2", "online:0.4")),
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature", "tree"),
-    [*((name, (0.5, 0.7, 1.0)[at % 3], (None, TREE)[at % 2]) for at, name in enumerate(FILTERS)), ("top_p", 1.0, TREE),
-     ("repetition_penalty", 0.7, None)],
+    ("sampling", "temperature", "tree"),
+    [
+        (SamplingParams(top_p=0.9, repetition_penalty=1.2), 0.7, None), (SamplingParams(top_k=20, min_p=0.05), 1.0, TREE),
+        # Fewer tokens than siblings, and a logits processor that reads the text.
+        (SamplingParams(top_k=2, processors=(Banning(),)), 0.7, "3,3,1,1,1"),
+    ],
 )  # fmt: skip
 def test_replay_of_filtered_traces_is_the_live_loop(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, name: str, temperature: float, tree: str | None
-) -> None:
-    sampling = SamplingParams(**{name: FILTERS[name]})
-    assert compared_rounds(pair, prompts[::2], NEW, sampling, temperature, tree, profile, tmp_path / "t") > 100
-
-
-def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
-) -> None:
-    """And where one of the user's own reads the tokens before."""
-    sampling, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
-    compared_rounds(pair, prompts[::2], NEW, sampling, 0.7, tree, profile, tmp_path / "a")
-    again = collect(
-        pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, sampling=sampling
-    )
-    arrays = trace_arrays(again)
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, sampling: SamplingParams, temperature: float,
+    tree: str | None,
+) -> None:  # fmt: skip
+    settings = Settings(temperature, NEW, DEPTH, tree=tree, sampling=sampling, verification="match")
+    assert len(assert_replay_is_live(pair, prompts[::2], POLICIES, settings, profile, tmp_path / "t")) > 100
+    trace = load_trace(tmp_path / "t")
+    assert trace.header.sampling == sampling.to_dict()
+    arrays = trace_arrays(trace)
     missing = (arrays.tokens == NO_TOKEN).numpy()
-    third = [2, 5, 8, 9, 10, 11]  # the third of each three siblings, and all below that of the first level
-    assert missing[:, third].all()
-    assert not missing[:, [0, 1, 3, 4, 6, 7]].any()
-    assert missing[:, 12:].sum(1).tolist() == [15] * len(missing), "and what would be drawn after those of depth 2"
+    if sampling.processors:  # two tokens are left for three siblings
+        assert missing[:, [2, 5]].all() and not missing[:, [0, 1, 3, 4]].any()
     assert not any(values.numpy()[missing].any() for values in arrays.columns.values() if values.dim() == 2)
 
 
@@ -352,54 +258,34 @@ def test_replay_under_a_grammar_is_the_live_loop(
 ) -> None:
     pair, grammar, prompts = structured
     sampling = SamplingParams(processors=(grammar,))
-    assert compared_rounds(pair, prompts, 90, sampling, temperature, tree, profile, tmp_path / "trace") > 50
-
-
-def test_the_header_says_what_was_sampled_from_and_traces_of_different_filters_are_not_one(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    sampling = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
-    options = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6}
-    traces = [
-        collect(pair, prompts[:2], tmp_path / str(at), sampling=s, **options) for at, s in enumerate((sampling, TOP_P))
-    ]
-    header = traces[0].header
-    assert header.sampling == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
-    assert Header.from_json(header.to_json(), "x") == header
-    with pytest.raises(TraceError, match="sampling"):
-        joined_arrays(traces)
-    with pytest.raises(TraceError, match="sampling"):
-        collect(pair, prompts[:2], tmp_path / "0", sampling=TOP_P, resume=True, **options)
+    settings = Settings(temperature, 90, DEPTH, tree=tree, sampling=sampling, verification="match")
+    assert len(assert_replay_is_live(pair, prompts, POLICIES, settings, profile, tmp_path / "t")) > 50
 
 
 def test_a_policy_is_warned_about_where_it_was_not_trained(
-    pair: Pair, plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], full_profile: Profile, tmp_path: Path
-) -> None:  # fmt: skip
-    """A policy trained under top-p 0.8 at temperature 0.7."""
-    options: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
-    fit = collect(pair, make_prompts(24, "fit", 21), tmp_path / "fit", sampling=TOP_P, **options)
-    policy = train(fit, full_profile, head="logistic", out=tmp_path / "policy", cross_fit=False).policy
-    assert policy.metadata.sampling == {"top_p": 0.8}
-    plain, same = (Settings(0.7, 4, sampling=s, verification="match") for s in (SamplingParams(), TOP_P))
-    other = collect(pair, prompts, tmp_path / "plain", **options)
+    pair: Pair, plain_pair: Pair, prompts: list[Prompt], learned: LearnedPolicy, full_profile: Profile, tmp_path: Path
+) -> None:
+    """The policy was trained without a filter at temperature 0.7 under match."""
+    text, same = [prompts[0].text], Settings(0.7, 4, verification="match")
 
     def generate(**sampling: object) -> None:
         plain_pair.target.generate(
-            torch.tensor([prompt_ids[3]]), custom_generate=specstop_generate, draft_model=plain_pair.draft, max_new_tokens=4,
-            do_sample=True, policy=str(tmp_path / "policy"), pad_token_id=0, temperature=0.7, **sampling,
+            torch.tensor([[20, 21]]), custom_generate=specstop_generate, draft_model=plain_pair.draft, max_new_tokens=4,
+            do_sample=True, policy=learned, pad_token_id=0, temperature=0.7, **sampling,
         )  # fmt: skip
 
-    for run, words in (
-        (lambda: decode(pair, [prompts[0].text], policy, settings=plain), "another filter"),
-        (lambda: evaluate(other, full_profile, [policy]), "another filter"),
+    filtered = run(pair, prompts, tmp_path / "t", None, 0.7, sampling=TOP_P)
+    for call, words in (
+        (lambda: decode(pair, text, learned, settings=replace(same, sampling=TOP_P)), "another filter"),
+        (lambda: evaluate(filtered, full_profile, [learned]), "another filter"),
         (lambda: generate(top_k=7), "another filter"),
-        (lambda: warn_if_untrained(policy, Settings(1.0, 4, sampling=TOP_P, verification="match")), "temperature"),
-        (lambda: warn_if_untrained(policy, Settings(0.7, 4, sampling=TOP_P, verification="rejection")), "verification"),
-        (lambda: decode(pair, [prompts[0].text], policy, settings=same, drafter="lookup"), "another pair"),
+        (lambda: warn_if_untrained(learned, replace(same, temperature=1.0)), "temperature"),
+        (lambda: warn_if_untrained(learned, replace(same, verification="rejection")), "verification"),
+        (lambda: decode(pair, text, learned, settings=same, drafter="lookup"), "another pair"),
     ):
         with pytest.warns(SpecstopWarning, match=words):
-            run()
+            call()
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecstopWarning)
-        decode(pair, [prompts[0].text], policy, settings=same)
-        generate(top_k=0, top_p=0.8)
+        decode(pair, text, learned, settings=same)
+        generate(top_k=0)

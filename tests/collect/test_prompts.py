@@ -29,12 +29,13 @@ from specstop.collect.prompts import (
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = strategies.text(strategies.characters(exclude_categories=("C", "Z")), min_size=1)
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+PARTS = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
 
 
 def write(folder: Path, text: str | bytes, name: str = "prompts.jsonl") -> Path:
@@ -55,11 +56,6 @@ def refused(source: str | Path, message: str, **options: Any) -> None:
     with pytest.raises(InputError, match=message) as caught:
         read_prompts(source, **options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @given(strategies.lists(strategies.tuples(TEXTS, TEXTS), min_size=1, max_size=4, unique_by=lambda pair: pair[0]))
@@ -83,92 +79,87 @@ def test_every_source_gives_the_same_prompts(
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
+    ("data", "options", "expected"),
     [
-        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, Prompt("HumanEval/0", "def f():")),
-        ({"question_id": 81, "category": "c", "turns": ["one", "two"]}, Prompt("81", "one", "c")),
-        ({"id": 5, "question": "2 + 2?", "answer": "4"}, Prompt("5", "2 + 2?")),
-        ({"id": "a", "prompt": None, "question": "q", "group": None, "category": 3}, Prompt("a", "q", "3")),
-        ({"id": "a", "messages": SYSTEM}, Prompt("a", "a", system="s")),
-        ({"id": "a", "messages": [{"role": "user", "content": [{"type": "text", "text": "1"}, "2"]}]}, Prompt("a", "1\n2")),
-        ({"id": "a", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "y"}]}, Prompt("a", "y")),
-        ({"id": "a", "prompt": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}, Prompt("a", "one\ntwo")),
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, {}, Prompt("HumanEval/0", "def f():")),
+        ({"question_id": 81, "category": "c", "turns": ["one", "two"]}, {}, Prompt("81", "one", "c")),
+        ({"id": 5, "question": "2 + 2?", "answer": "4"}, {}, Prompt("5", "2 + 2?")),
+        ({"id": "a", "prompt": None, "question": "q", "group": None, "category": 3}, {}, Prompt("a", "q", "3")),
+        ({"id": "a", "messages": SYSTEM}, {}, Prompt("a", "a", system="s")),
+        ({"id": "a", "messages": [{"role": "user", "content": PARTS}]}, {}, Prompt("a", "1\n2")),
+        ({"id": "a", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "y"}]}, {},
+         Prompt("a", "y")),
+        ({"id": "a", "prompt": PARTS}, {}, Prompt("a", "1\n2")),
+        ({"id": 1, "prompt": "no", "text": "yes", "answer": "42"}, {"column": "text", "completion": "answer"},
+         Prompt("1", "yes", completion="42")),
+        ({"id": 1, "prompt": "a", "answer": [4, 2]}, {"completion": "answer"}, Prompt("1", "a", completion=(4, 2))),
+        ({"id": "a", "prompt": "a", "sample": "w7"}, {"completion": "sample"}, Prompt("a", "a", completion="w7")),
+        ({"id": "a", "prompt": "a", "sample": "w7"}, {"column": "sample"}, Prompt("a", "w7")),
+        ({"id": "q", "prompt": "a", "sample": 1}, {}, Prompt("q", "a", sample="1")),
+        ({"id": "r", "prompt": "a", "prompt_id": 7}, {}, Prompt("7", "a", sample="r")),
+        ({"id": "r", "prompt": "a", "prompt_id": "q", "sample": "x"}, {}, Prompt("q", "a", sample="x")),
+        ({"id": "q", "prompt": "a", "prompt_id": "q"}, {}, Prompt("q", "a")),
+        ({"id": "q", "prompt": "a", "prompt_id": "", "sample": ""}, {}, Prompt("q", "a")),
     ],
-    ids=["humaneval", "spec-bench", "gsm8k", "first with a value", "messages", "parts", "sharegpt", "parts alone"],
 )  # fmt: skip
-def test_known_forms_of_records_are_read_without_options(
-    tmp_path: Path, data: dict[str, Any], expected: Prompt
+def test_a_record_becomes_a_prompt(
+    tmp_path: Path, data: dict[str, Any], options: dict[str, Any], expected: Prompt
 ) -> None:
-    assert read_prompts(write_records(tmp_path, [data])) == [expected]
-
-
-def test_a_named_column_replaces_the_default_ones(tmp_path: Path) -> None:
-    path = write_records(tmp_path, [{"id": 1, "prompt": "no", "text": "yes", "answer": "42"}])
-    assert read_prompts(path, column="text", completion="answer") == [Prompt("1", "yes", completion="42")]
-    ids = write_records(tmp_path, [{"id": 1, "prompt": "a", "answer": [4, 2]}])
-    assert read_prompts(ids, completion="answer")[0].completion == (4, 2)
+    assert read_prompts(write_records(tmp_path, [data]), **options) == [expected]
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("content", "message", "options"),
     [
-        ("", "empty"), (3, "int"), ({"a": 1}, "dict"), ([], "empty"), ([3], "int"), ([[3]], "type"), ([{"a": 1}], "user"),
-        ([{"role": "assistant", "content": "a"}], "assistant"), ([{"role": "user", "content": 3}], "int"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
-        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "text"),
-        ([{"role": "user", "content": [{"type": []}]}], "type"),
+        ('{"prompt": "a"}\n\n{oops', "line 3: invalid JSON", {}), ("[", "invalid JSON", {}), ("\n \n", "is empty", {}),
+        ('{"prompt": "a"}\n["b"]', "line 2: expected an object", {}), ('["a"]', "item 1: expected an object", {}),
+        ('{"promt": "a"}', "line 1: .*it has promt .did you mean.*`column`", {}), (b'{"prompt": "\xff"}', "not UTF-8", {}),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice", {}),
+        (r'{"prompt": "\ud800"}', "text of prompt .* surrogate", {}),
+        (r'{"prompt": "a", "id": "b\udc00"}', "id of prompt .* surrogate", {}),
+        ('{"prompt": "a"}', '"text", but it has prompt', {"column": "text"}),
+        ('{"prompt": "a"}', 'completions: .*line 1: .*"answer"', {"completion": "answer"}),
+        ('{"prompt": "a", "out": [8, "w9"]}', "completions: .*line 1", {"completion": "out"}),
+        ('{"prompt": "a"}', "limit: expected", {"limit": 0}),
+        *(([record("ok"), record("a", value)], f"line 2: .*{noun}", {}) for value, noun in (
+            ("", "empty"), (3, "int"), ({"a": 1}, "dict"), ([], "empty"), ([[3]], "type"), ([{"a": 1}], "user"),
+            ([{"role": "assistant", "content": "a"}], "assistant"), ([{"role": "user", "content": 3}], "int"),
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        )),
+        ([record("q", sample="x"), record("q", sample="x")], "prompt.* 2.*`sample`", {}),
+        ([record(None), record(None)], "prompt.* 2.*`sample`", {}),
+        ([record("r1", prompt_id="q"), record("r2", "b", prompt_id="q")], "prompt.* 2.*another text", {}),
+        ([record(1), record("1", "b")], "prompt.* 2.*another text", {}),
+        ([record("q", sample="x"), record("q", SYSTEM, sample="y")], "prompt.* 2.*another text", {}),
     ],
-    ids=str,
 )  # fmt: skip
-def test_a_value_without_a_text_is_refused_with_its_place(tmp_path: Path, value: Any, message: str) -> None:
-    refused(write_records(tmp_path, [{"prompt": "ok"}, {"prompt": value}]), f"line 2: .*{message}")
+def test_malformed_and_contradictory_records_are_refused(
+    tmp_path: Path, content: str | bytes | list[Any], message: str, options: dict[str, Any]
+) -> None:
+    path = write_records(tmp_path, content) if isinstance(content, list) else write(tmp_path, content)
+    refused(path, message, **options)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prompt": "a"}\n\n{oops', "line 3: invalid JSON"),
-        ('{"prompt": "a"}\n["b"]', "line 2: expected an object"),
-        ('["a"]', "item 1: expected an object"),
-        ("[", "invalid JSON"),
-        ('{"promt": "a"}', "line 1: .*it has promt .did you mean.*`column`"),
-        ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
-        (r'{"prompt": "\ud800"}', "text of prompt .* surrogate"),
-        (r'{"prompt": "a", "id": "b\udc00"}', "id of prompt .* surrogate"),
-        (r'{"prompt": "b", "category": "\udfff"}', "group of prompt .* surrogate"),
-        ("\n \n", "is empty"),
-        (b'{"prompt": "\xff"}', "not UTF-8"),
-    ],
-)
-def test_a_malformed_file_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
-    refused(write(tmp_path, text), message)
-
-
-def test_missing_columns_and_files_are_refused(tmp_path: Path) -> None:
-    path = write_records(tmp_path, [{"prompt": "a"}])
-    refused(path, '"text", but it has prompt', column="text")
-    refused(path, 'completions: .*line 1: .*"answer"', completion="answer")
-    refused(write_records(tmp_path, [{"prompt": "a", "out": [8, "w9"]}]), "completions: .*line 1", completion="out")
+def test_a_file_is_read_as_far_as_the_limit_and_unreadable_files_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b\u2028c"}\nbroken')
+    assert [p.text for p in read_prompts(path, 2)] == ["a", "b\u2028c"]
     refused(tmp_path / "nowhere.jsonl", "does not exist")
     refused(write(tmp_path, "prompt,id,id\na,b,c\n", "p.csv"), "'id'")
     for name, text in (("p.csv", b"prompt\na,b\n"), ("p.parquet", b"PAR1 not")):
         refused(write(tmp_path, text, name), "cannot be read as")
-    path = write(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b\u2028c"}\nbroken')
-    assert [p.text for p in read_prompts(path, 2)] == ["a", "b\u2028c"], "no further than the limit"
-    refused(path, "limit: expected", limit=0)
 
 
-STREAMS = {
-    "lines": ("one\n\n  two\n", ["one", "two"]),
-    "json lines": ('{"prompt": "one"}\n{"prompt": "two"}\n', ["one", "two"]),
-    "array": (json.dumps([{"prompt": "one"}, {"prompt": "two"}], indent=1), ["one", "two"]),
-    "byte order mark": ('\ufeff{"prompt": "one"}', ["one"]),
-}
-
-
-@pytest.mark.parametrize("form", STREAMS)
-def test_pipes_are_read_and_their_form_recognised(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    text, expected = STREAMS[form]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\n\n  two\n", ["one", "two"]), ('{"prompt": "one"}\n{"prompt": "two"}\n', ["one", "two"]),
+        ('[\n {"prompt": "one"},\n {"prompt": "two"}\n]', ["one", "two"]), ('\ufeff{"prompt": "one"}', ["one"]),
+    ],
+    ids=["lines", "json lines", "array", "byte order mark"],
+)  # fmt: skip
+def test_pipes_are_read_and_their_form_recognised(
+    text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stream = io.TextIOWrapper(io.BytesIO(text.encode()))
     monkeypatch.setattr(sys, "stdin", stream)
     assert [p.text for p in read_prompts("-")] == expected and not stream.closed
@@ -180,8 +171,8 @@ def test_pipes_are_read_and_their_form_recognised(form: str, monkeypatch: pytest
     writer.join(10)
 
 
-@pytest.mark.usefixtures("private_cache")
-def test_folders_are_read_as_data_sets(tmp_path: Path) -> None:
+def test_folders_are_read_as_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "set"
     folder.mkdir()
     refused(folder, "no data set can be read")
@@ -217,44 +208,6 @@ def test_a_hub_name_has_configuration_and_split(monkeypatch: pytest.MonkeyPatch)
     refused("hf:a/b", "hf:a/b: no way$")
 
 
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
-        ([record("q", sample="x"), record("q", sample=1)], [("q", "x"), ("q", "1")]),
-        ([record("r1", prompt_id="q"), record("r2", prompt_id="q")], [("q", "r1"), ("q", "r2")]),
-        ([record("r", prompt_id=7, sample="x"), record("r", prompt_id=7, sample="y")], [("7", "x"), ("7", "y")]),
-        ([record("q", sample=""), record("p", "b", sample=None, prompt_id="")], [("q", ""), ("p", "")]),
-        ([record("q", prompt_id="q"), record("r", prompt_id="q")], [("q", ""), ("q", "r")]),
-    ],
-)
-def test_records_name_prompt_and_sample(
-    tmp_path: Path, records: list[dict[str, Any]], expected: list[tuple[str, str]]
-) -> None:
-    assert [(prompt.id, prompt.sample) for prompt in read_prompts(write_records(tmp_path, records))] == expected
-
-
-def test_a_column_of_samples_may_hold_their_texts(tmp_path: Path) -> None:
-    path = write_records(tmp_path, [record("a", sample="w7 w8"), record("b", "b", sample="w9")])
-    assert [(p.sample, p.completion) for p in read_prompts(path, completion="sample")] == [("", "w7 w8"), ("", "w9")]
-    assert [(p.sample, p.text) for p in read_prompts(path, column="sample")] == [("", "w7 w8"), ("", "w9")]
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [record("q", sample="x"), record("q", sample="x")],
-        [record("q"), record("q")],
-        [record(None), record(None)],
-        [record("r1", prompt_id="q"), record("r2", "b", prompt_id="q")],
-        [record(1), record("1", "b")],
-        [record("q", sample="x"), record("q", SYSTEM, sample="y")],
-    ],
-    ids=["same sample", "same id", "same text", "other text", "other text of a number", "system message"],
-)
-def test_prompts_that_contradict_each_other_are_refused(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    refused(write_records(tmp_path, records), "prompt.* 2.*(another text|`sample`)")
-
-
 def test_equal_texts_under_several_ids_are_counted(tmp_path: Path) -> None:
     rows = [record("a"), record("b"), record("c", "b"), record("d"), record("c", "b", sample="x")]
     with pytest.warns(SpecstopWarning, match="2 of 5 prompts repeat the text"):
@@ -271,27 +224,26 @@ def test_stored_prompts_are_read_as_they_were(tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("stored")
     (folder / "prompts.jsonl").write_text(prompts_json(prompts))
     assert stored_prompts(folder) == prompts
+    for damage in ("[]\n", '{"id": "a"}\n', '{"id": '):
+        (folder / "prompts.jsonl").write_text(damage + prompts_json(prompts))
+        with pytest.raises(TraceError, match="damaged"):
+            stored_prompts(folder)
 
 
-def test_encode_returns_the_ids_of_the_tokenizer_and_refuses_others(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_are_encoded_and_those_without_a_place_are_refused_or_left_out(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     assert encode([Prompt("a", "w7 w9 </s>"), Prompt("b", "w6")], tokenizer, 3) == [[7, 9, 16], [6]]
-    for text, limit, message in (
-        ("w7 w8 w9 w10", 3, "'me' has 4"),
-        (" ", 3, "'me' has 0 tokens"),
-        ("w7", 0, "no room"),
-    ):
+    for text, limit, message in (("w7 w8 w9 w10", 3, "'me' has 4"), (" ", 3, "'me' has 0"), ("w7", 0, "no room")):
         with pytest.raises(InputError, match=message):
             encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, limit)
     with pytest.raises(InputError, match="tokenizer"):
         encode([Prompt("a", "w7")], None, 3)
-
-
-def test_long_prompts_are_left_out_with_a_warning(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [Prompt("ok", "w7 w8"), Prompt("me", "w8 w9 w10")]
     with pytest.warns(SpecstopWarning, match="1 of 2 prompts have more than 2 tokens .'me' has 3."):
         assert fit(prompts, tokenizer, 2) == ([prompts[0]], [[7, 8]])
-    with pytest.raises(InputError, match="7 of 7 prompts have more than 1 tokens"):
-        fit([Prompt(str(i), "w7 w8") for i in range(7)], tokenizer, 1)
+    with pytest.raises(InputError, match="2 of 2 prompts have more than 1 tokens"):
+        fit(prompts, tokenizer, 1)
     with pytest.raises(InputError, match="long: expected skip or refuse"):
         fit(prompts, tokenizer, 9, "rihgt")
 

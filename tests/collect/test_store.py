@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -13,10 +12,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies
-from random_trace import HEADER, chunk, write
 from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain, draft_of, pair_options
 from specstop.collect.store import (
     Trace,
@@ -29,6 +26,7 @@ from specstop.collect.store import (
     write_shard,
 )
 from specstop.policies.errors import InputError, TraceError
+from trace_helpers import HEADER, random_rows, write_random_trace
 
 RAW: dict[str, Any] = json.loads(HEADER.to_json())
 
@@ -67,71 +65,41 @@ def test_text_that_is_no_header_is_refused(text: str | bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "noun"),
     [
-        {"draws": 0}, {"batch": 0}, {"eos": [1 << 40]}, {"eos": [-1]}, {"eos": [True]}, {"eos": [1.5]}, {"eos": 5},
-        {"shards": 0}, {"prompts": 10**12}, {"temperature": "0.7"}, {"temperature": float("nan")},
-        {"sampling": {"top_p": 5}}, {"sampling": {"top_k": "many"}}, {"colour": 1}, {"hidden": ["draft_hidden"]},
-        {"verification": "../x"}, {"label": "none"}, {"collector": "sparse"}, {"texts": ""}, {"topology": [-1, 5]},
-        {"topology": [-2]}, {"topology": [-1] * 5000}, {"features": ["top1", "top1"]}, {"features": ["no such"]},
-        {"anchor_features": ["top1"]}, {"hidden": {"draft_hidden": 1 << 40}}, {"hidden": {"x": 1}}, {"seed": 1 << 70},
-        {"max_new_tokens": 0}, {"vocabulary": -5}, {"explore": 2}, {"pair": {"target": 7}}, {"facts": 7},
+        *((changes, next(iter(changes))) for changes in (
+            {"draws": 0}, {"batch": 0}, {"eos": [1 << 40]}, {"eos": [-1]}, {"eos": [True]}, {"eos": 5}, {"shards": 0},
+            {"prompts": 10**12}, {"temperature": "0.7"}, {"temperature": float("nan")}, {"sampling": {"top_p": 5}},
+            {"sampling": {"top_k": "many"}}, {"colour": 1}, {"hidden": ["draft_hidden"]}, {"verification": "../x"},
+            {"label": "none"}, {"collector": "sparse"}, {"texts": ""}, {"topology": [-1, 5]}, {"topology": [-2]},
+            {"topology": [-1] * 5000}, {"features": ["top1", "top1"]}, {"features": ["no such"]},
+            {"anchor_features": ["top1"]}, {"hidden": {"draft_hidden": 1 << 40}}, {"hidden": {"x": 1}}, {"seed": 1 << 70},
+            {"max_new_tokens": 0}, {"vocabulary": -5}, {"explore": 2}, {"pair": {"target": 7}}, {"facts": 7},
+        )),
+        *((changes, "expected") for changes in (
+            {"verification": "typical"}, {"verification": "block", "topology": [-1, -1]}, {"draws": 4}, {"mix": 0.5},
+            {"mix": 0.5, "collector": "live", "topology": [-1]}, {"explore": 0.5},
+        )),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_field_out_of_range_is_refused_by_its_name(changes: dict[str, Any]) -> None:
-    (name,) = changes
-    with pytest.raises(TraceError, match=f"here: .*{name}"):
+def test_fields_out_of_range_or_in_contradiction_are_refused(changes: dict[str, Any], noun: str) -> None:
+    with pytest.raises(TraceError, match=f"here: .*{noun}"):
         Header.from_json(json.dumps({**RAW, **changes}), "here")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"verification": "typical"}, {"verification": "block", "topology": [-1, -1]}, {"draws": 4}, {"mix": 0.5},
-        {"mix": 0.5, "collector": "live", "topology": [-1]}, {"explore": 0.5},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(TraceError, match=r"here: .*expected"):
-        Header.from_json(json.dumps({**RAW, **changes}), "here")
-
-
-@pytest.mark.parametrize(
-    ("changes", "exactness", "every"),
-    [
-        ({}, "path", True), ({"verification": "block"}, "law", True), ({"collector": "live"}, "", False),
-        ({"texts": "completions"}, "", False), ({"texts": "sampled"}, "path", True),
-        ({"mix": 0.5, "topology": (-1,)}, "", True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_replay_is_exact_where_every_anchor_of_the_texts_was_recorded(
-    changes: dict[str, Any], exactness: str, every: bool
-) -> None:
-    header = dataclasses.replace(HEADER, **changes)
-    assert (header.exactness, header.has_every_anchor) == (exactness, every)
 
 
 @pytest.mark.parametrize(
     ("draft", "facts", "words"),
     [
-        ("d", {}, "--target t --draft d"),
-        # With another drafter the header's `draft` is its spec.
-        ("hydra:h", {"drafter": "hydra:h", "draft model": ""}, "--target t --drafter hydra:h"),
-        (
-            "suffix+model",
-            {"drafter": "suffix+model", "draft model": "d"},
-            "--target t --draft d --drafter suffix+model",
-        ),
-        ("", {}, "--target t --draft DRAFT"),
-        ("d", {"device": "NVIDIA H100", "dtype": "bfloat16"}, "--target t --draft d --device cuda --dtype bfloat16"),
+        ("d", {}, "--draft d"), ("", {}, "--draft DRAFT"),
+        ("hydra:h", {"drafter": "hydra:h", "draft model": ""}, "--drafter hydra:h"),  # the header has the spec as `draft`
+        ("suffix+model", {"drafter": "suffix+model", "draft model": "d"}, "--draft d --drafter suffix+model"),
+        ("d", {"device": "NVIDIA H100", "dtype": "bfloat16"}, "--draft d --device cuda --dtype bfloat16"),
     ],
-)
-def test_the_pair_is_named_as_commands_take_it(draft: str, facts: dict[str, Any], words: str) -> None:
+)  # fmt: skip
+def test_the_pair_is_named_by_the_options_of_commands(draft: str, facts: dict[str, Any], words: str) -> None:
     header = dataclasses.replace(HEADER, draft=draft, facts=facts)
-    assert " ".join(pair_options(header)) == words
+    assert " ".join(pair_options(header)) == f"--target t {words}"
     assert pair_options(dataclasses.replace(header, target=""))[:2] == ["--target", "TARGET"]
     assert draft_of(header) in ("d", "DRAFT")
 
@@ -142,7 +110,7 @@ def test_rows_are_read_as_they_were_written(
 ) -> None:
     """By specstop, and by `load_dataset` without its help."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    chunks = write(tmp_path / "t")
+    chunks = write_random_trace(tmp_path / "t")
     (tmp_path / "t" / "run.yaml").write_text("depth: 3\n")
     rows = (
         load_trace(tmp_path / "t").table().to_pylist()
@@ -157,7 +125,7 @@ def test_rows_are_read_as_they_were_written(
 
 
 def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_random_trace(tmp_path)
     trace = load_trace(tmp_path)
     table = trace.table(["anchor", "cut"])
     assert (trace.header, trace.complete, trace.row_count, table.column_names) == (HEADER, True, 9, ["anchor", "cut"])
@@ -170,7 +138,7 @@ def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
-    write(tmp_path / "t")
+    write_random_trace(tmp_path / "t")
     with pytest.raises(InputError, match="not empty"):
         open_for_writing(tmp_path / "t", HEADER)
     new = open_for_writing(tmp_path / "t", dataclasses.replace(HEADER, seed=5), overwrite=True)
@@ -184,40 +152,19 @@ def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-def test_a_failed_write_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(table: pa.Table, path: Path, **options: object) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "as it happens")
-
-    open_for_writing(tmp_path, HEADER)
-    write_shard(tmp_path, HEADER, 1, [chunk(3, 0)])
-    before = {str(p) for p in tmp_path.rglob("*")}
-    monkeypatch.setattr(pq, "write_table", half)
-    with pytest.raises(OSError, match="as it happens"):
-        write_shard(tmp_path, HEADER, 0, [chunk(3, 0)])
-    assert {str(p) for p in tmp_path.rglob("*")} == before
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda raw: b"",
-        lambda raw: raw[:-20],
-        lambda raw: raw[:40] + bytes(255 - b for b in raw[40:80]) + raw[80:],  # the page of the first column
-    ],
-    ids=["empty", "shortened", "flipped"],
-)
-def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    write(tmp_path)
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    write_random_trace(tmp_path)
     path = shard_path(tmp_path, 1, 2)
-    path.write_bytes(damage(path.read_bytes()))
-    for read in (lambda folder: load_trace(folder).table(), check_trace):
-        with pytest.raises(TraceError, match=f"shard .*{path.name} cannot be read: .*`resume`"):
-            read(tmp_path)
+    raw = path.read_bytes()
+    for damaged in (b"", raw[:-20], raw[:40] + bytes(255 - b for b in raw[40:80]) + raw[80:]):
+        path.write_bytes(damaged)
+        for read in (lambda folder: load_trace(folder).table(), check_trace):
+            with pytest.raises(TraceError, match=f"shard .*{path.name} cannot be read: .*`resume`"):
+                read(tmp_path)
 
 
 def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_random_trace(tmp_path)
     path = shard_path(tmp_path, 0, 2)
     raw, rows = path.read_bytes(), load_trace(tmp_path).table()
     noticed, generator = 0, np.random.default_rng(5)
@@ -244,21 +191,21 @@ def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path: Path) -> None
 def test_columns_that_make_no_texts_are_refused(
     tmp_path: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 ) -> None:
-    write(tmp_path)
-    rows = chunk(4, 1)
-    write_shard(tmp_path, HEADER, 0, [chunk(3, 0), rows | {name: change(rows[name]).astype(rows[name].dtype)}])
+    write_random_trace(tmp_path)
+    rows = random_rows(4, 1)
+    write_shard(tmp_path, HEADER, 0, [random_rows(3, 0), rows | {name: change(rows[name]).astype(rows[name].dtype)}])
     with pytest.raises(TraceError, match=name):
         check_trace(tmp_path)
 
 
 def test_a_trace_without_all_its_shards_opens_and_is_not_complete(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_random_trace(tmp_path)
     shard_path(tmp_path, 0, 2).unlink()
     trace = load_trace(tmp_path)
     assert (trace.complete, trace.row_count, len(trace.rows)) == (False, 2, 2)
     with pytest.raises(TraceError, match=r"1 of its 2 shards are missing \(0\)"):
         check_trace(tmp_path)
-    write_shard(tmp_path, HEADER, 0, [chunk(2, 2)])
+    write_shard(tmp_path, HEADER, 0, [random_rows(2, 2)])
     with pytest.raises(TraceError, match="duplicate"):
         check_trace(tmp_path)
     for folder in (tmp_path / "data", tmp_path / "nowhere"):
@@ -272,9 +219,9 @@ def test_a_trace_without_all_its_shards_opens_and_is_not_complete(tmp_path: Path
     ids=["columns", "depth", "seed", "number of shards"],
 )
 def test_a_shard_of_another_run_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
-    write(tmp_path / "here")
+    write_random_trace(tmp_path / "here")
     other = dataclasses.replace(HEADER, **changes)
-    write(tmp_path / "there", other)
+    write_random_trace(tmp_path / "there", other)
     path = shard_path(tmp_path / "there", 1, other.shards)
     shutil.copy(path, tmp_path / "here" / "data" / path.name)
     with pytest.raises(TraceError, match=path.name):

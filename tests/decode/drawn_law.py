@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from enumeration import NEGLIGIBLE
+from enumeration import Enumerator
 from specstop.collect.completions import target_rows
 from specstop.collect.dense import DenseCollector, node_features
 from specstop.collect.proposals import Proposals, TargetText
@@ -33,47 +33,25 @@ from torch import Tensor
 CHANCES = ("accept_chance", "next_chance")
 
 
-class Numbers:
-    """The random numbers of the draws at one place, each in every interval within which no answer changes, depth first."""
+class Numbers(Enumerator):
+    """The random numbers of the draws at one place, each in every interval within which no answer changes."""
 
     def __init__(self) -> None:
-        self._forks: list[tuple[list[tuple[float, float]], int]] = []
+        super().__init__()
         self.leaves: list[float] = []
         self.exhausted = False
         self.begin()
 
-    def begin(self) -> None:
-        """Begin a run: the next leaf, or the first again once there is none."""
-        self._at, self.probability = 0, 1.0
-
     def end(self) -> None:
-        """Note the leaf, and go on to the next one."""
-        if self.exhausted:
-            return
-        self.leaves.append(self.probability)
-        while self._forks and self._forks[-1][1] + 1 == len(self._forks[-1][0]):
-            self._forks.pop()
-        if not self._forks:
-            self.exhausted = True
-        else:
-            spans, taken = self._forks[-1]
-            self._forks[-1] = spans, taken + 1
+        """Record the probability of the run, and go on to the next one, or to the first again once there is none."""
+        if not self.exhausted:
+            self.leaves.append(self.probability)
+            self.exhausted = not self.advance()
 
     def uniform(self, marks: Sequence[float]) -> float:
-        """Return a number of the interval, between marks, that is next."""
+        """Return a number of the next interval between marks."""
         edges = sorted({0.0, 1.0, *(min(max(mark, 0.0), 1.0) for mark in marks)})
-        spans = [(low, high) for low, high in itertools.pairwise(edges) if high - low > NEGLIGIBLE]
-        if self.exhausted:
-            taken = 0
-        else:
-            if self._at == len(self._forks):
-                self._forks.append((spans, 0))
-            taken = self._forks[self._at][1]
-            assert self._forks[self._at][0] == spans, "the same answers must lead to the same choices"
-            self._at += 1
-        low, high = spans[taken]
-        self.probability *= high - low
-        return (low + high) / 2
+        return float(self.choose(self._at, [((low + high) / 2, low, high) for low, high in itertools.pairwise(edges)]))
 
 
 class EnumeratedDraws:
@@ -179,21 +157,8 @@ def _combined(
     pick = torch.from_numpy(combos)[:, first.place]  # [C, U] run by state
     mixed = copy.copy(first)
     state = torch.arange(states)
-    for name in (
-        *(
-            "token",
-            "accepted",
-            "top",
-            "stats",
-            "best",
-            "numbers",
-            "overlap",
-            "target_prob",
-            "accept_chance",
-            "next_chance",
-        ),
-        *("next_token", "hidden"),
-    ):
+    names = "token accepted top stats best numbers overlap target_prob accept_chance next_chance next_token hidden"
+    for name in names.split():
         stack = [getattr(run, name) for run in runs]
         if isinstance(stack[0], Tensor):
             setattr(mixed, name, torch.stack(stack)[pick, state].flatten(0, 1))

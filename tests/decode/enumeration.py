@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,33 +51,43 @@ class Enumerator:
     def __init__(self) -> None:
         self._forks: list[Fork] = []
         self._at = 0
-        self._spans: dict[tuple[int, int, Purpose], tuple[float, float]] = {}
+        self._spans: dict[Hashable, tuple[float, float]] = {}
         self.probability, self.reused = 1.0, 0
 
     def runs(self, run: Callable[[], Any]) -> Iterator[Any]:
         """Yield what `run` returns under every sequence of answers."""
-        while True:
-            self._at, self._spans, self.probability = 0, {}, 1.0
+        has_next = True
+        while has_next:
+            self.begin()
             result = run()
             assert self._at == len(self._forks), "the same answers must lead to the same choices"
             yield result
-            while self._forks and self._forks[-1].taken + 1 == len(self._forks[-1].options):
-                self._forks.pop()
-            if not self._forks:
-                return
+            has_next = self.advance()
+
+    def begin(self) -> None:
+        """Begin a run."""
+        self._at, self._spans, self.probability = 0, {}, 1.0
+
+    def advance(self) -> bool:
+        """Go on to the next sequence of answers; return False if there is none."""
+        while self._forks and self._forks[-1].taken + 1 == len(self._forks[-1].options):
+            self._forks.pop()
+        if self._forks:
             self._forks[-1].taken += 1
+        return bool(self._forks)
 
     def categorical(self, probs: Tensor, round: int, node: int, purpose: Purpose) -> int:
         mass = (probs.cumsum(-1) / probs.sum()).tolist()
-        return int(self._choose((round, node, purpose), list(zip(range(len(mass)), [0.0, *mass], mass, strict=False))))
+        return int(self.choose((round, node, purpose), list(zip(range(len(mass)), [0.0, *mass], mass, strict=False))))
 
     def bernoulli(self, prob: float, round: int, node: int, purpose: Purpose) -> bool:
-        return bool(self._choose((round, node, purpose), [(True, 0.0, prob), (False, prob, 1.0)]))
+        return bool(self.choose((round, node, purpose), [(True, 0.0, prob), (False, prob, 1.0)]))
 
     def gumbel(self, position: int, count: int) -> Tensor:
         raise AssertionError("the rejection family has no Gumbel noise")
 
-    def _choose(self, key: tuple[int, int, Purpose], options: list[tuple[Any, float, float]]) -> Any:
+    def choose(self, key: Hashable, options: list[tuple[Any, float, float]]) -> Any:
+        """Return the next answer among options (answer, low, high)."""
         self.reused += key in self._spans
         low, high = self._spans.get(key, (0.0, 1.0))
         if self._at == len(self._forks):

@@ -1,28 +1,34 @@
-"""The round loop: the text is independent of the policy, and the records describe the rounds."""
+"""The round loop: the text is independent of the policy, even of one that fails, and the records describe the rounds."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import EOS, NEW, VOCABULARY
+from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
-from specstop.collect.live import exploring
+from specstop.decode.benchmark import bench
 from specstop.decode.drafters.lookup import LookupDrafter
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.round_state import RoundState, Rows
+from specstop.decode.run import decode
 from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.published.bandit import Bandit
 from specstop.policies.registry import load_policy
+from specstop.policies.storage import save_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 COUNTS = ("anchor", "context", "drafted", "verified", "accepted", "committed", "decisions", "backlog", "cut")
@@ -156,35 +162,51 @@ def test_decisions_are_counted_from_the_first_depth(endless_pair, prompt_ids):
         assert {r.decisions for r in rounds} == {expected}, policy.name
 
 
-def test_a_policy_is_limited_to_the_depth_of_the_run(pair, prompt_ids):
-    """A length that shrinks from 20 would reach 4 after 16 rejections."""
-    policy = load_policy("heuristic-transient")
-    runs = [Speculator(pair, one, Settings(0.0, NEW, max_depth=4)) for one in (policy, policy.limited(4))]
-    drafted = [[r.drafted for r in run.generate(prompt_ids[4]).rounds] for run in runs]
-    assert policy.max_depth == 20 and runs[0].policy.max_depth == 4
-    assert drafted[0] == drafted[1] and len(set(drafted[0])) > 1
+# Policies that fail or change their arguments
 
 
-class Scribbling(Confidence):
-    """Writes into all arrays that it is shown."""
+class Plugin(StopPolicy):
+    """Drafts two tokens; a fault replaces one of its methods."""
+
+    name, features, max_depth = "plugin", ("top1",), 4
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        kept, state = super().keep(step, state)
-        for shown in (step.alive, step.parent, step.features, step.batch):
-            shown.fill(0)
-        return kept, state
+        return step.alive & (step.depth < 2), state
 
 
+def fail(*args: Any) -> Any:
+    raise ZeroDivisionError("inside a plugin")
+
+
+FAULTS: dict[str, dict[str, Callable[..., Any]]] = {  # tests of `PolicyHost` cover all exceptions and invalid answers
+    **{f"raises in {method}": {method: fail} for method in ("keep", "start", "observe", "select")},
+    "fails at depth 2": {"keep": lambda self, step, state: fail() if step.depth == 2 else (step.alive, state)},
+}
+HARMLESS: dict[str, dict[str, Callable[..., Any]]] = {
+    "selects orphans": {"select": lambda self, tree, state: tree.depth != 1},
+    "changes the tree": {"select": lambda self, tree, state: np.add(tree.tokens, 7, tree.tokens) > 0},
+}
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *HARMLESS])
 @pytest.mark.parametrize("tree", [None, "2,2,1"])
-@pytest.mark.parametrize(
-    "within", [lambda p: p, lambda p: exploring(p, 0.0, 4), lambda p: Bandit(arms=[p, FixedLength(2)])]
-)
-def test_what_a_policy_writes_into_its_arguments_has_no_effect(pair, prompt_ids, tree, within):
-    runs = [
-        generate(pair, within(policy), prompt_ids[5:6], 0.7, 20, tree=tree)[0]
-        for policy in (Confidence(0.4, 4), Scribbling(0.4, 4), Confidence(0.4, 4))
-    ]
-    assert counts(runs[0]) == counts(runs[1]) == counts(runs[2])
+def test_a_policy_that_fails_is_replaced_with_one_warning_and_the_text_stays(pair, prompt_ids, name, tree):
+    policy: StopPolicy = type("Broken", (Plugin,), (FAULTS | HARMLESS)[name])()
+    settings = Settings(0.7, NEW, 4, fallback=1, tree=tree, verification="match")
+    speculator = Speculator(pair, policy, settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        generations = [speculator.generate(p, stream_key(0, f"p{i}")) for i, p in enumerate(prompt_ids[:3])]
+    assert texts(generations) == plain(pair, prompt_ids[:3], 0.7)
+    messages = [str(w.message) for w in caught if issubclass(w.category, SpecstopWarning)]
+    if name in HARMLESS:
+        assert not messages and speculator.policy.name == "plugin"
+        return
+    (message,) = messages
+    assert "plugin" in message and "fixed:1" in message and next(iter(FAULTS[name])) in message
+    assert speculator.policy.name == "fixed:1"
+    speculator.reset()
+    assert speculator.policy.name == "plugin", "alternating runs call it again"
 
 
 # Resources
@@ -240,3 +262,72 @@ def test_the_loop_does_not_depend_on_the_defaults_of_torch(pair, prompt_ids):
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float16)
     assert run() == expected
+
+
+# Arguments
+
+
+def test_a_prompt_must_have_tokens_and_fit_the_models(pair):
+    short = join(pair.target, build_model(max_position_embeddings=64))
+    for used, length, noun in (
+        (pair, 101, "target .*128"),
+        (short, 40, "draft .*64"),
+        (pair, 0, "empty"),
+        (pair, 100, ""),
+    ):
+        speculator = Speculator(used, FixedLength(4), Settings(max_new_tokens=28))
+        if noun:
+            with pytest.raises(InputError, match=noun):
+                speculator.generate([7] * length)
+        else:
+            assert speculator.generate([7] * length).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1.0), ("temperature", math.nan), ("max_new_tokens", 0), ("max_depth", -1), ("fallback", -1),
+     ("verification", "macth"), ("tree", "2,x"), ("tree", ""), ("drift", "on"), ("stops", ("w9",)), ("sampling", None)],
+)  # fmt: skip
+def test_settings_are_validated_at_construction(name, value):
+    with pytest.raises(InputError, match=name) as caught:
+        Settings(**{name: value})
+    assert "--" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_prompt_is_a_text_or_token_ids_where_each_is_expected(pair, prompts):
+    settings, text = Settings(0.0, 8), prompts[5].text
+    one = decode(pair, text, FixedLength(3), settings=settings)
+    assert decode(pair, text, FixedLength(3), settings=settings, ids="a").tokens == one.tokens
+    for several in ([text], prompts[5:6]):
+        assert decode(pair, several, FixedLength(3), settings=settings)[0].tokens == one.tokens
+    for value in ([7, 8, 9], np.array([7, 8]), torch.tensor([7, 8]), text.encode(), [text.encode()], Path("a"), None):
+        with pytest.raises(InputError, match=r"^prompts: "):
+            decode(pair, value, FixedLength(3), settings=settings)
+    with pytest.raises(InputError, match=r"^ids: "):
+        decode(pair, [text, text], FixedLength(3), settings=settings, ids=["a"])
+    speculator = Speculator(pair, FixedLength(2), settings)
+    on_ids = functools.partial(plain_texts, pair, keys=[0], max_new_tokens=4)
+    for function in (speculator.run, lambda one: speculator.run([Request(one)]), speculator.generate, on_ids):
+        with pytest.raises(InputError, match="prompts: expected"):
+            function(text)
+
+
+def test_a_policy_may_be_a_spec_or_a_folder(pair, prompts, learned, tmp_path):
+    settings, text = Settings(0.0, 8), prompts[5].text
+    expected = decode(pair, text, FixedLength(3), settings=settings)
+    named = decode(pair, text, "fixed:3", settings=settings)
+    assert (named.tokens, len(named.rounds)) == (expected.tokens, len(expected.rounds))
+    save_policy(learned, tmp_path / "policy")
+    for place in (tmp_path / "policy", str(tmp_path / "policy")):
+        with pytest.warns(SpecstopWarning, match="temperature"):
+            assert decode(pair, text, place, settings=settings).tokens == expected.tokens
+    assert [line.name for line in bench(pair, text, "fixed:2", settings=settings)] == ["plain", "fixed:2"]
+    for policy, noun in (("fixd:3", "did you mean"), (Misspelt(2), r"draft_hiden.*did you mean 'draft_hidden'")):
+        with pytest.raises(PolicyError, match=noun):
+            decode(pair, text, policy)
+
+
+class Misspelt(FixedLength):
+    """Reads hidden states that do not exist."""
+
+    hidden = ("draft_hiden",)

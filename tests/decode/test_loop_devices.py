@@ -18,7 +18,7 @@ from specstop.decode.models import cuda
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.pair import join
 from specstop.decode.records import Generation
-from specstop.decode.summaries import largest, summarise_on_device
+from specstop.decode.summaries import summarise_on_device
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.features import Columns, DrawnTokens, summarise
 from specstop.policies.fixed import Confidence, FixedLength
@@ -43,20 +43,12 @@ def graphs(monkeypatch):
     summaries.recorded_statistics.cache_clear()
 
 
-@pytest.mark.parametrize("width", [5, summaries.LONG_ROW - 1, summaries.LONG_ROW, summaries.LONG_ROW + 700])
-def test_the_largest_are_those_of_a_sort(width):
-    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
-    rows[1] = rows[1].round()  # many are equal
-    rows[2, 2:] = -torch.inf
-    for count in (1, 2, 5):
-        assert torch.equal(largest(rows, count), rows.sort(-1, descending=True).values[:, :count])
-
-
 def compare_summaries(width: int, temperature: float, processed: bool, device: str) -> None:
     """Compare summaries of changing numbers of rows with those of the host's kernel."""
     generator = torch.Generator().manual_seed(2)
     for count in (1, 3, 1, 2, 4, 3, 1):
         logits, scores, sampled = 3 * torch.randn(3, count, width, generator=generator)
+        logits[:, ::2] = logits[:, ::2].round()  # many are equal
         of = sorted(torch.randint(count, (count + 1,), generator=generator).tolist())
         ids = torch.randint(width, (count + 1,), generator=generator).tolist()
         rows = [(row, token, 0, 0, 2, 1) for row, token in zip(of, ids, strict=True)]
@@ -74,7 +66,7 @@ def compare_summaries(width: int, temperature: float, processed: bool, device: s
 
 
 @pytest.mark.parametrize(("temperature", "processed"), [(0.0, False), (0.7, False), (0.7, True)])
-@pytest.mark.parametrize("width", [48, summaries.LONG_ROW + 700])
+@pytest.mark.parametrize("width", [48, summaries.LONG_ROW, summaries.LONG_ROW + 700])
 def test_recorded_summaries_are_those_of_the_host(width, temperature, processed, graphs):
     compare_summaries(width, temperature, processed, "cpu")
     assert 0 < graphs.recorded <= 4 < graphs.played + graphs.recorded, "3 rows are read as 4"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
-from specstop.decode.loop import Request, Speculator
+from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
@@ -19,7 +19,7 @@ from specstop.policies.fixed import Confidence, FixedLength
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from torch import Tensor
-from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import PreTrainedTokenizerFast, StoppingCriteria
 
 TREES = [None, "3,2,1", "fork:2x5"]
 
@@ -80,10 +80,9 @@ def test_a_stop_string_ends_the_text_as_in_generate(models, request, plain_pair,
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("models", ["twin"])
-def test_any_of_several_end_tokens_ends_the_text(models, request, prompt_ids, tree, temperature):
+def test_any_of_several_end_tokens_ends_the_text(twin, prompt_ids, tree, temperature):
     """Also where another branch of the tree drew an end that is not the text's."""
-    several = dataclasses.replace(request.getfixturevalue(models), eos=(16, 9, 30, 41))
+    several = dataclasses.replace(twin, eos=(16, 9, 30, 41))
     keys = [stream_key(0, f"p{i}") for i in range(len(prompt_ids))]
     expected = plain_texts(several, prompt_ids, keys, NEW, temperature).tokens
     generations = generate(several, prompt_ids, Settings(temperature, NEW, tree=tree, verification="match"))
@@ -91,9 +90,7 @@ def test_any_of_several_end_tokens_ends_the_text(models, request, prompt_ids, tr
     assert len({text[-1] for text in expected if text[-1] in several.eos}) > 1
     assert not any(set(g.tokens[:-1]) & set(several.eos) for g in generations)
     assert all(g.rounds[-1].cut for g in generations if g.rounds and g.tokens[-1] in several.eos)
-    if models == "twin":
-        assert all(r.accepted == r.verified for g in generations for r in g.rounds) or tree
-        assert ends_in_a_round(generations)
+    assert ends_in_a_round(generations)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -129,24 +126,16 @@ class AtToken(StoppingCriteria):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_criterion_is_called_after_each_token_in_order(twin, prompt_ids, whole, tree):
+def test_criteria_are_called_after_each_token_in_order_and_end_the_text(twin, prompt_ids, whole, tree):
     for prompt, expected in zip(prompt_ids[::2], whole[::2], strict=True):
         criterion = AtToken()
         (text,) = generate(twin, [prompt], Settings(0.0, NEW, tree=tree, stops=(criterion,)))
         assert list(text.tokens) == expected
         has_ended = text.tokens[-1] in twin.eos or len(text.tokens) == NEW
         assert criterion.calls == [[*prompt, *text.tokens[: n + 1]] for n in range(len(text.tokens) - has_ended)]
-
-
-def test_the_first_criterion_that_fires_ends_the_text(twin, prompt_ids, whole):
-    prompt, expected = next(both for both in zip(prompt_ids, whole, strict=True) if len(both[1]) > 8)
-    late, early, first = AtToken(expected[7]), AtToken(expected[3]), AtToken(expected[0])
-    for stops, token in (((late, early), 3), ((early, late), 3), ((first,), 0)):
-        (text,) = generate(twin, [prompt], Settings(0.0, NEW, stops=stops))
-        assert list(text.tokens) == expected[: 1 + expected.index(expected[token])]
-    for limit, length in ((MaxTimeCriteria(0.5, initial_timestamp=0.0), 1), (MaxTimeCriteria(3600.0), NEW)):
-        (text,) = generate(twin, [prompt], Settings(0.0, NEW, tree="3,2,1", stops=(limit,)))
-        assert list(text.tokens) == expected[:length]
+        late, early = AtToken(expected[-1]), AtToken(expected[len(expected) // 2])
+        (text,) = generate(twin, [prompt], Settings(0.0, NEW, tree=tree, stops=(late, early)))
+        assert list(text.tokens) == expected[: 1 + expected.index(early.token)], "the first that fires ends the text"
 
 
 def test_stop_strings_require_text_and_a_tokenizer_that_can_be_searched(pair):
@@ -154,11 +143,3 @@ def test_stop_strings_require_text_and_a_tokenizer_that_can_be_searched(pair):
     for models, strings in ((pair, ["w7"]), (pair, ["w7", ""]), (join(pair.target, pair.draft), ["w7"])):
         with pytest.raises(InputError, match=r"^stops: .*tokenizer"):
             stop_strings(models, strings)
-
-
-def test_criteria_see_padding_and_the_models_do_not(pair, prompt_ids, whole):
-    criterion = AtToken()
-    speculator = Speculator(pair, FixedLength(2), Settings(0.0, 4, stops=(criterion,)))
-    (text,) = speculator.run([Request(prompt_ids[3], padding=[0, 0])])
-    assert list(text.tokens) == whole[3][:4]
-    assert criterion.calls[0] == [0, 0, *prompt_ids[3], text.tokens[0]]

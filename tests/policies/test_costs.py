@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import specstop.policies.measurements as m
 from hypothesis import given, settings, strategies as st
-from specstop.policies.costs import MIN_SHARE, BatchCosts, BatchTable, along, interpolate
+from specstop.policies.costs import MIN_SHARE, BatchCosts, BatchTable, interpolate, read_curve
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
-from specstop.policies.measurements import Key, Measurements, Noise, collected, judge
+from specstop.policies.measurements import Key, Measurements, Noise, measure_noise, merge_repetitions
 from specstop.policies.profile import Profile
 from steps import damage_json
 from timed import timed_profile
@@ -119,7 +119,7 @@ def test_a_fitted_curve_never_falls_and_keeps_the_sum(timings: list[tuple[int, f
     side = {(n,): np.array([value]) for n, value in timings}
     (curve,) = m.fit_curves([side])
     assert all(high >= low - 1e-12 for (_, low), (_, high) in pairwise(curve))
-    predicted = sum(float(along(curve, n)) for (n,) in side)
+    predicted = sum(float(read_curve(curve, n)) for (n,) in side)
     assert predicted == pytest.approx(sum(float(values.sum()) for values in side.values()))
 
 
@@ -166,7 +166,7 @@ def test_a_first_draft_step_that_reads_several_tokens_has_no_price_of_a_later_st
     for side in m.CONTEXTS:
         timed |= {Key(m.PLAIN, side): [4e-3], Key(m.VERIFY, side, (1,)): [5e-3], Key(m.LATER, side, (2,)): [2e-4]}
         timed |= {Key(m.FIRST, side, (2,)): [6e-3], Key(m.FIRST, side, (3,)): [6.1e-3]}
-    low = Profile.measured(collected([timed]), (20.0, 60.0), 2, 0.7).low
+    low = Profile.measured(merge_repetitions([timed]), (20.0, 60.0), 2, 0.7).low
     assert (*low.draft_s, low.later_s) == pytest.approx((6e-3, 6e-3, 2e-4), rel=EXACT)
 
 
@@ -218,12 +218,12 @@ def test_only_measured_costs_are_drawn(profile: Profile) -> None:
 
 
 def test_measured_decisions_are_priced_stored_and_drawn(profile: Profile) -> None:
-    timed = collected([{Key(m.DECISIONS, "mine", (2,)): [1e-4 * (at + 1)] * 3} for at in range(8)])
+    timed = merge_repetitions([{Key(m.DECISIONS, "mine", (2,)): [1e-4 * (at + 1)] * 3} for at in range(8)])
     more = profile.with_measured_decisions(timed)
     assert more.decision("mine") == pytest.approx(0.5e-4 * 4.5)
     assert more.measurements == timed and more.same_costs(profile.to_dict())
     assert len({draw.decision("mine") for draw in draws(more, 20)}) > 5
-    again = more.with_measured_decisions(collected([{Key(m.DECISIONS, "mine", (2,)): [1e-3]}]))
+    again = more.with_measured_decisions(merge_repetitions([{Key(m.DECISIONS, "mine", (2,)): [1e-3]}]))
     assert again.decision("mine") == pytest.approx(0.5e-3) and len(again.measurements.series) == 1
 
 
@@ -235,7 +235,7 @@ def noise(repetitions: Sequence[Sequence[float]], outside: Sequence[Sequence[flo
     texts = [{Key(m.VERIFY, "short", (4,)): [1e-3 * t for t in times]} for times in repetitions]
     for text, times in zip(texts, outside, strict=False):
         text[Key(m.OUTSIDE, "short", (0,))] = [1e-3 * t for t in times]
-    result = judge(collected(texts))
+    result = measure_noise(merge_repetitions(texts))
     assert result is not None
     return result
 
@@ -245,9 +245,9 @@ def test_timings_that_agree_are_quiet_and_few_have_no_noise() -> None:
     for quiet in (noise([[5.0] * 4] * 6), different_counts):
         assert (quiet.spread, quiet.stalls, quiet.block, quiet.is_noisy) == (0.0, 0.0, 1, False)
         assert (quiet.phases, quiet.drift) == pytest.approx((0.0, 0.0), abs=1e-12)
-    assert judge(Measurements()) is None
+    assert measure_noise(Measurements()) is None
     for few in ([1.0, 2.0, 3.0], [0.0] * 9):
-        assert judge(collected([{Key(m.VERIFY, "short", (1,)): few}])) is None
+        assert measure_noise(merge_repetitions([{Key(m.VERIFY, "short", (1,)): few}])) is None
 
 
 def test_each_kind_of_noise_has_its_closed_form() -> None:

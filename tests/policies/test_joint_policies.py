@@ -161,7 +161,7 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_the_sent_tokens_are_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
     rate = 4.0 if verify_s is LINEAR else 1.0
-    grid, rng = CostGrid(synthetic_profile(verify_s)).fit(3, 2), np.random.default_rng(1)
+    grid, rng = CostGrid(synthetic_profile(verify_s)).extend_to(3, 2), np.random.default_rng(1)
     rates, batches = np.full(len(grid.verify), rate), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     sizes = set()
     for _ in range(40):
@@ -180,7 +180,7 @@ def test_the_sent_tokens_are_the_best_of_all_sets(verify_s: tuple[float, ...]) -
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_the_drafted_tokens_are_the_best_of_all_plans(verify_s: tuple[float, ...], trims: bool) -> None:
     """A plan is a set of streams and a number of steps."""
-    grid, rng = CostGrid(synthetic_profile(verify_s, 0.3)).fit(3, 3), np.random.default_rng(2)
+    grid, rng = CostGrid(synthetic_profile(verify_s, 0.3)).extend_to(3, 3), np.random.default_rng(2)
     rates, batches = np.full(len(grid.verify), 1.0), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.0]]
     for turn in range(30):
@@ -248,8 +248,8 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
     _, state = policy.keep(root, policy.start(3, np.arange(3)))
     accept = policy.survive(root, None)[0][0][0, 0]
     mean = [0.6**n for n in range(1, first + 1)]
-    assert state.known[0].tolist() == pytest.approx([*mean[:-1], (mean[-2] if first > 1 else 1.0) * accept])
-    assert state.known[2].tolist() == pytest.approx(mean), "drafted, but its text has ended: not read"
+    assert state.survivals[0].tolist() == pytest.approx([*mean[:-1], (mean[-2] if first > 1 else 1.0) * accept])
+    assert state.survivals[2].tolist() == pytest.approx(mean), "drafted, but its text has ended: not read"
     assert policy.select(chains([first] * 3, first), policy.start(3, np.arange(3))) is None, "no decision: all is sent"
 
 

@@ -18,6 +18,7 @@ from commands import Answer, cli
 from learned_policies import learned
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError, SpecstopWarning
+from specstop.policies.features import PLUGIN_SWITCH
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
 from specstop.policies.storage import save_policy
 
@@ -236,7 +237,7 @@ def test_the_package_is_listed_without_an_import_decodes_and_passes_its_tests(
 def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [[p["name"] for p in result(cli(*args, "policies", "--json"))] for args in ([], ["--no-plugins"])]
     assert "patience" in names[0] and names[1] == list(BUILTINS)
-    monkeypatch.setenv(registry.SWITCH, "0")
+    monkeypatch.setenv(PLUGIN_SWITCH, "0")
     assert POLICIES.names() == list(BUILTINS)
     with pytest.raises(PolicyError, match="unknown policy 'patience'"):
         load_policy("patience")

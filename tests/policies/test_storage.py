@@ -22,7 +22,7 @@ from head_tensors import NAMES, RANDOM_HEADS, random_policy
 from hypothesis import given, settings, strategies as st
 from joint_policies import batch_policy
 from learned_policies import FACTS, learned
-from specstop.policies import from_pretrained, save_pretrained
+from specstop.policies import from_pretrained
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import digest
 from specstop.policies.learned import LearnedPolicy, SurvivalMaps, TrainingMetadata
@@ -189,7 +189,7 @@ def test_a_malicious_folder_is_refused_and_nothing_is_unpickled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     attack, noun = ATTACKS[name]
-    folder = save_pretrained(learned(), tmp_path / "p")
+    folder = save_policy(learned(), tmp_path / "p")
     attack(folder)
     monkeypatch.setattr(pickle, "loads", lambda *args: pytest.fail("unpickled"))
     with pytest.raises(PolicyError, match=noun) as error:
@@ -284,7 +284,7 @@ def test_a_damaged_folder_is_refused_or_decides(
 
 
 def test_a_policy_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, revisions = save_pretrained(learned(), tmp_path / "p"), []
+    source, revisions = save_policy(learned(), tmp_path / "p"), []
 
     def fetch(name: str, **options: Any) -> str:
         if name != "owner/policy":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.costs import extend
+from specstop.policies.costs import extrapolate
 from specstop.policies.learned import TreeGain
 from steps import draft_step
 from trees import BELOW, make_tree_policy
@@ -144,7 +144,7 @@ class Reference:
         return np.minimum(self.rises[count], least)
 
     def tokens(self, nodes: int) -> Array:
-        seconds = extend(self.rule.verify_s, nodes + 1)
+        seconds = extrapolate(self.rule.verify_s, nodes + 1)
         return (seconds - seconds[0]) * self.rule.rate
 
     def keep(self, step: DraftStep, levels: Levels) -> Array:
@@ -167,7 +167,7 @@ class Reference:
             other = survival * self.share(next_, np.full(next_.shape, rank)) * (counts > rank)
             worth[..., 0] += np.maximum(other - price[:, None], 0.0)
         order = np.argsort(-best, axis=1, kind="stable")
-        rows = extend(self.rule.draft_s, len(counts))[:, None]
+        rows = extrapolate(self.rule.draft_s, len(counts))[:, None]
         seconds = rows * further if depth else self.rule.opening_s + rows * (further - 1)
         gain = np.take_along_axis(worth.cumsum(2), order[..., None], 1).cumsum(1) - self.rule.rate * seconds
         most = gain.max(2)[:, : self.rule.width]

@@ -1,4 +1,4 @@
-"""Traces and training rows made by hand, whose truth is known."""
+"""Traces, training rows and costs of batches made by hand, whose truth is known."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from specstop.collect.schema import Header, chain
+from specstop.collect import Header
+from specstop.collect.schema import chain
+from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.train import TraceArrays
 from specstop.train.heads.rows import FitRows
-from specstop.train.replay.arrays import TraceArrays
 from torch import Tensor
+
+from specstop import Profile
 
 PROMPT_TOKENS = 7
 
@@ -84,10 +88,17 @@ def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceAr
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
     arrays = synthetic_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
-    left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)[None]).clamp_min(-1).float()
+    left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)).clamp_min(-1).float()
     return with_signal(arrays, left, arrays.accepted.float())
 
 
 def with_signal(arrays: TraceArrays, nodes: torch.Tensor, anchor: torch.Tensor) -> TraceArrays:
     depth = torch.arange(1.0, nodes.shape[1] + 1).expand(nodes.shape)
     return dataclasses.replace(arrays, columns={"entropy": nodes, "anchor_entropy": anchor, "depth": depth})
+
+
+def with_batches(profile: Profile) -> Profile:
+    """Return a profile with batches of 2 and 4 texts: costs that rise evenly, in a step, and not at all."""
+    verify = {2: ((2, 4e-3), (12, 6e-3)), 4: ((4, 5e-3), (16, 5e-3), (17, 8e-3), (24, 8e-3))}
+    low = BatchTable(8.0, ((1, 8e-4), (4, 1.5e-3)), verify)
+    return dataclasses.replace(profile, batch=BatchCosts(low, dataclasses.replace(low, context=40.0)))

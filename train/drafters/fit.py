@@ -230,7 +230,7 @@ def acceptance(
     drafting = TrainedDrafter(kind, copy.deepcopy(network), pair.fingerprint["target"]).network_for(pair)
     build: Any = DRAFTERS.load(kind)
     settings = Settings(0.0, max_new_tokens, max_depth=depth)
-    speculator = Speculator(pair, FixedLength(depth), settings, drafter=build(pair, drafting))
+    speculator = Speculator(pair, FixedLength(depth), settings, drafters=[build(pair, drafting)])
     rounds = [one for prompt in prompts for one in speculator.generate(prompt).rounds if one.drafted == depth]
     if not rounds:
         return {}

@@ -36,7 +36,7 @@ def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> 
     """
     count = batch.tokens.shape[1]
     if not isinstance(network, MedusaHeads):
-        for depth, states in enumerate(unrolled(network, batch, embedding, None)):
+        for depth, states in enumerate(unroll(network, batch, embedding, None)):
             yield output(states[:, : count - 2 - depth])
         return
     embedded = embedding(batch.tokens) if network.reads_path else None
@@ -48,7 +48,7 @@ def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> 
         yield network.outputs[head](network.state(head, batch.states[:, :rows], path))
 
 
-def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
+def position_log_probs(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
     """Return [B, n - 1, T, V + 1], the log-probabilities of the symbols at T positions after each root."""
 
     def next_symbols(states: Tensor) -> Tensor:
@@ -56,13 +56,13 @@ def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Modu
         return network.embed(symbols[-1].argmax(-1), embedding)
 
     symbols: list[Tensor] = []
-    for depth, states in enumerate(unrolled(network, batch, embedding, next_symbols), 1):
+    for depth, states in enumerate(unroll(network, batch, embedding, next_symbols), 1):
         if depth == network.shape.depth:  # the last one has no successor that calls it
             next_symbols(states)
     return torch.stack(symbols, 2)
 
 
-def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, next_read: Module | None) -> Iterator[Tensor]:
+def unroll(network: LayerNetwork, batch: Batch, embedding: Module, next_read: Module | None) -> Iterator[Tensor]:
     """Yield by depth the layer's states [B, n - 1, H], where each position reads its own state of the depth before.
 
     Args:
@@ -136,7 +136,7 @@ def _ctc_loss(network: CTCNetwork, batch: Batch, embedding: Module, output: Modu
     hardly determines where each token stands, so the first position is also fitted to the target's distribution of the next
     token (the released code distils ten times as much as it aligns).
     """
-    symbols = positions(network, batch, embedding, output)
+    symbols = position_log_probs(network, batch, embedding, output)
     with torch.no_grad():
         target = output(batch.states[:, 1:-1]).softmax(-1)  # [B, n - 2, V]; row s is of token s + 2
     nats = -(target * symbols[:, :-1, 0, :-1]).sum(-1)

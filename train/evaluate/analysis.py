@@ -1,6 +1,6 @@
 """Why a policy is as fast as it is: calibration, wrong stops, where time goes, groups and prompts.
 
-All sections are JSON values and are computed from rounds that were replayed once (`log.play`).
+All sections are JSON values. They are computed from rounds that were replayed once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
 from ..heads.calibration import BINS, calibration_error, perfect_error
-from ..replay.arrays import TraceArrays, seen_features
-from ..replay.bounds import OraclePlan, Regret, judge, planned_rounds
-from ..replay.columns import seen_states
-from ..replay.rounds import Rounds, scaled
-from .pricing import Priced, ProfileBootstrap, ResampleSource
+from ..replay.arrays import TraceArrays, policy_features
+from ..replay.bounds import OraclePlan, Regret, planned_rounds, round_regret
+from ..replay.columns import policy_states
+from ..replay.rounds import Rounds, scale_costs
+from .pricing import PricedReplays, ProfileBootstrap, ResampleSource
 from .statistics import Resamples
 
-MOST_GROUPS, MOST_POINTS, MOST_ROUNDS = 40, 1000, 20_000
+MAX_GROUPS, MAX_POINTS, MAX_ROUNDS = 40, 1000, 20_000
 """Groups and prompts that are shown, and rounds from which calibration is computed."""
 
 _SIMULATIONS = 20
@@ -64,12 +64,15 @@ class Replays:
         return {"best fixed": self.best, **self.policies}
 
 
-def details(replays: Replays, subject: str, boot: Resamples, seed: int, progress: Progress = silent) -> Json:
+def details(
+    replays: Replays, subject: str, stops: list[Json], boot: Resamples, seed: int, progress: Progress = silent
+) -> Json:
     """Return the sections by name.
 
     Args:
         replays: of one trace.
         subject: name of the policy that sections on one policy are about.
+        stops: see `stop_costs`.
         boot: resamples of the clusters.
         seed: of random samples of large sections.
         progress: called before and after.
@@ -80,7 +83,7 @@ def details(replays: Replays, subject: str, boot: Resamples, seed: int, progress
     sections = {
         "subject": subject,
         "per_prompt": per_prompt(replays, boot),
-        "stops": stop_costs(replays),
+        "stops": stops,
         "time": [time_share(name, arrays, played, profile) for name, played in replays.compared.items()],
         "reliability": [reliability(name, arrays, played, seed) for name, played in learned.items()],
         "groups": by_group(replays, seed),
@@ -125,7 +128,7 @@ def per_prompt(replays: Replays, boot: Resamples) -> Json:
     rounds = [*played.values(), planned_rounds(arrays, replays.plan)]
     # Samples with the default seed, whatever that of the report: two reports on one profile have the same ones.
     costs = ProfileBootstrap(profile)
-    priced = Priced(boot, costs, rounds, arrays.prompt_tokens, torch.stack(list(seconds.values()), 1))
+    priced = PricedReplays(boot, costs, rounds, arrays.prompt_tokens, torch.stack(list(seconds.values()), 1))
     factors = priced.factors(ResampleSource.PROFILE)[1:].round(_DIGITS).T.tolist()
     return {
         "clusters": list(arrays.clusters),
@@ -145,7 +148,7 @@ def stop_costs(replays: Replays) -> list[Json]:
     """Return `stop_cost` of the best fixed length and every policy."""
     arrays, profile, tokens = replays.arrays, replays.costs.profile, int(replays.arrays.text_tokens.sum())
     return [
-        stop_cost(name, judge(arrays, played, replays.plan, profile), tokens)
+        stop_cost(name, round_regret(arrays, played, replays.plan, profile), tokens)
         for name, played in replays.compared.items()
     ]
 
@@ -175,8 +178,8 @@ def time_share(name: str, arrays: TraceArrays, played: Rounds, profile: Profile)
     decided = float(played.decision_seconds(profile).sum())
     total = float(played.price(profile).sum())
     # Costs add up, so that doubling one of them adds its value.
-    draft = float(played.price(scaled(profile, draft=2.0)).sum()) - total
-    verify = float(played.price(scaled(profile, verify=2.0)).sum()) - total
+    draft = float(played.price(scale_costs(profile, draft=2.0)).sum()) - total
+    verify = float(played.price(scale_costs(profile, verify=2.0)).sum()) - total
     prompt = float(profile.prefill_seconds(arrays.prompt_tokens.numpy()).sum())
     names = ("draft_ms", "verify_ms", "decision_ms", "outside_ms", "prompt_ms", "total_ms")
     parts = (draft, verify, decided, total - decided - draft - verify, prompt, total + prompt)
@@ -197,10 +200,10 @@ def by_group(replays: Replays, seed: int) -> list[Json]:
     if len(members) < 2:
         return []
     out = []
-    for name, at in sorted(members.items(), key=lambda item: -int(tokens[item[1]].sum()))[:MOST_GROUPS]:
+    for name, at in sorted(members.items(), key=lambda item: -int(tokens[item[1]].sum()))[:MAX_GROUPS]:
         boot = Resamples([arrays.clusters[i] for i in at], seed)
         rounds = [one.subset(at) for one in replays.compared.values()]
-        reference, *spent = Priced(boot, replays.costs, rounds, arrays.prompt_tokens[at]).seconds().T
+        reference, *spent = PricedReplays(boot, replays.costs, rounds, arrays.prompt_tokens[at]).seconds().T
         ratios = {x: asdict(boot.interval(reference / mine)) for x, mine in zip(replays.policies, spent, strict=True)}
         fastest = min(replays.fixed, key=lambda one: float(one.seconds[at].sum()))
         figures = {"prompts": boot.clusters, "tokens": int(tokens[at].sum()), "best_fixed": fastest.name}
@@ -212,8 +215,8 @@ def by_prompt(replays: Replays, played: Rounds, seed: int) -> list[Json]:
     """Return speeds over plain decoding by sequence: of the best fixed length and of a policy; of many, a random sample."""
     arrays, plain = replays.arrays, replays.fixed[0].seconds
     keep = np.arange(arrays.sequences)
-    if len(keep) > MOST_POINTS:
-        keep = np.sort(np.random.default_rng(seed).choice(len(keep), MOST_POINTS, replace=False))
+    if len(keep) > MAX_POINTS:
+        keep = np.sort(np.random.default_rng(seed).choice(len(keep), MAX_POINTS, replace=False))
     return [
         {
             "prompt": arrays.prompt_ids[at],
@@ -241,7 +244,7 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
         row: [R] of the anchors.
         history: [R, 4] at the beginning of the rounds.
     """
-    features = seen_features(arrays, policy.features, row, history).numpy()
+    features = policy_features(arrays, policy.features, row, history).numpy()
     tree, streams = arrays.tree.limited(policy.max_depth), len(row)
     out = np.full((streams, arrays.tree.nodes), np.nan)
     state = policy.start(streams, np.zeros(streams, dtype=np.int64))  # learned policies draw no random numbers
@@ -253,7 +256,7 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
             np.ones((streams, len(level)), dtype=bool),
             np.tile(tree.parent_in_level[depth], (streams, 1)),
             np.ascontiguousarray(features[:, level + 1]),
-            {name: seen_states(arrays.hidden_state(name), row, nodes if depth else None) for name in policy.hidden},
+            {name: policy_states(arrays.hidden_state(name), row, nodes if depth else None) for name in policy.hidden},
             np.arange(streams),
         )
         _, state = policy.keep(step, state)
@@ -274,8 +277,8 @@ def reliability(name: str, arrays: TraceArrays, played: Rounds, seed: int) -> Js
     assert has_survival(policy)
     row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     use = torch.nonzero(~arrays.cut[row])[:, 0]
-    if len(use) > MOST_ROUNDS:
-        chosen = np.random.default_rng(seed).choice(use.numpy(), MOST_ROUNDS, replace=False)
+    if len(use) > MAX_ROUNDS:
+        chosen = np.random.default_rng(seed).choice(use.numpy(), MAX_ROUNDS, replace=False)
         use = torch.from_numpy(np.sort(chosen))
     row, history = row[use], played.history[use]
     chunks = zip(row.split(_CHUNK), history.split(_CHUNK), strict=True)
@@ -286,12 +289,14 @@ def reliability(name: str, arrays: TraceArrays, played: Rounds, seed: int) -> Js
         for node in tree.levels[depth] if depth >= start else ():
             above[node] = above[tree.parent[node]]
         level = torch.tensor(tree.levels[depth]) - 1
-        known = torch.ones(len(row), len(level), dtype=torch.bool)
+        is_selected = torch.ones(len(row), len(level), dtype=torch.bool)
         if start > 1 and depth >= start:
-            known = accepted[:, [above[int(node) + 1] - 1 for node in level]]
-        if depth >= start and known.any():
+            is_selected = accepted[:, [above[int(node) + 1] - 1 for node in level]]
+        if depth >= start and is_selected.any():
             depths.append(
-                calibration(depth, predicted[:, level][known].numpy(), accepted[:, level][known].numpy(), seed)
+                calibration(
+                    depth, predicted[:, level][is_selected].numpy(), accepted[:, level][is_selected].numpy(), seed
+                )
             )
     total = sum(one["all"]["count"] for one in depths) or 1
     means = {key: sum(one[key] * one["all"]["count"] for one in depths) / total for key in ("ece", "ece_perfect")}

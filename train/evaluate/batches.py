@@ -16,10 +16,10 @@ from ...policies.errors import TraceError
 from ...policies.fixed import FixedLength
 from ...policies.profile import Profile
 from ..replay.arrays import TraceArrays
-from ..replay.batch import BatchRounds, at_once, check_batch, deal, replay_batch
+from ..replay.batch import BatchRounds, arrive_at_once, check_batch, replay_batch, request_order
 from ..replay.bounds import batch_bound
 from .comparison import BEST
-from .statistics import FEWEST, Clusters, Resamples, Values, oracle_share
+from .statistics import MIN_CLUSTERS, Clusters, Resamples, Values, oracle_share
 
 TAIL = 0.95
 
@@ -33,7 +33,7 @@ def by_batch(
     profile: Profile,
     sizes: Sequence[int],
     *,
-    arrivals: Arrivals = at_once,
+    arrivals: Arrivals = arrive_at_once,
     estimate: tuple[TraceArrays, StopPolicy] | None = None,
     clusters: Clusters | None = None,
     primary: str = "",
@@ -72,7 +72,7 @@ def by_batch(
     titles = [BEST, *names, *([] if estimate is None else [estimate[1].name]), "oracle bound of the batch"]
     tables = []
     for at, size in enumerate(sizes):
-        order, replays = deal(arrays.sequences, size, seed), []
+        order, replays = request_order(arrays.sequences, size, seed), []
         for done, (read, policy) in enumerate(jobs):
             progress("batches", at * len(jobs) + done, len(sizes) * len(jobs))
             replays.append(replay_batch(read, policy, profile, size, arrivals(len(order)), order))
@@ -111,7 +111,7 @@ def check_batches(
         )
     for size in sorted(sizes, reverse=True):  # what is enough for the largest is enough for all
         check_batch(arrays, profile, size)
-        arrivals(len(deal(arrays.sequences, size, seed)))
+        arrivals(len(request_order(arrays.sequences, size, seed)))
 
 
 def _sentence(sizes: Sequence[int], use: Sequence[str]) -> str:
@@ -181,6 +181,6 @@ class _BatchTable:
     def use(self, names: Sequence[str]) -> str:
         """Return the fastest policy with an interval above 1; without one, the best fixed length."""
         if not self._clusters.is_judged:
-            return f"no verdict ({self._clusters.text} of similar length are too few, {FEWEST} are needed)"
+            return f"no verdict ({self._clusters.text} of similar length are too few, {MIN_CLUSTERS} are needed)"
         clear = [(self._speeds[at][0], name) for at, name in enumerate(names, 1) if self.to_best[at - 1].is_above]
         return max(clear)[1] if clear else f"fixed:{self.best}" if self.best else "plain decoding"

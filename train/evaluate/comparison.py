@@ -19,18 +19,18 @@ from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
 from ..replay.arrays import TraceArrays
-from ..replay.bounds import best_static_tree, drafted_alone, oracle_plan, planned_rounds
+from ..replay.bounds import best_static_tree, isolate_subtree, oracle_plan, planned_rounds
 from ..replay.rounds import Rounds
 from ..replay.run import replay
 from ..replay.single_rounds import check_identified, evaluate_rounds, identified_limit
 from .analysis import Replays, trace_outcomes
-from .pricing import Priced, ProfileBootstrap, ResampleSource
+from .pricing import PricedReplays, ProfileBootstrap, ResampleSource
 from .records import POLICIES, Line
 from .statistics import Clusters, LogRatios, Resamples, Values, oracle_share
 from .verdict import verdict
 
 PLAIN, BEST, BOUND = "plain decoding", "best fixed", "oracle bound"
-CONVERGED, MOST_ITERATIONS = 1e-12, 50
+CONVERGED, MAX_ITERATIONS = 1e-12, 50
 EXACT_S = 1e-9
 """Seconds by which a replay may be below the bound: sums of the same numbers in another order."""
 
@@ -72,7 +72,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonResult:
     """The lines of a report, and what its answer, findings and sections need besides.
 
     Attributes:
@@ -121,7 +121,7 @@ class Comparison:
         boot: Resamples,
         setting: Setting,
         tokens: Values,
-        priced: Priced,
+        priced: PricedReplays,
         jobs: Sequence[Job],
         counts: Sequence[Counts],
         *,
@@ -206,7 +206,7 @@ class Comparison:
         return {name: self._boot.interval(self._rates[name] / rate) for name in policies}
 
 
-def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = False) -> Compared:
+def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = False) -> ComparisonResult:
     """Return the lines of policies on whole texts, with the achievable estimate if requested."""
     arrays, costs, progress = setting.arrays, setting.costs, setting.progress
     depth, profile = min(arrays.depth, costs.profile.max_depth), costs.profile
@@ -218,14 +218,14 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     if not arrays.tree.is_chain:
         static, _ = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
-        played.append(replay(*drafted_alone(arrays, static.nodes), profile))
+        played.append(replay(*isolate_subtree(arrays, static.nodes), profile))
         jobs = [*jobs, Job("best static tree", "static", f"{shape}; chosen on these prompts", static)]
     fixed, by_name = played[: depth + 1], dict(zip([job.name for job in jobs], played[depth + 1 :], strict=True))
     tokens, boot = arrays.text_tokens.double().numpy(), setting.resamples(setting.clusters)
     plan = oracle_plan(arrays, profile)
     spent = torch.stack([*(one.seconds for one in played), plan.seconds], 1)
     rounds = [*played, planned_rounds(arrays, plan)]
-    priced = Priced(boot, costs, rounds, arrays.prompt_tokens, spent)
+    priced = PricedReplays(boot, costs, rounds, arrays.prompt_tokens, spent)
     counts = [_counts(one) for one in played]
     comparison = Comparison(boot, setting, tokens, priced, jobs, counts, has_bound=True)
     lines, to_achievable = comparison.lines(), {}
@@ -242,7 +242,7 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     lines.append(comparison.line(BOUND, "bound", "knows every accepted length", comparison.bound))
     below = [x for x, one in by_name.items() if bool((one.seconds < plan.seconds - EXACT_S).any())]
     replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan)
-    return Compared(
+    return ComparisonResult(
         lines, comparison.fixed, setting.clusters, boot, comparison.logs, replays, below, to_achievable
     )  # fmt: skip
 
@@ -255,7 +255,7 @@ def _counts(played: Rounds) -> Counts:
     return played.block_efficiency, drafted, verified, accepted
 
 
-def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
+def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> ComparisonResult:
     """Return the lines of policies on the rounds of a live trace.
 
     Rates are expected tokens over modelled seconds of the rounds that the recorded run visits. The bound is that of single
@@ -287,7 +287,7 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
     clusters = dataclasses.replace(setting.clusters, of=tuple(setting.clusters.of[at] for at in present.tolist()))
     boot = setting.resamples(clusters)
     rounds = [one.subset(present.tolist()) for one in columns]
-    priced = Priced(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
+    priced = PricedReplays(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
     counts, is_chain = list(map(_round_counts, values)), arrays.tree.is_chain
     comparison = Comparison(boot, setting, tokens.numpy(), priced, jobs, counts, has_bound=is_chain)
     lines = comparison.lines()
@@ -295,13 +295,13 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> Compared:
         note = "of single rounds; knows the outcome of every depth"
         lines.append(comparison.line(BOUND, "bound", note, comparison.bound))
     caveats = [*(caveat for one in values for caveat in one.caveats), *trace_outcomes(arrays).caveats]
-    return Compared(
+    return ComparisonResult(
         lines, comparison.fixed, clusters, boot, comparison.logs, rounds=len(values[0].committed),
         caveats=tuple(dict.fromkeys(caveats)),
     )  # fmt: skip
 
 
-def compare_places(places: Sequence[Compared]) -> list[Compared]:
+def compare_places(places: Sequence[ComparisonResult]) -> list[ComparisonResult]:
     """Return comparisons of the same policies with intervals and verdicts that are simultaneous over all of them."""
     logs = [one.logs for one in places if one.logs is not None]
     out = []
@@ -334,7 +334,7 @@ def _round_bound(fixed: Sequence[Rounds]) -> Rounds:
     seconds = torch.stack([one.price(one.profile) for one in fixed], 1)
     # From a rate that is reached, rho never falls: the depths of each iteration are at least as good as those before.
     rho = max(one.rate for one in fixed)
-    for _ in range(MOST_ITERATIONS):
+    for _ in range(MAX_ITERATIONS):
         best = (tokens - rho * seconds).argmax(1, keepdim=True)
         chosen, spent = tokens.gather(1, best)[:, 0], seconds.gather(1, best)[:, 0]
         before, rho = rho, float(chosen.sum() / spent.sum())

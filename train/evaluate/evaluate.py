@@ -22,12 +22,12 @@ from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence
 from ...policies.host import is_trusted, validate_policy
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.registry import PolicySpec, as_policies
+from ..fit.adapt import adapt_to_profile
 from ..fit.rules import tune_confidence
-from ..fit.settle import settle_for
 from ..replay.arrays import TraceArrays, trace_arrays
-from ..replay.batch import at_once
+from ..replay.batch import arrive_at_once
 from ..replay.checks import (
     check_fit,
     check_training_traces,
@@ -39,14 +39,14 @@ from ..replay.run import replay
 from ..replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
-from .comparison import Compared, Job, Setting, compare_places, compare_rounds, compare_texts
+from .comparison import ComparisonResult, Job, Setting, compare_places, compare_rounds, compare_texts
 from .importance import importance_section
-from .pricing import ProfileBootstrap, Unpriced, unpriced_finding, with_prices
+from .pricing import ProfileBootstrap, Unpriced, unpriced_warnings, with_prices
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report
 from .statistics import form_clusters
-from .verdict import answer, doubts, findings
+from .verdict import find_doubts, find_warnings, make_answer
 
 HUGGING_FACE = 0.4
 
@@ -67,7 +67,7 @@ class _Options:
     achievable: bool = False
     detailed: bool = False
     batch: Sequence[int] = ()
-    arrivals: Arrivals = at_once
+    arrivals: Arrivals = arrive_at_once
     is_single: bool = True
 
 
@@ -101,7 +101,7 @@ def evaluate(
     achievable: bool = False,
     compare: str | Path | None = None,
     batch: Sequence[int] = (),
-    arrivals: Arrivals = at_once,
+    arrivals: Arrivals = arrive_at_once,
     cluster: str = "prompt",
     primary: str = "",
     allow_overlap: bool = False,
@@ -175,7 +175,7 @@ def _open_places(
     traces: TraceSpec | Sequence[TraceSpec], profile: ProfileSpec | Sequence[ProfileSpec]
 ) -> dict[str, tuple[Trace, Profile]]:
     """Return every trace with every profile by name."""
-    profiles = [as_profile(one) for one in as_list(profile, Profile)]
+    profiles = [load_profile(one) for one in as_list(profile, Profile)]
     opened = [load_traces(one) for one in as_list(traces, Trace)]
     if not opened or not profiles:
         raise InputError("--traces, --profile: expected at least one trace and one profile")
@@ -247,8 +247,8 @@ def _prepare(trace: Trace, profile: Profile, candidates: Sequence[StopPolicy], o
         raise PolicyFailure(f"policy {options.primary} failed ({text}); it is the primary policy")
     working = [policy for policy in candidates if policy.shown_name not in failed]
     has_default = options.is_single and bool(trace.header.features)  # an engine's records have no features
-    usual = [Confidence(HUGGING_FACE)] if has_default else []
-    profile, unpriced = with_prices(profile, [*usual, *working], trace.header)
+    default_rules = [Confidence(HUGGING_FACE)] if has_default else []
+    profile, unpriced = with_prices(profile, [*default_rules, *working], trace.header)
     jobs = _jobs(working, tuning, profile, min(arrays.depth, profile.max_depth), has_default)
     costs = ProfileBootstrap(profile, options.seed)
     setting = Setting(arrays, costs, clusters, options.primary, options.seed, options.progress)
@@ -282,13 +282,13 @@ def _jobs(
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
         jobs.append(Job(TUNED, "rule", note, tuned.limited(depth)))
     for policy in policies:
-        settled, note = settle_for(policy, replayable, profile)
-        kind = "learned" if isinstance(settled, LearnedPolicy) else "rule"
-        jobs.append(Job(policy.shown_name, kind, note, settled.limited(depth)))
+        adapted, note = adapt_to_profile(policy, replayable, profile)
+        kind = "learned" if isinstance(adapted, LearnedPolicy) else "rule"
+        jobs.append(Job(policy.shown_name, kind, note, adapted.limited(depth)))
     return jobs
 
 
-def _compare(place: _Place, achievable: bool = False) -> Compared:
+def _compare(place: _Place, achievable: bool = False) -> ComparisonResult:
     if place.trace.header.collector == "live":
         return compare_rounds(place.setting, place.jobs)
     return compare_texts(place.setting, place.jobs, achievable)
@@ -347,22 +347,25 @@ def _evaluate_places(
     return Report(facts=facts, findings=findings, places=dict(zip(places, reports, strict=True)))
 
 
-def _report(place: _Place, compared: Compared, detailed: bool, places: int = 1) -> Report:
+def _report(place: _Place, compared: ComparisonResult, detailed: bool, places: int = 1) -> Report:
     """Return the report on compared policies."""
     setting, clusters, boot = place.setting, compared.clusters, compared.boot
     lines, profile, replays = compared.lines, setting.costs.profile, compared.replays if detailed else None
-    reasons = doubts(lines, compared.below_bound, profile)
+    reasons = find_doubts(lines, compared.below_bound, profile)
     if reasons:
         lines = [dataclasses.replace(x, verdict=NOISY) if x.verdict not in ("", TOO_FEW) else x for x in lines]
-    result = answer(
-        lines, f"fixed:{np.argmax(compared.fixed)}", clusters, stops=stop_costs(replays) if replays else (), doubts=reasons,
-        primary=setting.primary, places=places,
+    stops = stop_costs(replays) if replays else []
+    result = make_answer(
+        lines, f"fixed:{np.argmax(compared.fixed)}", clusters, stops=stops, doubts=reasons, primary=setting.primary,
+        places=places,
     )  # fmt: skip
     facts = _facts(place, compared)
-    sections = details(replays, result.candidate, boot, setting.seed, setting.progress) if replays and result else {}
+    sections: dict[str, Any] = {}
+    if replays and result:
+        sections = details(replays, result.candidate, stops, boot, setting.seed, setting.progress)
     warnings = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in place.failed.items()]
-    warnings += findings(profile, setting.clusters, setting.arrays.prompt_ids, reasons, compared.to_achievable)
-    warnings += unpriced_finding(place.unpriced, profile, place.trace.header)
+    warnings += find_warnings(profile, setting.clusters, setting.arrays.prompt_ids, reasons, compared.to_achievable)
+    warnings += unpriced_warnings(place.unpriced, profile, place.trace.header)
     bands = acceptance_bands(setting.arrays, setting.resamples(setting.clusters))
     return Report(
         tuple(lines), compared.fixed, facts, bands, result, tuple(warnings), compared.caveats, sections,
@@ -370,7 +373,7 @@ def _report(place: _Place, compared: Compared, detailed: bool, places: int = 1) 
     )  # fmt: skip
 
 
-def _facts(place: _Place, compared: Compared) -> dict[str, Any]:
+def _facts(place: _Place, compared: ComparisonResult) -> dict[str, Any]:
     header, arrays, costs, clusters = place.trace.header, place.setting.arrays, place.setting.costs, compared.clusters
     return {
         "traces": str(place.trace.folder),

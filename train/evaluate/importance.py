@@ -42,7 +42,7 @@ from .statistics import Resamples, Values
 COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored", "decisions")
 """The `extra` columns of `trace_arrays` that `observed_rounds` reads."""
 
-MOST_MISMATCHED = 0.002
+MAX_MISMATCHED = 0.002
 """Share of unexplored rounds in which a replay may stop elsewhere than recorded: ties of single precision."""
 
 FEW_ROUNDS = 30
@@ -239,7 +239,7 @@ def _recorded_totals(arrays: TraceArrays, replayed: ObservedRounds | None, profi
         return replayed.tokens, replayed.seconds
     trace, explored = _RecordedColumns(arrays), arrays.extra["explored"].numpy().astype(bool)
     alone = ~explored | explored.all()  # without a policy every round is drafted to full depth
-    context = (arrays.prompt_tokens[arrays.owner] + arrays.every_anchor).numpy()
+    context = (arrays.prompt_tokens[arrays.owner] + arrays.anchor_by_row).numpy()
     price, decisions = profile.decision(arrays.header.policy.partition(":")[0]), arrays.extra["decisions"].numpy()
     seconds = profile.round_seconds(context, trace.drawn, trace.sent, trace.backlog, decisions, price)
     return trace.committed(np.arange(len(alone)), trace.sent) * alone, seconds * alone
@@ -267,7 +267,7 @@ def _replay_recorded(
     trace = _RecordedColumns(arrays)
     same = rounds.observed & (rounds.drafted == trace.drawn) & (rounds.verified == trace.sent)
     mismatched = 1.0 - float(same[~trace.explored].mean()) if not trace.explored.all() else 0.0
-    if mismatched > MOST_MISMATCHED:
+    if mismatched > MAX_MISMATCHED:
         return None, f"{policy.name} stops elsewhere than {mismatched:.1%} of the rounds recorded under {name}"
     return rounds, ""
 

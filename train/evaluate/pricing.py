@@ -2,11 +2,11 @@
 
 A profile is an average of timings, and another hour on the same machine gives a different one. Each resample of the prompts
 is therefore priced with a profile that is estimated from a bootstrap sample of the timings. Policies stop where they stopped
-in the replay: their thresholds are what is deployed, and only the prices of their rounds change.
+in the replay, because the same thresholds are deployed. Only the prices of their rounds change.
 
-The price of a decision belongs to the profile, like that of a draft step. If each report timed it again, each report would
-give a different answer. Timings that the profile lacks are therefore read from the policy's folder if it was trained for this
-profile, otherwise from the user's cache, under the policy's content, the machine, the versions and the profile.
+The price of a decision belongs to the profile, as that of a draft step does. If every report measured it again, every report
+would give a different answer. Timings that the profile lacks are therefore read from the policy's folder if it was trained
+for this profile, otherwise from the user's cache, under the policy's content, the machine, the versions and the profile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...policies.files import cache_folder, digest, read_json, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
-from ...policies.storage import content
+from ...policies.storage import content_digest
 from ..replay.rounds import Rounds, RoundTypes, count_rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
 
@@ -71,7 +71,7 @@ def with_prices(profile: Profile, policies: Sequence[StopPolicy], header: Header
     return profile, unpriced
 
 
-def unpriced_finding(unpriced: Unpriced, profile: Profile, header: Header) -> tuple[str, ...]:
+def unpriced_warnings(unpriced: Unpriced, profile: Profile, header: Header) -> tuple[str, ...]:
     """Return the warning about the decisions that a profile lacked, with the command that adds them; see `with_prices`."""
     if not unpriced:
         return ()
@@ -114,7 +114,7 @@ def _cache_key(policy: StopPolicy, profile: Profile, header: Header, device: tor
     costs = {name: value for name, value in profile.to_dict().items() if name != "decision_s"}
     return {
         "policy": policy.cost_name,
-        "content": content(policy) if isinstance(policy, LearnedPolicy) else _code(policy),
+        "content": content_digest(policy) if isinstance(policy, LearnedPolicy) else _code(policy),
         "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device)],
         "versions": [platform.python_version(), *map(version, _VERSIONS)],
         "profile": digest(costs),
@@ -187,7 +187,7 @@ class ProfileBootstrap:
         return Ratio(float(values[0]), float(low), float(high))
 
 
-class Priced:
+class PricedReplays:
     """Seconds of P replays in every resample.
 
     Args:
@@ -207,7 +207,7 @@ class Priced:
         spent: Tensor | None = None,
     ) -> None:
         self._boot, self._costs, self._replays = boot, costs, list(replays)
-        self._prompt_tokens, self._spent = prompt_tokens, spent
+        self._spent = spent
         if not costs.profiles:
             return
         counted = list(map(count_rounds, self._replays))
@@ -244,7 +244,7 @@ class Priced:
         out = np.ones((rows, len(self._replays)))
         if not profiles or source is ResampleSource.PROMPTS:
             return out
-        # Counted rounds give only the ratio of two profiles: what they miss (`Kinds.seconds`) mostly cancels in it.
+        # Counted rounds give only the ratio of two profiles: what they miss (`RoundTypes.seconds`) mostly cancels in it.
         measured = self._counted_seconds(self._costs.profile, slice(None))
         for at, profile in enumerate(profiles, 1):
             # Sample `at` prices the resamples at, at + D, ...; row 0 keeps the measured profile.

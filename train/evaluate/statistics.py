@@ -29,24 +29,24 @@ from ...policies.errors import InputError, close_match
 
 REPLICATES = 2000
 LEVEL = 0.95
-FEWEST = 20
-"""Clusters below which an interval does not support a verdict."""
+MIN_CLUSTERS = 20
+"""Number of clusters below which an interval does not support a verdict."""
 
-MOST_OF_TOKENS = 1 / 3
+MAX_TOKEN_SHARE = 1 / 3
 """Share of all tokens in one cluster above which there is no verdict (measured by `benchmarks/intervals.py`)."""
 
-SMALLEST_ERROR = 0.25
-"""Least standard error of a replicate relative to that of the sample. It matters for a policy that differs from its rival in
-few clusters: resamples without these have no error."""
+MIN_RELATIVE_ERROR = 0.25
+"""Minimum standard error of a replicate relative to that of the sample. Without it, resamples that miss the few clusters in
+which a policy differs from its rival would have no error."""
 
-FEWEST_DIFFERENT = 4
-"""Clusters in which a policy has to differ from its rival to count for the maximum. With fewer its own interval contains 1
-anyway, and it would only widen those of the others."""
+MIN_DIFFERENT = 4
+"""Number of clusters in which a policy must differ from its rival to count for the maximum. With fewer, its interval contains
+1 in any case, and it would only widen the intervals of the others."""
 
-SAME = 1e-9
+SPEED_TOLERANCE = 1e-9
 """Relative difference of two speeds up to which they are equal."""
 
-LARGEST_LOG = 50.0
+MAX_LOG_RATIO = 50.0
 """Limit of the logarithm of an end of an interval: a ratio of 5e21."""
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -75,7 +75,7 @@ class Clusters:
     @property
     def is_judged(self) -> bool:
         """Whether there are enough clusters of similar size for a verdict."""
-        return self.count >= FEWEST and self.largest <= MOST_OF_TOKENS
+        return self.count >= MIN_CLUSTERS and self.largest <= MAX_TOKEN_SHARE
 
     @property
     def text(self) -> str:
@@ -224,7 +224,7 @@ class Resamples:
         best = theirs[winner[0]]
         errors = np.sqrt(errors + (shift[:, ours] - shift[:, [best]]).var(0))
         speeds = tokens / seconds  # [P, M]
-        different = (np.abs(speeds[:, ours] / speeds[:, [best]] - 1.0) > SAME).sum(0)
+        different = (np.abs(speeds[:, ours] / speeds[:, [best]] - 1.0) > SPEED_TOLERANCE).sum(0)
         return LogRatios(values, errors, different, rate[ours] / rate[theirs].max())
 
     def simultaneous(self, families: Sequence[LogRatios], apart: int | None = None) -> list[list[Ratio]]:
@@ -255,10 +255,10 @@ class Resamples:
 def _interval_ends(values: Values, errors: Values, different: Values) -> tuple[Values, Values]:
     """Return the ends [M] of simultaneous intervals (bootstrap-t of the maximum); arguments as of `LogRatios`."""
     value, error = values[0], errors[0]
-    least = np.maximum(errors[1:], SMALLEST_ERROR * error)
+    least = np.maximum(errors[1:], MIN_RELATIVE_ERROR * error)
     with np.errstate(invalid="ignore", divide="ignore"):
         studentised = np.where(error > 0, (values[1:] - value) / least, 0.0)  # a policy that is its rival has no error
-    counts = different >= FEWEST_DIFFERENT
+    counts = different >= MIN_DIFFERENT
     studentised = studentised[:, counts] if counts.any() else studentised
     both = np.quantile(np.abs(studentised).max(1), LEVEL)
     tail = (1.0 - LEVEL) / 2
@@ -266,14 +266,14 @@ def _interval_ends(values: Values, errors: Values, different: Values) -> tuple[V
     below = max(both, np.quantile(studentised.max(1), 1.0 - tail))
     above = max(both, -np.quantile(studentised.min(1), tail))
     # With two or three clusters a quantile may be too large for a float; JSON has no infinity.
-    ends = np.clip([value - below * error, value + above * error], -LARGEST_LOG, LARGEST_LOG)
+    ends = np.clip([value - below * error, value + above * error], -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return np.exp(ends[0]), np.exp(ends[1])
 
 
 def oracle_share(rate: Values, best: Values, bound: Values) -> Values:
     """Return the share of the oracle gain, of tokens/s [1 + R]; 0 if there is no gain or no bound."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        share: Values = np.where(bound > best * (1.0 + SAME), (rate - best) / (bound - best), 0.0)
+        share: Values = np.where(bound > best * (1.0 + SPEED_TOLERANCE), (rate - best) / (bound - best), 0.0)
     return share
 
 
@@ -286,4 +286,4 @@ def clusters_needed(ratio: Ratio, clusters: int) -> int | None:
         return None
     end = ratio.low if ratio.value > 1.0 else ratio.high
     needed = clusters * (np.log(end / ratio.value) / np.log(ratio.value)) ** 2
-    return int(min(np.ceil(max(needed, FEWEST)), 1e9))
+    return int(min(np.ceil(max(needed, MIN_CLUSTERS)), 1e9))

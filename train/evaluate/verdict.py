@@ -8,9 +8,9 @@ from typing import Any
 from ...decode.benchmark import Ratio
 from ...policies.profile import Profile
 from .records import DEPLOY, HF_DEFAULT, INCONCLUSIVE, NOISY, POLICIES, REFUSE, TOO_FEW, TUNED, Answer, Line
-from .statistics import FEWEST, LEVEL, MOST_OF_TOKENS, REPLICATES, SAME, Clusters, clusters_needed
+from .statistics import LEVEL, MAX_TOKEN_SHARE, MIN_CLUSTERS, REPLICATES, SPEED_TOLERANCE, Clusters, clusters_needed
 
-MOST_SPREAD = 10.0
+MAX_SPREAD = 10.0
 """Slowest over fastest timing of the same call above which a profile supports no verdict."""
 
 DOMINANT = 0.2
@@ -27,7 +27,7 @@ def verdict(ratio: Ratio, clusters: int, parts: Mapping[str, Ratio] | None = Non
         largest: share of all tokens in the largest cluster.
     """
     prompts, profile = (parts or {}).get("prompts"), (parts or {}).get("profile")
-    if clusters < FEWEST or largest > MOST_OF_TOKENS:
+    if clusters < MIN_CLUSTERS or largest > MAX_TOKEN_SHARE:
         return TOO_FEW
     if ratio.is_below:
         return REFUSE
@@ -37,7 +37,7 @@ def verdict(ratio: Ratio, clusters: int, parts: Mapping[str, Ratio] | None = Non
     return NOISY if prompts is not None and prompts.is_above else INCONCLUSIVE
 
 
-def answer(
+def make_answer(
     lines: Sequence[Line],
     best_name: str,
     clusters: Clusters,
@@ -71,24 +71,26 @@ def answer(
     role = (
         "primary policy" if top.name == primary else "fastest policy" if top is policies[0] else "fastest policy given"
     )
-    subject, dominated = f"the {role}, {top.name}, is {gain}", clusters.largest > MOST_OF_TOKENS
+    subject, dominated = f"the {role}, {top.name}, is {gain}", clusters.largest > MAX_TOKEN_SHARE
     # With a dominant cluster more prompts of this spread would include another one.
     needed = _clusters_needed(top, clusters) if not dominated else None
-    more = "" if needed is None else f" About {needed:,} {clusters.unit} of the same spread would decide."
-    few = f"{clusters.text}, of which one has {clusters.largest:.0%} of all tokens" if dominated else clusters.text
+    needed_text = "" if needed is None else f" About {needed:,} {clusters.unit} of the same spread would decide."
+    count_text = (
+        f"{clusters.text}, of which one has {clusters.largest:.0%} of all tokens" if dominated else clusters.text
+    )
     reason = f"{doubts[0]}. T{subject[1:]}" if doubts else f"{subject}, and its timings alone could turn that"
     headline = {
         DEPLOY: f"Deploy {top.name}: {top.to_plain.value:.2f} times as fast as plain decoding, {gain}.",
-        INCONCLUSIVE: f"Inconclusive: {subject}, which contains 1.{more} Until then {instead}.",
+        INCONCLUSIVE: f"Inconclusive: {subject}, which contains 1.{needed_text} Until then {instead}.",
         REFUSE: f"Do not deploy a policy here, {instead}. T{subject[1:]}: below 1.",
-        TOO_FEW: f"Too few prompts: {few}, and a verdict needs {FEWEST}{' of similar length' * dominated}. T{subject[1:]}."
-        f"{more} Until then {instead}.",
+        TOO_FEW: f"Too few prompts: {count_text}, and a verdict needs {MIN_CLUSTERS}{' of similar length' * dominated}. "
+        f"T{subject[1:]}.{needed_text} Until then {instead}.",
         NOISY: f"{'No' if doubts else 'The profile is too noisy for a'} verdict: {reason}. Measure the profile again. Until "
         f"then {instead}.",
     }[result]
     use = top.name if result == DEPLOY else fallback_name
     coverage = _coverage(top, len(policies), clusters, primary, places)
-    return Answer(result, use, top.name, headline, coverage, why(top.name, stops))
+    return Answer(result, use, top.name, headline, coverage, explain_gain(top.name, stops))
 
 
 def _fallback(lines: Sequence[Line], best_name: str) -> tuple[str, str]:
@@ -136,7 +138,7 @@ def _span(ratio: Ratio) -> str:
     return f"{ratio.low:.3f} to {ratio.high:.3f}"
 
 
-def why(name: str, stops: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def explain_gain(name: str, stops: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return in sentences where a policy gains and loses against the best fixed length."""
     by_name = {stop["name"]: stop["ms_per_token"] for stop in stops}
     if name not in by_name or "best fixed" not in by_name:
@@ -156,7 +158,7 @@ def why(name: str, stops: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return (wrong, f"Its decisions take {decided:.1f} ms in 100 tokens, against {saved:.1f} ms saved, {net}.")
 
 
-def doubts(lines: Sequence[Line], below_bound: Sequence[str], profile: Profile) -> tuple[str, ...]:
+def find_doubts(lines: Sequence[Line], below_bound: Sequence[str], profile: Profile) -> tuple[str, ...]:
     """Return the reasons not to believe a report.
 
     Args:
@@ -168,16 +170,16 @@ def doubts(lines: Sequence[Line], below_bound: Sequence[str], profile: Profile) 
     for line in (line for line in lines if line.kind in POLICIES):
         if line.name in below_bound:
             reasons.append(f"{line.name} is faster than the oracle bound on a text")
-        elif line.oracle_share.value > 1.0 + SAME:
+        elif line.oracle_share.value > 1.0 + SPEED_TOLERANCE:
             share = line.oracle_share.value
             reasons.append(f"{line.name} has {share:.2f} of the oracle gain, and at most 1 is possible")
-    if profile.noise is not None and 1.0 + profile.noise.phases > MOST_SPREAD:
+    if profile.noise is not None and 1.0 + profile.noise.phases > MAX_SPREAD:
         times = 1.0 + profile.noise.phases
         reasons.append(f"the slowest repetition of the profile took {times:.1f} times as long as the fastest")
     return tuple(reasons)
 
 
-def findings(
+def find_warnings(
     profile: Profile,
     clusters: Clusters,
     prompt_ids: Sequence[str],

@@ -1,4 +1,4 @@
-"""What exports to serving engines are chosen by: prompts to choose on, other prompts to report on, fixed lengths replayed."""
+"""The data of an export to a serving engine: prompts to choose on, other prompts to report on, replays of fixed lengths."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ...policies.errors import InputError, TraceError
 from ...policies.fixed import FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
-from ..evaluate.pricing import Priced, ProfileBootstrap, with_prices
+from ..evaluate.pricing import PricedReplays, ProfileBootstrap, with_prices
 from ..evaluate.statistics import Resamples
+from ..fit.adapt import adapt_to_profile
 from ..fit.rules import fixed_grid
-from ..fit.settle import settle_for
 from ..heads.rows import split_prompts
 from ..replay.arrays import TraceArrays, trace_arrays
-from ..replay.batch import at_once, deal, replay_batch
+from ..replay.batch import arrive_at_once, replay_batch, request_order
 from ..replay.bounds import oracle_plan, planned_rounds
 from ..replay.checks import check_fit, require_disjoint, require_disjoint_policies, warn_other_rounds
 from ..replay.rounds import Rounds
@@ -34,9 +34,9 @@ from ..replay.run import replay, replay_lengths
 HELD_OUT = 0.25
 """Share of the prompts that figures are reported on."""
 
-WORTH = 0.005
-"""The length changes with the batch size only if that gains this share: a length that changes with every request that comes
-or goes costs more than it gains (vLLM, issue 49548)."""
+MIN_TABLE_GAIN = 0.005
+"""Minimum relative gain for which the length changes with the batch size. A length that changes with every request costs more
+than it gains (vLLM, issue 49548)."""
 
 TOP = tuple(f"top{rank}" for rank in range(1, 11))
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
@@ -55,12 +55,12 @@ class Basis:
 
     Attributes:
         policy: as replayed and exported: for the costs of this profile, and no deeper than the traces.
-        settled: how it was adapted to the profile; "" if it was not.
+        adaptation: how it was adapted to the profile; "" if it was not.
         fit, held: traces to choose on, and to report on.
         profile: with the price of the policy's decisions.
         fit_fixed, held_fixed: replays of the fixed lengths 0..K.
         best: the fixed length that is fastest on `fit`.
-        facts: what the export is made from.
+        facts: origin of the export.
 
     Raises:
         TraceError: the traces are not dense ones of chains, both share prompts, there are too few prompts to hold some out,
@@ -89,14 +89,14 @@ class Basis:
             raise InputError("--profile: expected a depth of at least 1, got 0; measure it deeper")
         self.fit, self.held = _split(arrays, held, seed)
         self.depth = min(arrays.depth, profile.max_depth)
-        self.policy, self.settled, self.shares_prompts = policy, "", policy is not None and held is None
+        self.policy, self.adaptation, self.shares_prompts = policy, "", policy is not None and held is None
         if policy is not None:
             if held is not None:
                 require_disjoint_policies("--held-out", held, [policy])
             check_fit(policy, held_out or traces)
             profile, _ = with_prices(profile, [policy], traces.header)
             if isinstance(policy, LearnedPolicy):  # others are exported by their name
-                policy, self.settled = settle_for(policy, self.fit, profile)
+                policy, self.adaptation = adapt_to_profile(policy, self.fit, profile)
             self.policy = policy.limited(self.depth)
         self.profile = profile
         self._costs, self._boot = ProfileBootstrap(profile, seed), Resamples(self.held.clusters, seed)
@@ -124,8 +124,10 @@ class Basis:
         replays = [export, self.held_fixed[0], self.held_fixed[self.best], planned_rounds(held, plan)]
         spent = [one.text_seconds(self.profile) for one in replays]
         # The bound has its own seconds; its rounds only describe how they vary with the timings of the profile.
-        known = torch.stack([*spent[:-1], plan.seconds], 1)
-        this, plain, best, bound = Priced(self._boot, self._costs, replays, held.prompt_tokens, known).seconds().T
+        seconds = torch.stack([*spent[:-1], plan.seconds], 1)
+        this, plain, best, bound = (
+            PricedReplays(self._boot, self._costs, replays, held.prompt_tokens, seconds).seconds().T
+        )
         report, choice = (len(set(part.clusters)) for part in (self.held, self.fit))
         figures: dict[str, Any] = {
             "prompts": f"{report} held-out prompts; the choice was made on the other {choice}",
@@ -137,7 +139,7 @@ class Basis:
         }
         if self.policy is not None:
             pair = [replay(held, self.policy, self.profile), export]
-            mine, this = Priced(self._boot, self._costs, pair, held.prompt_tokens).seconds().T
+            mine, this = PricedReplays(self._boot, self._costs, pair, held.prompt_tokens).seconds().T
             figures |= {"policy": self.policy.name, "policy_to_this": self.ratio(this / mine)}
         return figures
 
@@ -152,10 +154,10 @@ class Basis:
         """
         if size == 1:
             return text_seconds(fixed)
-        order = deal(on.sequences, size, self.seed)
+        order = request_order(on.sequences, size, self.seed)
         seconds = []
         for length in range(self.depth + 1):
-            played = replay_batch(on, FixedLength(length), self.profile, size, at_once(len(order)), order)
+            played = replay_batch(on, FixedLength(length), self.profile, size, arrive_at_once(len(order)), order)
             seconds.append(np.bincount(order, played.seconds.numpy(), on.sequences) * (on.sequences / len(order)))
         return torch.from_numpy(np.stack(seconds))
 
@@ -171,7 +173,7 @@ class Basis:
             spent = self.batch_seconds(self.fit, self.fit_fixed, size).sum(1)
             before = rows[-1]["length"] if rows else self.depth
             length = int(spent[: before + 1].argmin())
-            if rows and spent[before] <= (1.0 + WORTH) * spent[length]:
+            if rows and spent[before] <= (1.0 + MIN_TABLE_GAIN) * spent[length]:
                 length = before
             total = self._boot.total(self.batch_seconds(self.held, self.held_fixed, size).T)  # [1 + R, K + 1]
             rows.append({"batch": size, "length": length, "to_plain": self.ratio(total[:, 0] / total[:, length])})

@@ -11,7 +11,7 @@ from ...policies.display import Progress, silent
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.registry import PolicySpec, as_policy
 from ..replay.checks import load_traces
 from ..replay.run import replay
@@ -67,16 +67,16 @@ def deploy(
 
         return export_onnx(chosen, out, overwrite=overwrite)
     trace, held = (None if one is None else load_traces(one) for one in (traces, held_out))
-    costs = as_profile(profile)
+    costs = None if profile is None else load_profile(profile)
     inputs = [one.folder for one in (trace, held) if one is not None]
     sources = [None if costs is None else costs.source, None if chosen is None else chosen.source]
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*inputs, *sources])
     if to == "hf":
         assert chosen is not None
         spec = drafter or (None if trace is None else drafter_of(trace.header))
-        check_exportable(source, chosen, spec)  # before the replay
+        exported_drafter = check_exportable(source, chosen, spec)  # before the replay
         if trace is None or costs is None:
-            return write_hf(source, chosen, folder, spec)
+            return write_hf(source, chosen, folder, *exported_drafter)
     assert trace is not None and costs is not None
     basis = Basis(trace, costs, chosen, held_out=held, seed=seed, progress=progress)
     if to != "hf":
@@ -84,8 +84,8 @@ def deploy(
     assert basis.policy is not None
     replayed, basis.policy = basis.policy, None  # it is itself the export
     alone = basis.single_request(replay(basis.held, replayed, basis.profile))
-    figures = {"alone": alone, "settled": basis.settled, "facts": basis.facts}
-    return write_hf(source, replayed, folder, spec, figures)
+    figures = {"alone": alone, "adaptation": basis.adaptation, "facts": basis.facts}
+    return write_hf(source, replayed, folder, *exported_drafter, figures)
 
 
 def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _write_engine(to: str, folder: Path, basis: Basis) -> dict[str, Any]:
     files, figures, page_facts = serialisers[to](basis, folder)
     content = {"schema": 1, "kind": "export", "engine": to, **figures, "facts": basis.facts}
     page = page_of(
-        "engine.md.j2", engine=to, files=files, figures=figures, facts=basis.facts, settled=basis.settled,
+        "engine.md.j2", engine=to, files=files, figures=figures, facts=basis.facts, adaptation=basis.adaptation,
         shares_prompts=basis.shares_prompts, **page_facts,
     )  # fmt: skip
     with staged_folder(folder) as stage:
@@ -111,7 +111,7 @@ def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: 
     if to not in TARGETS:
         raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
     if to in ("onnx", "hf") and policy is None:
-        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} is made of one")
+        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} exports one")
     if to != "hf" and drafter is not None:
         raise InputError(
             f"--drafter: only hf has a drafter, not {to}; an engine's files are for the drafter of the traces"

@@ -23,7 +23,7 @@ import yaml
 from scipy.sparse import csr_matrix, hstack
 from sklearn.linear_model import LogisticRegression
 
-from ...collect.schema import Header, draft_of, drafter_of
+from ...collect.schema import NO_TOKEN, Header, draft_of, drafter_of
 from ...decode.drafters.lookup import LONGEST
 from ...decode.drafters.spec import change_paths, needs_draft, reads_states
 from ...decode.engines.settings import KEY as VLLM_KEY, missing_in_engines
@@ -131,12 +131,13 @@ def fit_acceptance(arrays: TraceArrays, depth: int) -> dict[str, Any] | None:
     """Return coefficients of vLLM's adaptive verification, or None if `top1` or rows are missing.
 
     Acceptance is sigmoid(slope x log-odds of the draft's largest probability + intercept of the position). The rows are what
-    verification observes: the accepted tokens and the first rejected one.
+    verification observes: the accepted tokens and the first rejected one, if a token was drawn there.
     """
     if "top1" not in arrays.columns:
         return None
     top, length = arrays.column("top1")[:, :depth].double().numpy(), arrays.accepted.numpy()
-    row, at = np.nonzero((np.arange(depth) <= length[:, None]) & ~arrays.cut.numpy()[:, None])
+    is_drawn = arrays.tokens[:, :depth].numpy() != NO_TOKEN
+    row, at = np.nonzero((np.arange(depth) <= length[:, None]) & is_drawn & ~arrays.cut.numpy()[:, None])
     if len(row) > MAX_FIT_ROWS:
         chosen = np.random.default_rng(0).choice(len(row), MAX_FIT_ROWS, replace=False)
         row, at = row[chosen], at[chosen]

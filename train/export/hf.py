@@ -80,7 +80,8 @@ def write_hf(
     source: PolicySpec,
     policy: StopPolicy,
     folder: Path,
-    drafter: str | None = None,
+    spec: str,
+    trained: TrainedDrafter | None = None,
     figures: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write a repository for `target.generate(custom_generate=folder, trust_remote_code=True, draft_model=...)`.
@@ -90,16 +91,12 @@ def write_hf(
         policy: what is exported.
         folder: an empty folder: receives `custom_generate/`, `policy/` with the policy folder, `drafter/` with that of a
             trained drafter, `README.md` and `figures.json`.
-        drafter: as of `find_drafter`; None = the one that the policy was trained with.
+        spec, trained: the drafter, as of `check_exportable`.
         figures: expected speed; None = the metrics of the policy.
 
     Returns:
         The contents of `figures.json`.
-
-    Raises:
-        InputError, PolicyError: see `check_exportable`.
     """
-    spec, trained = check_exportable(source, policy, drafter)
     spec = change_paths(spec, lambda _: DRAFTER)
     learned = policy if isinstance(policy, LearnedPolicy) else None
     metrics = dict(learned.metadata.metrics) if learned else {}
@@ -123,7 +120,7 @@ def write_hf(
         verification=learned.metadata.verification if learned else "",
         sampling=sampling_text(learned.metadata.temperature, learned.metadata.sampling) if learned else "",
         alone=(figures or {}).get("alone"),
-        settled=(figures or {}).get("settled"),
+        adaptation=(figures or {}).get("adaptation"),
         held_out=metrics.get("held_out_ratio_to_best_fixed"),
     )
     with staged_folder(folder) as stage:

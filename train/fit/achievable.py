@@ -1,9 +1,8 @@
 """The achievable estimate: throughput of the best cross-fitted policy on all recorded scalars, decisions free.
 
-Acceptance probabilities of every anchor and depth come from boosted trees that have never seen the prompt. The derived rule,
-or for batches the rule `batch`, decides by them; its few settings are chosen on the texts that are reported on. It is an
-estimate from below of what the features hold, because more prompts would fit better models, and hidden states are not among
-them.
+Acceptance probabilities of every anchor and depth come from boosted trees that were fitted without the prompt. The derived
+rule, or for batches the rule `batch`, decides by them. Its few settings are chosen on the reported texts. The estimate is a
+lower bound of the value of all features: more prompts would fit better models, and hidden states are not used.
 """
 
 from __future__ import annotations
@@ -41,21 +40,18 @@ ITERATIONS = 2
 """Fits, because HISTORY features depend on the rounds of the policy."""
 
 
-def achievable_estimate(
-    arrays: TraceArrays, profile: Profile, features: Sequence[str] | None = None, seed: int = 0
-) -> Rounds:
+def achievable_estimate(arrays: TraceArrays, profile: Profile, seed: int = 0) -> Rounds:
     """Return the replay of a policy that knows all recorded scalars and decides for free.
 
     Args:
         arrays: the dense trace of chains that is reported on.
         profile: what rounds cost.
-        features: scalars; by default all in the trace, and HISTORY.
         seed: of folds and trees.
     """
     free = profile.with_decisions({NAME: 0.0})
     played = [best_of(fixed_grid(arrays, profile))]
+    names = (*recorded_scalars(arrays), *HISTORY_FEATURES)
     for _ in range(ITERATIONS):
-        names = tuple(features) if features is not None else (*recorded_scalars(arrays), *HISTORY_FEATURES)
         scored, policy = _cross_fitted(arrays, profile, names, _history(arrays, played[-1]), seed)
         solved, _ = solve_derived(policy, scored, free, policy.metadata.acceptance)
         played.append(replay(scored, solved, free))
@@ -86,7 +82,7 @@ def recorded_scalars(arrays: TraceArrays) -> tuple[str, ...]:
 
 
 def _history(arrays: TraceArrays, played: Rounds) -> Tensor:
-    """Return [N, 4] the HISTORY features at each anchor; at one that was passed over, those of the round that did."""
+    """Return [N, 4], the HISTORY features at each anchor; inside a round, those of the round."""
     assert played.history is not None
     row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     history = torch.zeros(len(arrays.accepted), played.history.shape[1])
@@ -99,7 +95,7 @@ def _history(arrays: TraceArrays, played: Rounds) -> Tensor:
 def _cross_fitted(
     arrays: TraceArrays, profile: Profile, names: Sequence[str], history: Tensor, seed: int
 ) -> tuple[TraceArrays, LearnedPolicy]:
-    """Return the trace with the scores of heads that have not seen the prompts, and a policy that reads them."""
+    """Return the trace with the scores of heads that were fitted without the prompts, and a policy that reads them."""
     # The header forgets recorded hidden states too: `check_sizes` would compare the two scores with the models' widths.
     bare = dataclasses.replace(arrays, hidden={}, header=dataclasses.replace(arrays.header, hidden={}))
     every = Visits(torch.arange(len(arrays.accepted)), history)

@@ -13,13 +13,13 @@ from ...policies.fixed import FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
-from ..replay.batch import FULL, at_once, deal, replay_batch
-from .rules import SETTLED, Part
+from ..replay.batch import MIN_BATCHES, arrive_at_once, replay_batch, request_order
+from .rules import RATE_TOLERANCE, Part
 
 MIN_REQUESTS = 48
 """Requests that a rate is solved on at least, if there are so many texts."""
 
-FIRST_IN_BATCHES = (0, 1, 2, 3)
+FIRST_DEPTHS_IN_BATCHES = (0, 1, 2, 3)
 """Depths of the first decision that are tried."""
 
 SCALES = (1.0, 1.25, 1.5, 1.8, 2.2)
@@ -31,7 +31,7 @@ TIE = 0.005
 _ROUNDS = 3
 
 
-def settle_batch(policy: LearnedPolicy, parts: Sequence[Part], profile: Profile, min_gain: float = TIE) -> BatchStop:
+def tune_batch_rule(policy: LearnedPolicy, parts: Sequence[Part], profile: Profile, min_gain: float = TIE) -> BatchStop:
     """Return a policy under the rule `batch` for a profile, with decisions measured if the profile lacks them, rates solved.
 
     The first decision comes at the depth with the highest mean gain over the best fixed lengths of all batch sizes: if the
@@ -58,7 +58,7 @@ def settle_batch(policy: LearnedPolicy, parts: Sequence[Part], profile: Profile,
         # Rounded, so that noise does not choose between equally good first decisions; of those the earliest is taken.
         return TIE * round(float(np.mean(gains)) / TIE)
 
-    firsts = [first for first in FIRST_IN_BATCHES if first < stop.max_depth]
+    firsts = [first for first in FIRST_DEPTHS_IN_BATCHES if first < stop.max_depth]
     best = max((for_batches(stop, rule=BatchRule(stop.rule.send, first=first)) for first in firsts), key=mean_gain)
     solved = solve_batch_rates(best, parts, profile)
     rates = [(size, times) for size, (_, times) in solved.items()]
@@ -66,7 +66,7 @@ def settle_batch(policy: LearnedPolicy, parts: Sequence[Part], profile: Profile,
     return for_batches(best, rule=BatchRule(stop.rule.send, rates, best.first, lengths))
 
 
-def settle_lengths(
+def tune_batch_lengths(
     policy: LearnedPolicy, parts: Sequence[Part], profile: Profile, min_gain: float = TIE
 ) -> LearnedPolicy:
     """Return a policy of the derived rule with thresholds for batches, and a fixed length where decisions lose.
@@ -121,10 +121,10 @@ def solve_batch_rates(policy: BatchStop, parts: Sequence[Part], profile: Profile
             rate = batch_rate(stop, parts, profile, size)
             best[size] = max(best[size], (rate, assumed[size]))
             times = rate / fixed[size]
-            is_settled = abs(times - assumed[size]) < SETTLED * assumed[size]
-            # When settled, the fastest multiple is kept, which need not be the one assumed last.
-            assumed[size] = best[size][1] if is_settled else times
-            continues |= not is_settled
+            has_converged = abs(times - assumed[size]) < RATE_TOLERANCE * assumed[size]
+            # After convergence the fastest multiple is kept, which is not always the last one.
+            assumed[size] = best[size][1] if has_converged else times
+            continues |= not has_converged
         if not continues:
             break
     return best
@@ -136,8 +136,8 @@ def batch_rate(policy: StopPolicy, parts: Sequence[Part], profile: Profile, size
     for part in parts:
         texts = part.arrays
         # All texts of a batch are of one part, because one head decides for a batch.
-        order = deal(texts.sequences, size, 0)[: max(-(-MIN_REQUESTS // len(parts)), FULL * size)]
-        played = replay_batch(texts, part.player(policy), profile, size, at_once(len(order)), order)
+        order = request_order(texts.sequences, size, 0)[: max(-(-MIN_REQUESTS // len(parts)), MIN_BATCHES * size)]
+        played = replay_batch(texts, part.play_with_head(policy), profile, size, arrive_at_once(len(order)), order)
         tokens += float(played.committed.sum())
         seconds += float(
             float(played.seconds.sum()) - profile.prefill_seconds(texts.prompt_tokens.numpy()[order]).sum()

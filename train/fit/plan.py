@@ -59,7 +59,7 @@ class TrainOptions:
         folds: parts that the training prompts are split into; the saved head is fitted on all but the first.
         report_share: share of the prompts that all held-out figures come from; 0 = none, without such figures.
         cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
-        passes: times that heads are fitted; from the second on, on the rounds that the policy before visits. None = the
+        passes: number of fits. From the second on, heads are fitted on the rounds that the previous policy visits. None = the
             head's default.
         params, trainer: of heads that are given by name (`heads.make_head`).
         mixed: a trace of `collect --mix` that the head is fitted on instead, as SpecDec++'s is. The other traces then serve
@@ -148,8 +148,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
-            known = f"{', '.join(RULES[:-1])} or {RULES[-1]}"
-            raise InputError(f"--rule: expected {known}, not {self.rule!r}{close_match(self.rule, RULES)}")
+            names = f"{', '.join(RULES[:-1])} or {RULES[-1]}"
+            raise InputError(f"--rule: expected {names}, not {self.rule!r}{close_match(self.rule, RULES)}")
         if self.options.threshold is not None and self.rule == "batch":
             raise InputError("--threshold: the rule batch has none, it weighs tokens against seconds")
         if self.options.threshold is not None:
@@ -175,26 +175,26 @@ class Plan:
 
 
 def make_plans(options: TrainOptions, traces: Sequence[Trace]) -> list[Plan]:
-    """Return a plan for each rule and head of the options.
+    """Return a plan for each combination of a rule and a head.
 
     Raises:
-        InputError: an unknown head or rule, or several traces with the rule gain.
+        InputError: a head or rule is unknown, or there are several traces with the rule gain.
         TraceError: the traces lack a feature.
     """
     if "gain" in options.rules and len(traces) != 1:
         raise InputError(f"--rule gain: expected one trace of trees, got {len(traces)} traces")
     features = None if options.features is None else as_list(options.features)
     requested = None if options.hidden is None else as_list(options.hidden)
-    usual, plans = default_features(traces), []
+    defaults, plans = default_features(traces), []
     for rule, kind in itertools.product(options.rules, options.heads):
         head = _make_head(options, kind) if isinstance(kind, str) else kind
         hidden: tuple[str, ...] = ()
         if rule == "gain":
             names = tuple(features or tree_features(head))
         elif options.host is not None:
-            names = engine_features(options.host, traces, type(head), features, usual, requested or ())
+            names = engine_features(options.host, traces, type(head), features, defaults, requested or ())
         else:
-            names = tuple(features or without_noise(head.default_features(usual), traces[0].header))
+            names = tuple(features or without_noise(head.default_features(defaults), traces[0].header))
             hidden = head.hidden_states(traces, requested)
         name = options.name or ("" if rule == "gain" else kind if isinstance(kind, str) else head.form)
         plans.append(Plan(head, rule or head.rule or "derived", names, hidden, name, options))
@@ -205,9 +205,9 @@ def _make_head(options: TrainOptions, kind: str) -> HeadEstimator:
     """Return the head of a name. Of several heads each receives the parameters that it has."""
     params, trainer = options.params, options.trainer
     if len(options.heads) > 1:
-        known = head_class(kind).param_names()
-        params = {key: value for key, value in params.items() if key in known}
-        trainer = trainer if "trainer" in known else NO_PARAMS
+        names = head_class(kind).param_names()
+        params = {key: value for key, value in params.items() if key in names}
+        trainer = trainer if "trainer" in names else NO_PARAMS
     return make_head(kind, params, trainer)
 
 
@@ -218,8 +218,8 @@ def make_rule(kind: str, threshold: float) -> Rule:
 
 def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
     """Return `FEATURES`, and `temperature` for traces of several temperatures."""
-    more = ("temperature",) if len(temperatures(traces)) > 1 else ()
-    return without_noise((*FEATURES, *more), traces[0].header)
+    names = (*FEATURES, "temperature") if len(temperatures(traces)) > 1 else FEATURES
+    return without_noise(names, traces[0].header)
 
 
 def tree_features(head: HeadEstimator) -> tuple[str, ...]:

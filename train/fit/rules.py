@@ -26,14 +26,14 @@ THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOOK_AHEAD = (0.0, 0.5, 1.0)
 """Shares of the mean acceptance that the derived rule tries."""
 
-FIRST = (1, 0, 2, 3)
+FIRST_DEPTHS = (1, 0, 2, 3)
 """Depths of the first decision that are tried."""
 
-SETTLED = 3e-3
-"""Relative change of rho below which another replay would hardly change the thresholds."""
+RATE_TOLERANCE = 3e-3
+"""Relative change of a rate below which the iteration has converged."""
 
 MIN_GAIN = 0.01
-"""Relative gain that another first decision must have: a smaller one is as likely due to the prompts at hand."""
+"""Relative gain that another first decision must have. A smaller one may be due to the choice of prompts."""
 
 _ROUNDS = 4
 
@@ -45,14 +45,14 @@ Rates = Callable[[Sequence[LearnedPolicy]], list[float]]
 class Part:
     """Training prompts, and a head that was fitted without them; None = the policy's head.
 
-    A head of many weights knows the prompts that it was fitted on so well that each decision seems to pay there, above all
-    the first one.
+    A head with many weights overfits the prompts that it was fitted on: each decision, and the first above all, seems to pay
+    there.
     """
 
     arrays: TraceArrays
     head: Head | None = None
 
-    def player(self, policy: StopPolicy) -> StopPolicy:
+    def play_with_head(self, policy: StopPolicy) -> StopPolicy:
         """Return a policy with this head, no deeper than the prompts were drafted."""
         if self.head is not None and isinstance(policy, LearnedPolicy):
             policy = copy.copy(policy)
@@ -71,7 +71,7 @@ def replayed_rates(parts: Sequence[Part], profile: Profile) -> Rates:
     def rates(policies: Sequence[LearnedPolicy]) -> list[float]:
         tokens, seconds = np.zeros((2, len(policies)))
         for part in parts:
-            played = replay_many(part.arrays, [part.player(policy) for policy in policies], profile)
+            played = replay_many(part.arrays, [part.play_with_head(policy) for policy in policies], profile)
             tokens += [float(one.tokens.sum()) for one in played]
             seconds += [float(one.seconds.sum()) for one in played]
         return [float(rate) for rate in tokens / seconds]  # a ratio of sums, as one replay of all prompts has it
@@ -121,7 +121,7 @@ def solve_derived(
     arrays: TraceArrays,
     profile: Profile,
     acceptance: Sequence[float],
-    firsts: Sequence[int] = FIRST,
+    firsts: Sequence[int] = FIRST_DEPTHS,
     rates: Rates | None = None,
 ) -> tuple[LearnedPolicy, float]:
     """Solve rho of the derived rule by Dinkelbach's iteration: assume a rate, replay, assume the result.
@@ -169,9 +169,9 @@ def solve_derived(
             replayed = rates(candidates)
             fastest, rate = max([(fastest, rate), *zip(candidates, replayed, strict=True)], key=lambda one: one[1])
             pairs = zip(assumed.items(), replayed, strict=True)
-            assumed = {share: now for (share, rho), now in pairs if abs(now - rho) >= SETTLED * rho}
+            assumed = {share: now for (share, rho), now in pairs if abs(now - rho) >= RATE_TOLERANCE * rho}
             if not assumed:
                 break
-        if rate > (1.0 + MIN_GAIN) * best_rate:  # `FIRST` begins with 1, which the others have to beat
+        if rate > (1.0 + MIN_GAIN) * best_rate:  # `FIRST_DEPTHS` begins with 1, which the others have to beat
             best, best_rate = fastest, rate
     return best, best_rate

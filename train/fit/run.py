@@ -25,7 +25,7 @@ from ...policies.errors import InputError, TraceError
 from ...policies.features import HISTORY_FEATURES
 from ...policies.files import prepare_output_dir
 from ...policies.learned import LearnedPolicy, TrainingMetadata
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.rules import Derived, Rule
 from ...policies.storage import save_policy
 from ..heads.calibration import auc, calibrate, log_loss
@@ -34,7 +34,7 @@ from ..heads.rows import Visits, conditional_acceptance, label_columns, mixed_ar
 from ..replay.arrays import TraceArrays, joined_arrays, temperatures, trace_arrays, typical_context
 from ..replay.checks import check_whole, load_traces, warn_other_rounds
 from ..replay.run import replay
-from .batch_rules import settle_batch, settle_lengths
+from .batch_rules import tune_batch_lengths, tune_batch_rule
 from .plan import Plan, TrainOptions, make_plans, make_rule, split_report, training_prompts
 from .rules import (
     THRESHOLDS,
@@ -48,18 +48,18 @@ from .rules import (
 )
 from .tree_rules import choose_tree
 
-REFERENCES = 5
+REFERENCE_LENGTHS = 5
 """Fixed lengths near the best one: the first heads are fitted on their rounds."""
 
 MIN_ROUNDS = 5000
 """Rounds of the policy below which those of fixed lengths are added."""
 
-FINER = (-0.025, -0.0125, 0.0125, 0.025)
+THRESHOLD_OFFSETS = (-0.025, -0.0125, 0.0125, 0.025)
 """Offsets that are tried around the best of `THRESHOLDS`."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     """A trained policy and its figures on report prompts.
 
     Attributes:
@@ -83,7 +83,7 @@ def train(
     overwrite: bool = False,
     progress: Progress = shown,
     **changes: Any,
-) -> Trained:
+) -> TrainResult:
     """Fit a stop head on traces, calibrate it, and choose its stop rule.
 
     The prompts are split by a hash of their text into three sets. The saved head is fitted on the first. Early stopping,
@@ -107,7 +107,7 @@ def train(
     """
     options = dataclasses.replace(options or TrainOptions(), **changes)
     kernels.load(progress)
-    opened, profile = [load_traces(one) for one in as_list(traces, Trace)], as_profile(profile)
+    opened, profile = [load_traces(one) for one in as_list(traces, Trace)], load_profile(profile)
     mixed = None if options.mixed is None else load_traces(options.mixed)
     if not opened:
         raise TraceError("--traces: expected at least one trace")
@@ -144,7 +144,7 @@ def train(
         provenance={**provenance, "specstop": version("specstop")},
     )
     path = None if folder is None else save_policy(policy, folder, files)
-    return Trained(policy, path, dict(policy.metadata.metrics))
+    return TrainResult(policy, path, dict(policy.metadata.metrics))
 
 
 def _read(traces: Sequence[Trace], plans: Sequence[Plan]) -> TraceArrays:
@@ -176,8 +176,8 @@ def fit_policy(
     options, header = plan.options, arrays.header
     arrays, report = split_report(arrays, options.report_share, options.seed)
     if mixed is not None and report is not None:
-        held = set(report.clusters)
-        mixed = mixed.subset([at for at, name in enumerate(mixed.clusters) if name not in held])
+        report_prompts = set(report.clusters)
+        mixed = mixed.subset([at for at, name in enumerate(mixed.clusters) if name not in report_prompts])
     folds = prompt_folds(arrays, options.folds, options.seed)
     policy: LearnedPolicy
     if plan.rule == "gain":
@@ -185,10 +185,10 @@ def fit_policy(
     else:
         policy, files, metrics = _fit_chain(plan, arrays, folds, profile, report, progress, mixed)
     prompts = training_prompts(arrays, folds, report, mixed)
-    facts = {"drafter": header.facts.get("drafter"), "tree": metrics.get("tree")}
+    provenance = {"drafter": header.facts.get("drafter"), "tree": metrics.get("tree")}
     policy.metadata = dataclasses.replace(
         policy.metadata, verification=header.verification, label=header.label, sampling=dict(header.sampling),
-        pair=dict(header.pair), prompts=prompts, provenance={k: v for k, v in facts.items() if v is not None},
+        pair=dict(header.pair), prompts=prompts, provenance={k: v for k, v in provenance.items() if v is not None},
         metrics={**{f"{name}_prompts": len(names) for name, names in prompts.items()}, **metrics},
     )  # fmt: skip
     return policy, files
@@ -242,17 +242,17 @@ def _fit_heads(
 
     def fit(visited: Visits) -> FoldHeads:
         return fit_folds(
-            arrays, folds, plan.features, visited, plan.head, seed=plan.options.seed, every=plan.options.cross_fit,
+            arrays, folds, plan.features, visited, plan.head, seed=plan.options.seed, all_folds=plan.options.cross_fit,
             progress=progress, mixed=mixed,
         )  # fmt: skip
 
     if arrays.only_positions:
-        visited = Visits.once((~arrays.cut).nonzero()[:, 0])
+        visited = Visits.without_history((~arrays.cut).nonzero()[:, 0])
         return fit(visited), visited, profile
     grid = fixed_grid(arrays, profile)
     # Length 0 is left out: it visits every anchor, as no policy that drafts does.
     first = max(1, grid.index(best_of(grid)) - 1)
-    visited = reference = visits(arrays, grid[first : first + REFERENCES])
+    visited = reference = visits(arrays, grid[first : first + REFERENCE_LENGTHS])
     for _ in range(plan.options.passes or plan.head.passes):
         fitted = fit(visited)
         policies = _calibrated(plan, arrays, fitted, visited)
@@ -260,7 +260,7 @@ def _fit_heads(
         acceptance = conditional_acceptance(arrays, visited)
         rule = _rule_without_search(plan, policies[0], arrays, profile, acceptance, best_of(grid).rate)
         on_policy = on_policy_rounds(arrays, folds, [policy.with_rule(rule) for policy in policies], profile)
-        visited = on_policy if len(on_policy.row) >= MIN_ROUNDS else on_policy.with_more(reference)
+        visited = on_policy if len(on_policy.row) >= MIN_ROUNDS else on_policy.concatenate(reference)
     return fitted, visited, profile
 
 
@@ -307,12 +307,12 @@ def choose_rule(
     rates = replayed_rates(parts, profile)
     if plan.rule == "derived":
         solved, rate = solve_derived(policy, arrays, profile, acceptance, rates=rates)
-        return settle_lengths(solved, parts, profile), rate
+        return tune_batch_lengths(solved, parts, profile), rate
     if plan.rule == "batch":
         verification = arrays.header.verification
         # The rule looks ahead with `acceptance`; the verification says whether drawn tokens may be left out.
         policy.metadata = dataclasses.replace(policy.metadata, acceptance=tuple(acceptance), verification=verification)
-        return settle_batch(policy, parts, profile), 0.0
+        return tune_batch_rule(policy, parts, profile), 0.0
 
     def fastest(thresholds: Sequence[float]) -> float:
         replayed = rates([policy.with_rule(make_rule(plan.rule, threshold)) for threshold in thresholds])
@@ -323,7 +323,7 @@ def choose_rule(
         threshold = fastest(plan.published_thresholds)
     elif threshold is None:
         best = fastest(THRESHOLDS)
-        threshold = fastest([t for t in (best, *(best + step for step in FINER)) if 0.0 < t < 1.0])
+        threshold = fastest([t for t in (best, *(best + step for step in THRESHOLD_OFFSETS)) if 0.0 < t < 1.0])
     return policy.with_rule(make_rule(plan.rule, threshold)), 0.0
 
 
@@ -335,14 +335,14 @@ def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profi
     """
     metrics: dict[str, Any] = {}
     if report.only_positions:
-        visited = Visits.once((~report.cut).nonzero()[:, 0])
+        visited = Visits.without_history((~report.cut).nonzero()[:, 0])
     else:
-        played, fixed = replay(report, policy, profile), best_of(fixed_grid(report, profile)).rate
-        visited = visits(report, [played])
+        rounds, fixed_rate = replay(report, policy, profile), best_of(fixed_grid(report, profile)).rate
+        visited = visits(report, [rounds])
         metrics = {
-            "held_out_tokens_per_s": played.rate,
-            "held_out_best_fixed_tokens_per_s": fixed,
-            "held_out_ratio_to_best_fixed": played.rate / fixed,
+            "held_out_tokens_per_s": rounds.rate,
+            "held_out_best_fixed_tokens_per_s": fixed_rate,
+            "held_out_ratio_to_best_fixed": rounds.rate / fixed_rate,
         }
     single = FoldHeads((policy.head,), Folds(torch.zeros(report.sequences, dtype=torch.int64), 1), {}, 0)
     outputs = held_out_outputs(single, report, policy.features, visited)

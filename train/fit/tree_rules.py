@@ -1,4 +1,4 @@
-"""Policies for trees, under the rule `gain`: they extend and verify the nodes worth their price.
+"""Policies for trees, under the rule `gain`, which extends and verifies the nodes whose expected tokens exceed their cost.
 
 A head is fitted on nodes with an accepted path and calibrated along paths. A profile gives the prices, replay the rate that
 turns seconds into tokens, and the choice of the tree to draft.
@@ -29,31 +29,32 @@ from ...policies.profile import Profile
 from ...policies.tree_rules import PRICED_NODES, TreeRule
 from ..heads.crossfit import Folds, fit_head, on_policy_rounds
 from ..heads.rows import FitRows, Visits
-from ..replay.arrays import TraceArrays, seen_features, typical_context
-from ..replay.bounds import best_static_tree, drafted_alone, likeliest_nodes, on_subtree
+from ..replay.arrays import TraceArrays, policy_features, typical_context
+from ..replay.bounds import best_static_tree, isolate_subtree, likeliest_nodes, restrict_to_subtree
 from ..replay.run import replay
 from .plan import Plan
-from .rules import FIRST, SETTLED, Part, Rates, left_out_parts, replayed_rates
+from .rules import FIRST_DEPTHS, RATE_TOLERANCE, Part, Rates, left_out_parts, replayed_rates
 
 PASSES = 3
 
-AHEAD = (0.0, 0.5, 0.8, 1.0)
+LOOK_AHEAD = (0.0, 0.5, 0.8, 1.0)
 """Shares of the mean acceptance that are tried."""
 
-FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
-"""Floors that are tried, and the share of the rate that one may cost: the rate lacks the time that fewer branches save."""
+FLOORS, FLOOR_TOLERANCE = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
+"""Floors that are tried, and the relative loss of rate that is tolerated: replay does not count the time that fewer branches
+save in a decision."""
 
-HOLD = 20.0
-"""Rows that pull each calibration parameter towards its value without a fit, so that depths with few rows stay near it."""
+PRIOR_ROWS = 20.0
+"""Weight, in rows, of the prior of each calibration parameter, which is its value without a fit."""
 
-RANK_HOLD = 0.05
-"""Factor of `HOLD` for shifts by rank."""
+RANK_PRIOR_FACTOR = 0.05
+"""Factor of `PRIOR_ROWS` for shifts by rank."""
 
 RARE_SHARE = (-2.5, 0.0)
-"""Share of siblings of a rank of which none was accepted, for which a fit would diverge: 8%."""
+"""Parameters (u, v) of a rank at which no sibling was accepted, where a fit would diverge: an acceptance of 8%."""
 
-LEAST_SURVIVAL = 1e-9
-"""As in `kernels.trees`: below it, the rest of a survival is not distinguished from `next`."""
+MIN_SURVIVAL = 1e-9
+"""Minimum survival that `next` is divided by, as in `kernels.trees`."""
 
 _EDGE, _ROUNDS = 1e-6, 4
 
@@ -64,13 +65,13 @@ class TreeRounds:
 
     Attributes:
         tree: topology.
-        seen: [R, N + 1, F] float32 features.
+        features: [R, N + 1, F] float32.
         accepted: [R, N + 1] bool, the nodes that the target accepts.
         reachable: [R, N + 1] bool, the nodes that a policy can decide on: without a gap or an end of text on the path.
     """
 
     tree: Topology
-    seen: Array
+    features: Array
     accepted: Array
     reachable: Array
 
@@ -83,7 +84,7 @@ class TreeRounds:
         reachable[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
         for node, parent in enumerate(tree.parent[1:], 1):  # parents come before their children
             reachable[:, node] &= reachable[:, parent]
-        return cls(tree, seen_features(arrays, features, row, visited.history).numpy(), accepted, reachable)
+        return cls(tree, policy_features(arrays, features, row, visited.history).numpy(), accepted, reachable)
 
     @cached_property
     def width(self) -> Array:
@@ -102,7 +103,7 @@ class TreeRounds:
 
     def scores(self, head: Head, depth: int) -> Array:
         """Return [R, B, 2] float64, the scores of a head for the B nodes of a depth."""
-        rows = np.ascontiguousarray(self.seen[:, self.tree.levels[depth]])
+        rows = np.ascontiguousarray(self.features[:, self.tree.levels[depth]])
         return head.scores(rows.reshape(-1, rows.shape[-1]), depth).reshape(*rows.shape[:2], 2)
 
     def fit_rows(self) -> FitRows:
@@ -115,10 +116,10 @@ class TreeRounds:
         use = self.accepted[:, parents] & self.reachable
         depth = np.broadcast_to(self.tree.depth, use.shape)
         labels = np.stack([self.accepted, self.accepted_children[..., 0]], -1)
-        known = np.stack([depth > 0, self.accepted & (self.width > 0)], -1)
-        columns = (self.seen[use], depth[use], labels[use].astype(np.float32), known[use])
-        seen, depths, targets, is_known = map(torch.from_numpy, columns)
-        return FitRows(seen, depths, targets, is_known)
+        has_label = np.stack([depth > 0, self.accepted & (self.width > 0)], -1)
+        columns = (self.features[use], depth[use], labels[use].astype(np.float32), has_label[use])
+        features, depths, targets, mask = map(torch.from_numpy, columns)
+        return FitRows(features, depths, targets, mask)
 
 
 def node_ranks(tree: Topology) -> Array:
@@ -133,7 +134,7 @@ def best_child_acceptance(rows: FitRows) -> tuple[float, ...]:
     """Return a_1..a_K, the probability by depth that the best child of an accepted node is accepted."""
     out: list[float] = []
     for depth in range(int(rows.depth.max())):
-        use = rows.known[:, 1] & (rows.depth == depth)
+        use = rows.has_label[:, 1] & (rows.depth == depth)
         out.append(float(rows.labels[use, 1].double().mean()) if bool(use.any()) else (out[-1] if out else 0.0))
     return tuple(out)
 
@@ -184,7 +185,7 @@ def _fit_level(parent: Array, logits: Array, labels: Array, rank: Array, ranks: 
         return start
     product = np.clip(parent * expit(logits), _EDGE, 1.0 - _EDGE)
     columns = np.column_stack([logit(product), logits, rank[:, None] == np.arange(ranks)])
-    return _fit_logistic(columns, labels, start, HOLD * np.array([1.0, 1.0, *[RANK_HOLD] * ranks]))
+    return _fit_logistic(columns, labels, start, PRIOR_ROWS * np.array([1.0, 1.0, *[RANK_PRIOR_FACTOR] * ranks]))
 
 
 def _fit_logistic(columns: Array, labels: Array, start: Array, hold: Array) -> Array:
@@ -213,7 +214,7 @@ def path_chances(head: Head, accept: PathCalibrator, next_: PathCalibrator, roun
             survival[:, level] = accept.of(parents, scores[..., 0], depth, ranks[level])
         current = survival[:, level]
         joint = next_.of(current, scores[..., 1], depth, ranks[level])
-        next_chance[:, level] = joint / np.maximum(current, LEAST_SURVIVAL)
+        next_chance[:, level] = joint / np.maximum(current, MIN_SURVIVAL)
     return survival, next_chance
 
 
@@ -281,7 +282,7 @@ def solve_tree(
     policy: TreeGain,
     arrays: TraceArrays,
     profile: Profile,
-    firsts: Sequence[int] = FIRST,
+    firsts: Sequence[int] = FIRST_DEPTHS,
     rates: Rates | None = None,
 ) -> tuple[TreeGain, float]:
     """Solve rho of a tree policy by Dinkelbach's iteration; see `rules.solve_derived` for arguments and result.
@@ -303,11 +304,11 @@ def solve_tree(
             (rate,) = rates([candidate])
             if rate > best_rate:
                 best, best_rate = candidate, rate
-            if abs(rate - rho) < SETTLED * rho:
+            if abs(rate - rho) < RATE_TOLERANCE * rho:
                 break
             rho = rate
 
-    for share in AHEAD:
+    for share in LOOK_AHEAD:
         improve(ahead=share)
     for first in firsts:
         # After the deepest depth that was ever reached there is nothing to decide.
@@ -317,7 +318,7 @@ def solve_tree(
     for floor in FLOORS:
         candidate = policy.with_rule(dataclasses.replace(best.rule, floor=floor))
         (rate,) = rates([candidate])
-        if rate >= (1.0 - UNHARMED) * best_rate:
+        if rate >= (1.0 - FLOOR_TOLERANCE) * best_rate:
             return candidate, rate
     return best, best_rate
 
@@ -369,7 +370,7 @@ def fit_tree(
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         policy = policy.with_rule(dataclasses.replace(policy.rule, rate=rate, **seconds))
-        # Like the next pass: on prompts played by heads that have not seen them, under one rule.
+        # As in the next pass: every prompt is replayed by a head that was fitted without it, under one rule.
         rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
         policy, rate = solve_tree(policy, arrays, profile, rates=rates)
         players = [other.with_rule(policy.rule) for other in policies]
@@ -382,7 +383,7 @@ def fit_tree(
     }
     if report is not None:
         learned = replay(report, policy, profile).rate
-        fixed = replay(*drafted_alone(report, static.nodes), profile).rate
+        fixed = replay(*isolate_subtree(report, static.nodes), profile).rate
         metrics |= {
             "held_out_tokens_per_s": learned,
             "held_out_static_tree_tokens_per_s": fixed,
@@ -407,9 +408,7 @@ def _fit_pass(
             TreeRounds.of(arrays, plan.features, visited.part((fold == number) == side)) for side in (True, False)
         )
         rows = outside.fit_rows()
-        # A fold with cut rounds only has no rows for early stopping.
-        held = inside.fit_rows() if len(inside.seen) else rows
-        heads.append(fit_head(plan.head, rows, held, plan.features, plan.options.seed))
+        heads.append(fit_head(plan.head, rows, inside.fit_rows(), plan.features, plan.options.seed))
         parts.append((heads[-1].export(), inside))
         first = first or rows
     assert first is not None
@@ -454,7 +453,7 @@ def choose_tree(
     for done, nodes in enumerate(trees):
         if len(trees) > 1:
             progress("choose a tree", done, len(trees))
-        part, held = (of if of is None or nodes is whole else on_subtree(of, nodes) for of in (arrays, report))
+        part, held = (of if of is None or nodes is whole else restrict_to_subtree(of, nodes) for of in (arrays, report))
         assert part is not None
         choices.append(fit_tree(plan, part, folds, profile, held, progress))
     best = max(choices, key=lambda choice: choice[0].metadata.rho)

@@ -52,8 +52,8 @@ def head_class(name: str) -> type[HeadEstimator]:
     """
     loaded: Any = HEADS.load(name)
     if loaded is None:
-        known = HEADS.names()
-        raise InputError(f"--head: unknown head {name!r}{close_match(name, known)}; expected {', '.join(known)}")
+        names = HEADS.names()
+        raise InputError(f"--head: unknown head {name!r}{close_match(name, names)}; expected {', '.join(names)}")
     from .base import HeadEstimator
 
     if not (isinstance(loaded, type) and issubclass(loaded, HeadEstimator)):
@@ -75,12 +75,12 @@ def make_head(
         InputError: an unknown head or hyper-parameter, or a value out of range.
     """
     build = head_class(name)
-    known = [key for key in build.param_names() if key not in ("features", "random_state", "trainer")]
+    names = [key for key in build.param_names() if key not in ("features", "random_state", "trainer")]
     for key in params:
-        if key not in known:
+        if key not in names:
             raise InputError(
-                f"--param: unknown hyper-parameter {key!r}{close_match(key, known)} of the head {name}; "
-                f"expected {', '.join(known)}"
+                f"--param: unknown hyper-parameter {key!r}{close_match(key, names)} of the head {name}; "
+                f"expected {', '.join(names)}"
             )
     if trainer and "trainer" not in build.param_names():
         raise InputError(f"--trainer: the head {name} is not a network and is not fitted by lightning; leave it out")

@@ -202,9 +202,9 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     @classmethod
-    def default_features(cls, usual: Sequence[str]) -> tuple[str, ...]:
-        """Return the features that the head reads if none are requested, where `usual` are those of most heads."""
-        return tuple(usual) if cls.scalar_features is None else cls.scalar_features
+    def default_features(cls, defaults: Sequence[str]) -> tuple[str, ...]:
+        """Return the features that the head reads if none are requested, where `defaults` are those of most heads."""
+        return tuple(defaults) if cls.scalar_features is None else cls.scalar_features
 
     @classmethod
     def hidden_states(cls, traces: Sequence[Trace], requested: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -279,10 +279,10 @@ def engine_features(
     traces: Sequence[Trace],
     head: type[HeadEstimator],
     requested: Sequence[str] | None,
-    usual: Sequence[str],
+    defaults: Sequence[str],
     hidden: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the features that a head reads in a serving engine: the requested ones, or the usual ones that the engine has.
+    """Return the features that a head reads in a serving engine: the requested ones, or the default ones that the engine has.
 
     Raises:
         InputError: an unknown engine, or the head reads what the engine does not have.
@@ -296,13 +296,13 @@ def engine_features(
             f"--for {engine}: expected labels 'point' above temperature 0, because {engine} accepts the draft's likeliest "
             f"token with the target's probability of it, got {labels[0]!r}; collect with --verification point"
         )
-    names = tuple(requested) if requested else head.default_features(usual)
+    names = tuple(requested) if requested else head.default_features(defaults)
     unknown = [name for name in names if not is_available_in_engines(feature(name).name, not sampled)]
     states = [*hidden, *head.hidden]
     if states or (unknown and (requested or head.scalar_features is not None)):
         raise InputError(
-            f"--for {engine}: {', '.join(states or unknown)} cannot be read there; known are the draft's rows, tokens and "
-            "history"
+            f"--for {engine}: {', '.join(states or unknown)} cannot be read there; expected features of the draft's rows, "
+            "of tokens and of history"
         )
     if not unknown:
         return names

@@ -72,7 +72,7 @@ class XGBoostEstimator(HeadEstimator):
         fitting, stopping = (
             (part.features[use].numpy(), part.labels[use, column].numpy())
             for part in (rows, stop_rows)
-            for use in [part.known[:, column].bool()]
+            for use in [part.has_label[:, column].bool()]
         )
         settings = {
             "objective": "binary:logistic",

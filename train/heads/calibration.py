@@ -24,14 +24,14 @@ from ...policies.learned import Calibrator, SurvivalMaps
 GAINS = {"temperature": 1e-4, "isotonic": 0.005}
 """Relative gain in loss that each map must bring. An isotonic one costs more to evaluate than a temperature."""
 
-LEAST = 20
-"""Number of rows below which no map is fitted."""
+MIN_ROWS = 20
+"""Minimum number of rows to fit a map on."""
 
 KNOTS = 33
 """Knots of a survival table."""
 
 MAX_STARTS = 3
-"""Number of first factors that survival tables are fitted for; a product that begins deeper is not mapped."""
+"""Maximum depth of the first factor of a product that has survival tables. Products that begin deeper are not mapped."""
 
 BINS, DRAWS = 10, 200
 """Of the calibration error: bins, and simulations of a perfect predictor."""
@@ -49,7 +49,7 @@ class Outputs:
 
     Attributes:
         logits: [R, K + 1, 2] float64, `accept` and `next` at depths 0..K, also after a rejection.
-        labels, known: [R, K + 1, 2], see `rows.round_labels`.
+        labels, has_label: [R, K + 1, 2], see `rows.round_labels`.
         length: [R] accepted length.
         group: [R], the number of the prompt, for choosing calibrators on prompts left out.
         drawn: [R, K] whether x_1..x_K were drawn: a drafter may know no token.
@@ -58,7 +58,7 @@ class Outputs:
 
     logits: Array
     labels: Array
-    known: Array
+    has_label: Array
     length: Array
     group: Array
     drawn: Array
@@ -66,7 +66,7 @@ class Outputs:
 
     def labelled(self, output: int) -> tuple[Array, Array, Array]:
         """Return (logits, labels, groups) [M] of the rows of an output, 0 = `accept` or 1 = `next`, that have a label."""
-        use = self.known[..., output]
+        use = self.has_label[..., output]
         group = np.broadcast_to(self.group[:, None], use.shape)
         return self.logits[use, output], self.labels[use, output], group[use]
 
@@ -142,7 +142,7 @@ def fit_kind(kind: str, logits: Array, labels: Array) -> Calibrator:
 
 
 def _is_uninformative(labels: Array) -> bool:
-    return len(labels) < LEAST or is_constant(labels)
+    return len(labels) < MIN_ROWS or is_constant(labels)
 
 
 def _quantiles(x: Array, count: int) -> Array:

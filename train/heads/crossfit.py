@@ -1,4 +1,4 @@
-"""Heads fitted fold by fold, so that every prompt has outputs of a head that never saw it; calibration is fitted on these."""
+"""Heads fitted fold by fold, so that every prompt has outputs of a head that was fitted without it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.heads.base import Head
 from ...policies.profile import Profile
-from ..replay.arrays import TraceArrays, seen_features
-from ..replay.columns import seen_states
+from ..replay.arrays import TraceArrays, policy_features
+from ..replay.columns import policy_states
 from ..replay.run import replay
 from .base import HeadEstimator
 from .calibration import Outputs
@@ -85,7 +85,7 @@ def fit_folds(
     head: HeadEstimator,
     *,
     seed: int = 0,
-    every: bool = True,
+    all_folds: bool = True,
     progress: Progress = silent,
     mixed: TraceArrays | None = None,
 ) -> FoldHeads:
@@ -98,7 +98,7 @@ def fit_folds(
         visited: rounds to fit on.
         head: estimator, which is cloned.
         seed: of the fits.
-        every: fit a head for each fold; else for the first only.
+        all_folds: fit a head for each fold; else for the first only.
         progress: see `Progress`.
         mixed: a trace of `collect --mix`: the heads are fitted on its rows; early stopping uses the held-out fold.
 
@@ -112,7 +112,7 @@ def fit_folds(
         for fold in range(folds.count)
     ]
     fitted: list[HeadEstimator] = []
-    total = folds.count if every else 1
+    total = folds.count if all_folds else 1
     task = f"train {head.form}"
     for fold in range(total):
         progress(task, fold, total)
@@ -135,8 +135,11 @@ def fit_head(
     progress: Progress = silent,
 ) -> HeadEstimator:
     """Return a fitted clone of an estimator; raise `TraceError` if no row has a label."""
-    if len(rows) == 0 or not bool(rows.drawn.any()) or len(stop_rows) == 0:
+    if not bool(rows.drawn.any()):
         raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
+    if not bool(stop_rows.drawn.any()):
+        # The prompts of a small fold may have no drawn token, or only cut rounds. Their loss is undefined.
+        stop_rows = rows
     fresh: HeadEstimator = clone(head).set_params(features=tuple(names), random_state=seed)
     return fresh.fit(rows, stop_rows=stop_rows, progress=progress)
 
@@ -151,18 +154,18 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     for fold, head in enumerate(fitted.heads):
         inside = owner == fold
         row, place = visited.row[inside], inside.nonzero()[:, 0].numpy()
-        seen = seen_features(arrays, names, row, visited.history[inside]).numpy()
+        seen = policy_features(arrays, names, row, visited.history[inside]).numpy()
         for depth, part in itertools.product(range(seen.shape[1]), torch.arange(len(row)).split(_SCORE_ROUNDS)):
             nodes = torch.tensor([depth - 1]) if depth else None
-            states = {name: seen_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
+            states = {name: policy_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
             logits[place[part], depth] = head.scores(np.ascontiguousarray(seen[part, depth]), depth, states)
     lag = fitted.heads[0].lag
-    labels, known = round_labels(arrays, visited.row, lag=lag)
+    labels, has_label = round_labels(arrays, visited.row, lag=lag)
     prompt = np.unique(arrays.clusters, return_inverse=True)[1]
     return Outputs(
         logits,
         labels.numpy(),
-        known.numpy(),
+        has_label.numpy(),
         arrays.accepted[visited.row].numpy(),
         prompt[arrays.owner[visited.row]],
         (arrays.tokens[visited.row] != NO_TOKEN).numpy(),
@@ -170,21 +173,21 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     )
 
 
-def on_policy_rounds(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], profile: Profile) -> Visits:
+def on_policy_rounds(arrays: TraceArrays, folds: Folds, policies: Sequence[StopPolicy], profile: Profile) -> Visits:
     """Return the rounds that policies play on prompts left out of their fit.
 
-    A head knows the prompts that it was fitted on: it stops there where drafts fail, as it does not on new ones.
+    On the prompts that it was fitted on, a head stops before drafts fail more often than on new prompts.
 
     Args:
         arrays: traces.
         folds: of its prompts.
-        drafts: a policy for each fold, its head fitted on the others; if there are fewer, the first one plays the rest.
+        policies: one for each fold, its head fitted on the others; if there are fewer, the first one plays the rest.
         profile: what rounds cost.
     """
     parts = []
     for fold in range(folds.count):
         sequences = folds.sequences(fold)
-        played = replay(arrays.subset(sequences), drafts[fold if fold < len(drafts) else 0], profile)
+        rounds = replay(arrays.subset(sequences), policies[fold if fold < len(policies) else 0], profile)
         # From numbers within the fold to those of the trace.
-        parts.append(dataclasses.replace(played, sequence=torch.tensor(sequences)[played.sequence]))
+        parts.append(dataclasses.replace(rounds, sequence=torch.tensor(sequences)[rounds.sequence]))
     return visits(arrays, parts)

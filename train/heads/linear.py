@@ -49,7 +49,7 @@ _ROUNDS, _TOLERANCE = 100, 1e-4
 
 def regression_rows(rows: FitRows) -> list[tuple[Array, Array]]:
     """Return (mask [M], labels of these rows in [0, 1]) of the three regressions."""
-    drawn, (accept, following) = rows.drawn.numpy(), rows.known.numpy().T
+    drawn, (accept, following) = rows.drawn.numpy(), rows.has_label.numpy().T
     masks = ((accept, 0), (drawn & following, 1), (~drawn & following, 1))
     return [(use, rows.labels.numpy()[use, output]) for use, output in masks]
 
@@ -108,10 +108,10 @@ class TokensEstimator(HeadEstimator):
     space: ClassVar[Mapping[str, Any]] = {"C": (1e-2, 1.0), "buckets": [0, BUCKETS]}
 
     @classmethod
-    def default_features(cls, usual: Sequence[str]) -> tuple[str, ...]:
-        """Return tokens and scores, and the usual features that are worth their time beside them (`benchmarks/heads.py`)."""
+    def default_features(cls, defaults: Sequence[str]) -> tuple[str, ...]:
+        """Return tokens and scores, and the default features that improve a head of tokens by more than they cost."""
         omitted = ("mean_full", "last_accepted", "top1", "depth")
-        names = dict.fromkeys((*(name for name in usual if name not in omitted), "noisy_score", *TOKEN_FEATURES))
+        names = dict.fromkeys((*(name for name in defaults if name not in omitted), "noisy_score", *TOKEN_FEATURES))
         # In the order in which they become known, which spares the loop a reordering at each decision.
         known_first = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
         return tuple(sorted(names, key=lambda name: known_first.index(feature(name).kind)))
@@ -186,8 +186,8 @@ class Design:
         blocks = [sparse.csr_matrix(x.astype(np.float64)), _one_hot(depth, self.depths, np.ones_like(drawn))]
         for at in self.ids:
             # As `TokenHead` reads them: tokens of the anchor at depth 0 only, drawn ones from depth 1 on.
-            known = ~drawn if _is_of_anchor(self.names[at]) else drawn
-            blocks.append(_one_hot(features[:, at].astype(np.int64), self.vocabulary, known))
+            is_used = ~drawn if _is_of_anchor(self.names[at]) else drawn
+            blocks.append(_one_hot(features[:, at].astype(np.int64), self.vocabulary, is_used))
         if len(self.strides):
             places = self.hashes.places(features, depth)  # [M, C]
             blocks.append(_one_hot(places, len(self.strides) * self.buckets, drawn))

@@ -21,7 +21,7 @@ from .rows import FitRows
 from .trainer import FitModule, fit_module
 
 Batch = tuple[Tensor, ...]
-"""(inputs..., labels [R, O] in [0, 1], known [R, O] bool), rows first."""
+"""(inputs..., labels [R, O] in [0, 1], has_label [R, O] bool), rows first."""
 
 STOP_BATCH = 1 << 14
 RATES = {"learning_rate": (5e-4, 1e-2), "weight_decay": (1e-5, 1e-1)}
@@ -30,9 +30,9 @@ RATES = {"learning_rate": (5e-4, 1e-2), "weight_decay": (1e-5, 1e-1)}
 def acceptance_loss(
     network: nn.Module, batch: Sequence[Tensor], rejection_weight: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy against labels in [0, 1], rejections with weight w, and the number of known labels.
+    """Return the cross-entropy against labels in [0, 1], rejections with weight w, and the number of labels.
 
-    The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the known labels, over the sum of the weights
+    The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the labels, over the sum of the weights
     [w (1 - P) + P] (SpecDec++, arXiv 2405.19715, `train.py`); with w = 1 the mean.
 
     Args:
@@ -40,13 +40,13 @@ def acceptance_loss(
         batch: see `Batch`; hidden states are float16, as they are recorded.
         rejection_weight: w.
     """
-    *inputs, labels, known = batch
+    *inputs, labels, has_label = batch
     logits = network(*(x.float() for x in inputs))
-    # Both weights are 0 where a label is unknown. Log-sigmoids stay finite where a network is certain.
-    accepted = labels * known
-    rejected = rejection_weight * (1.0 - labels) * known
+    # Both weights are 0 where there is no label. Log-sigmoids stay finite where a network is certain.
+    accepted = labels * has_label
+    rejected = rejection_weight * (1.0 - labels) * has_label
     losses = -accepted * nn.functional.logsigmoid(logits) - rejected * nn.functional.logsigmoid(-logits)
-    return losses.sum() / (accepted + rejected).sum().clamp_min(1e-6), known.sum()
+    return losses.sum() / (accepted + rejected).sum().clamp_min(1e-6), has_label.sum()
 
 
 def batch_loader(tensors: Batch, batch_size: int, seed: int | None = None) -> DataLoader[Batch]:
@@ -186,7 +186,7 @@ class MLPEstimator(NetworkEstimator):
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
         basis = fit_basis(rows, self.feature_names_)
         sizes = [basis.width + 1, *(self.width,) * self.layers, 2]
-        batches = [(flagged_columns(basis, part), part.labels, part.known) for part in (rows, stop_rows)]
+        batches = [(flagged_columns(basis, part), part.labels, part.has_label) for part in (rows, stop_rows)]
         weights = self._train(lambda: perceptron(sizes, nn.SiLU), batches, progress)
         return {"mean": basis.mean, "scale": basis.scale, **layer_tensors(weights)}
 
@@ -254,7 +254,7 @@ class ResNetEstimator(NetworkEstimator):
                 state = (part.hidden[name].float() - mean) / scale
                 is_known = HIDDEN_STATES[name] is Kind.ANCHOR or part.drawn[:, None]
                 states.append(state * is_known)  # an unknown state counts as its mean
-            return flagged_columns(basis, part), *states, part.labels, part.known
+            return flagged_columns(basis, part), *states, part.labels, part.has_label
 
         inputs = [basis.width + 1, *(len(mean) for mean, _ in moments.values())]
         weights = self._train(
@@ -271,6 +271,6 @@ class ResNetEstimator(NetworkEstimator):
 
 def state_moments(rows: FitRows, name: str) -> tuple[Tensor, Tensor]:
     """Return (mean, scale) [H] of a hidden state over rows with a drawn token; constant numbers have scale 1."""
-    known = rows.hidden[name][rows.drawn].float()
-    scale = known.std(0, correction=0)
-    return known.mean(0), torch.where(scale > 1e-6, scale, 1.0)
+    states = rows.hidden[name][rows.drawn].float()
+    scale = states.std(0, correction=0)
+    return states.mean(0), torch.where(scale > 1e-6, scale, 1.0)

@@ -18,7 +18,7 @@ from ...policies.display import Progress
 from ...policies.errors import TraceError
 from ...policies.features import DRAFT_HIDDEN
 from ...policies.heads.layers import HARD_FEATURES
-from ..released import ANY_THRESHOLD, STOP_THRESHOLD, unbiased
+from ..released import ANY_THRESHOLD, STOP_THRESHOLD, remove_weight_bias
 from .linear import constant_logit
 from .networks import NetworkEstimator, ResidualBlocks, block_tensors, layer_tensors, perceptron
 from .rows import FitRows
@@ -61,7 +61,7 @@ class PublishedEstimator(NetworkEstimator):
         batches = [(x, labels, torch.ones_like(labels)) for x, labels in examples]
         weights = self._train(lambda: self._network(size), batches, progress)
         # Nothing is known before drafting: the log-odds that x_1 is accepted. Mixed rows have no row at depth 0.
-        first = torch.cat([part.labels[~part.drawn & part.known[:, 1], 1] for part in parts])
+        first = torch.cat([part.labels[~part.drawn & part.has_label[:, 1], 1] for part in parts])
         return {**self._tensors(weights, size), "first": torch.tensor([constant_logit(first.numpy())])}
 
 
@@ -110,14 +110,14 @@ class DynaSDHardEstimator(DynaSDSoftEstimator):
     soft = False
 
     def _examples(self, rows: FitRows, seed: int) -> tuple[Tensor, Tensor]:
-        rows = balanced(rows, seed)
+        rows = balance_classes(rows, seed)
         return rows.features, rows.labels[:, :1]
 
     def _network(self, size: int) -> nn.Module:
         return perceptron((size, 44, 1), nn.ReLU)
 
 
-def balanced(rows: FitRows, seed: int) -> FitRows:
+def balance_classes(rows: FitRows, seed: int) -> FitRows:
     """Return as many accepted as rejected rows with a drawn token, or all if there is one kind only.
 
     A label that is a chance is replaced by a draw with that probability.
@@ -182,7 +182,7 @@ class SpecDecEstimator(PublishedEstimator):
 
     def _tensors(self, weights: Mapping[str, Tensor], size: int) -> dict[str, Any]:
         # In log-odds the bias of the weight is a constant, ln w.
-        bias = unbiased(weights["leave.bias"].numpy(), 1.0 if self.keeps_bias else self.rejection_weight)
+        bias = remove_weight_bias(weights["leave.bias"].numpy(), 1.0 if self.keeps_bias else self.rejection_weight)
         return {
             **block_tensors(weights, 1 if self.shared_blocks else self.blocks, size),
             "order": torch.tensor([0] * self.blocks if self.shared_blocks else range(self.blocks)),

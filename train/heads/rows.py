@@ -14,7 +14,7 @@ from ...collect.schema import NO_TOKEN, Header
 from ...collect.store import Trace
 from ...policies.errors import TraceError
 from ...policies.features import HISTORY_FEATURES
-from ..replay.arrays import TraceArrays, check_alike, seen_features, trace_arrays
+from ..replay.arrays import TraceArrays, check_compatible, policy_features, trace_arrays
 from ..replay.columns import HiddenStates
 from ..replay.rounds import Rounds
 
@@ -27,7 +27,7 @@ CHANCE_COLUMNS = ("accept_chance", "next_chance")
 IS_DRAFT_SAMPLE = "mixed"
 """Column of a mixed trace: whether the last token that the draft had read was sampled from the draft."""
 
-LEAST_PROMPTS = 3
+MIN_PROMPTS = 3
 
 _BLOCK = 1 << 24  # numbers of hidden states that are read at a time
 
@@ -40,14 +40,14 @@ class FitRows:
         features: [M, F] float32.
         depth: [M] int64, 0..K.
         labels: [M, 2] float32 of the outputs `accept` (x_j is accepted) and `next` (x_{j+1} is accepted): 0, 1 or a chance.
-        known: [M, 2] bool, whether a row has the label: `accept` from depth 1 on, `next` where x_j was accepted and j < K.
+        has_label: [M, 2] bool: `accept` from depth 1 on, `next` where x_j was accepted and j < K.
         hidden: [M, H] float16 hidden states by name.
     """
 
     features: Tensor
     depth: Tensor
     labels: Tensor
-    known: Tensor
+    has_label: Tensor
     hidden: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class FitRows:
     def subset(self, use: Tensor) -> FitRows:
         """Return the rows at indices, or where a mask [M] is true."""
         hidden = {name: states[use] for name, states in self.hidden.items()}
-        return FitRows(self.features[use], self.depth[use], self.labels[use], self.known[use], hidden)
+        return FitRows(self.features[use], self.depth[use], self.labels[use], self.has_label[use], hidden)
 
     @property
     def drawn(self) -> Tensor:
@@ -67,7 +67,8 @@ class FitRows:
 def join_rows(parts: Sequence[FitRows]) -> FitRows:
     """Return the rows of all parts, one after the other."""
     columns = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in ("features", "depth", "labels", "known")
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("features", "depth", "labels", "has_label")
     }
     hidden = {name: torch.cat([part.hidden[name] for part in parts]) for name in parts[0].hidden}
     return FitRows(**columns, hidden=hidden)
@@ -77,7 +78,8 @@ def join_rows(parts: Sequence[FitRows]) -> FitRows:
 class Visits:
     """Rounds that policies played on a trace, without cut ones.
 
-    Policies skip easy runs, so the anchors that they visit are harder than the average anchor. Heads are fitted on visits.
+    Policies skip easy runs of tokens, so the anchors that they visit are harder than the average anchor. Heads are fitted on
+    these anchors.
 
     Attributes:
         row: [R] of the anchor in the trace.
@@ -88,12 +90,12 @@ class Visits:
     history: Tensor
 
     @classmethod
-    def once(cls, row: Tensor) -> Visits:
-        """Return one round at each of these anchors [R], without earlier rounds."""
+    def without_history(cls, row: Tensor) -> Visits:
+        """Return one round at each of these anchors [R], all without earlier rounds."""
         return cls(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
 
-    def with_more(self, other: Visits) -> Visits:
-        """Return these rounds, then the other ones."""
+    def concatenate(self, other: Visits) -> Visits:
+        """Return these rounds, followed by the other ones."""
         return Visits(torch.cat([self.row, other.row]), torch.cat([self.history, other.history]))
 
     def part(self, use: Tensor) -> Visits:
@@ -110,9 +112,9 @@ def visits(arrays: TraceArrays, replays: Sequence[Rounds]) -> Visits:
 
 
 def round_labels(arrays: TraceArrays, row: Tensor, soft: bool = False, lag: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (labels [R, K + 1, 2] float32, known [R, K + 1, 2] bool) of both outputs at depths 0..K of rounds.
+    """Return (labels [R, K + 1, 2] float32, has_label [R, K + 1, 2] bool) of both outputs at depths 0..K of rounds.
 
-    Labels are the exact chances of acceptance if the trace has them. Else they are 0 or 1. They are known up to the first
+    Labels are the exact chances of acceptance if the trace has them. Else they are 0 or 1. Labels exist up to the first
     rejection, because both outputs are conditional on an accepted path.
 
     Args:
@@ -125,19 +127,19 @@ def round_labels(arrays: TraceArrays, row: Tensor, soft: bool = False, lag: int 
     accept, following = length >= depth - lag, length > depth
     # Policies are not called for a token that the drafter does not know.
     has_token = pad(arrays.tokens[row] != NO_TOKEN, (1, 0))
-    known = torch.stack(
+    has_label = torch.stack(
         [(length >= depth - lag - 1) & (depth > lag) & has_token, (length >= depth) & (depth < arrays.depth)], -1
     )
     if not lag and set(CHANCE_COLUMNS) <= set(arrays.extra):
         drawn, undrawn = (arrays.extra[name][row].float() for name in CHANCE_COLUMNS)
         # `next_chance` of node j refers to x_j before it was drawn: the label of `next` at depth j - 1. No token is drawn
         # at depth 0, and none follows at depth K.
-        return torch.stack([pad(drawn, (1, 0)), pad(undrawn, (0, 1))], -1), known
+        return torch.stack([pad(drawn, (1, 0)), pad(undrawn, (0, 1))], -1), has_label
     if soft and set(SOFT_COLUMNS) <= set(arrays.extra):
         q, p = (arrays.extra[name][row].float() for name in SOFT_COLUMNS)
         # q is 0 at nodes that were not drawn. `where` computes both sides, so the division must not fail there.
         accept = pad(torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0), (1, 0))
-    return torch.stack([accept.float(), following.float()], -1), known
+    return torch.stack([accept.float(), following.float()], -1), has_label
 
 
 def fit_rows(
@@ -162,21 +164,21 @@ def fit_rows(
     Raises:
         TraceError: a feature or a hidden state is not recorded.
     """
-    seen = seen_features(arrays, features, visited.row, visited.history)
-    labels, known = round_labels(arrays, visited.row, soft)
+    seen = policy_features(arrays, features, visited.row, visited.history)
+    labels, has_label = round_labels(arrays, visited.row, soft)
     depth = torch.arange(arrays.depth + 1).expand(len(seen), -1)
-    use = known.any(-1) & (depth <= arrays.depth - lag)
+    use = has_label.any(-1) & (depth <= arrays.depth - lag)
     states = {name: _states(arrays.hidden_state(name), visited.row, use, lag) for name in hidden}
-    return FitRows(seen[use], depth[use], labels[use], known[use], states)
+    return FitRows(seen[use], depth[use], labels[use], has_label[use], states)
 
 
 def _states(recorded: HiddenStates, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
     """Return [M, H] float16, the hidden states of the rows and depths in `use` [R, K + 1]; 0 for the draft's at depth 0."""
     at, depth = use.nonzero(as_tuple=True)
     states = torch.zeros(len(at), recorded.width, dtype=torch.float16)
-    known = (depth > 0).nonzero()[:, 0] if recorded.of_nodes else torch.arange(len(at))
+    recorded_rows = (depth > 0).nonzero()[:, 0] if recorded.of_nodes else torch.arange(len(at))
     # Recorded states may be on disk: they are read in blocks, so that only `states` is in memory as a whole.
-    for part in known.split(max(1, _BLOCK // recorded.width)):
+    for part in recorded_rows.split(max(1, _BLOCK // recorded.width)):
         states[part] = recorded.at(row[at[part]], depth[part] - 1 + lag if recorded.of_nodes else None)
     return states
 
@@ -190,7 +192,7 @@ def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
 # Mixed texts (`collect --mix`)
 
 
-def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Sequence[str]) -> TraceArrays:
+def mixed_arrays(trace: Trace, reference: Trace, features: Sequence[str], hidden: Sequence[str]) -> TraceArrays:
     """Read a mixed trace to fit heads that are calibrated on another trace.
 
     Raises:
@@ -198,7 +200,9 @@ def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Seq
     """
     if not trace.header.mix:
         raise TraceError(f"--mixed: {trace.folder} is no mixed trace; collect one with --mix 0.15 --depth 1")
-    check_alike(like.header, trace.header, str(like.folder), str(trace.folder), ("pair", "vocabulary", "verification"))
+    check_compatible(
+        reference.header, trace.header, str(reference.folder), str(trace.folder), ("pair", "vocabulary", "verification")
+    )
     read = [name for name in features if name not in HISTORY_FEATURES]
     return trace_arrays(trace, read, (*SOFT_COLUMNS, IS_DRAFT_SAMPLE), hidden)
 
@@ -222,7 +226,7 @@ def mixed_rows(
     owner = arrays.owner
     row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
     if lag == 0:
-        return fit_rows(arrays, features, Visits.once(row), tuple(arrays.hidden), soft=soft)
+        return fit_rows(arrays, features, Visits.without_history(row), tuple(arrays.hidden), soft=soft)
     if lag > 1 or features:
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
     # The state after Y_i is in the row of the next position, which must be of the same text.
@@ -242,7 +246,7 @@ def mixed_rows(
 # Prompts
 
 
-def ranked_prompts(arrays: TraceArrays, seed: int, least: int = LEAST_PROMPTS) -> list[str]:
+def ranked_prompts(arrays: TraceArrays, seed: int, least: int = MIN_PROMPTS) -> list[str]:
     """Return the prompts (`TraceArrays.clusters`) in the order of a hash of their text.
 
     Raises:
@@ -267,11 +271,11 @@ def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[in
     Raises:
         TraceError: too few prompts for the split.
     """
-    ranks = ranked_prompts(arrays, seed, LEAST_PROMPTS + (share > 0))
+    ranks = ranked_prompts(arrays, seed, MIN_PROMPTS + (share > 0))
     count = max(1, round(share * len(ranks))) if share > 0 else 0
-    if len(ranks) - count < LEAST_PROMPTS:
+    if len(ranks) - count < MIN_PROMPTS:
         raise TraceError(
-            f"--traces: {count} of {len(ranks)} prompts are held out, and {LEAST_PROMPTS} are needed for the rest"
+            f"--traces: {count} of {len(ranks)} prompts are held out, and {MIN_PROMPTS} are needed for the rest"
         )
     held = set(ranks[:count])
     sides: tuple[list[int], list[int]] = ([], [])

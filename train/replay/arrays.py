@@ -29,7 +29,7 @@ BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
 BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
 """Fields of `TraceArrays`: lists by sequence, tensors by sequence, and tensors by row."""
 
-_FAR = 1 << 32
+_ANCHOR_LIMIT = 1 << 32
 """More than any anchor."""
 
 
@@ -110,7 +110,7 @@ class TraceArrays:
         return torch.repeat_interleave(torch.arange(self.sequences), self.rows)
 
     @cached_property
-    def every_anchor(self) -> Tensor:
+    def anchor_by_row(self) -> Tensor:
         """[N] int64, the anchor of each row."""
         if self.anchors is not None:
             return self.anchors
@@ -126,7 +126,7 @@ class TraceArrays:
     def draft_bound(self) -> Tensor:
         """[N] of a chain, the most tokens that can be drafted at each anchor: up to EOS or the length limit."""
         # The target's token takes one place of the text.
-        allowed = (self.header.max_new_tokens - self.every_anchor - 1).clamp(0, self.depth)
+        allowed = (self.header.max_new_tokens - self.anchor_by_row - 1).clamp(0, self.depth)
         if not self.header.eos or not self.ends.shape[1]:
             return allowed
         # EOS itself is drafted; nothing is drafted after it.
@@ -187,14 +187,14 @@ class TraceArrays:
             at = anchor - self.first_anchor.numpy()[sequence]
             inside = (at >= 0) & (at < rows[sequence])
             return np.where(inside, offset[sequence] + at, -1)
-        key = sequence * _FAR + anchor
+        key = sequence * _ANCHOR_LIMIT + anchor
         at = np.minimum(np.searchsorted(self._row_keys, key), len(self._row_keys) - 1)
         return np.where(self._row_keys[at] == key, at, -1)
 
     @cached_property
     def _row_keys(self) -> Array:
         """[N] int64, ascending because rows are sorted by sequence and anchor."""
-        out: Array = (self.owner * _FAR + self.every_anchor).numpy()
+        out: Array = (self.owner * _ANCHOR_LIMIT + self.anchor_by_row).numpy()
         return out
 
     @property
@@ -236,13 +236,14 @@ class TraceArrays:
         """Return only the sequences `keep`, in that order."""
         at = torch.tensor(list(keep), dtype=torch.int64)
         counts = self.rows[at]
-        index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
+        starts = counts.cumsum(0) - counts
+        index = torch.arange(int(counts.sum())) + (self.offset[at] - starts).repeat_interleave(counts)
         names: dict[str, Any] = {name: [getattr(self, name)[i] for i in keep] for name in NAMES}
         by_row = {name: values[index] for name in BY_ROW if (values := getattr(self, name)) is not None}
         return dataclasses.replace(
             self,
             **names,
-            offset=counts.cumsum(0) - counts,
+            offset=starts,
             columns={name: values[index] for name, values in self.columns.items()},
             extra={name: values[index] for name, values in self.extra.items()},
             hidden={name: values.subset(index) for name, values in self.hidden.items()},
@@ -391,7 +392,7 @@ def _row_order(trace: Trace) -> tuple[Array, Array, Array, Array, bool, Array]:
     return order, start, counts, anchor, consecutive, numbers
 
 
-_ALIKE = (
+_EQUAL_FIELDS = (
     "pair", "vocabulary", "eos", "sampling", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
     "mix", "draws",
 )  # fmt: skip
@@ -402,7 +403,9 @@ def temperatures(traces: Sequence[Trace]) -> tuple[float, ...]:
     return tuple(sorted({trace.header.temperature for trace in traces}))
 
 
-def check_alike(first: Header, second: Header, where: str, other: str, names: Sequence[str] = _ALIKE) -> None:
+def check_compatible(
+    first: Header, second: Header, where: str, other: str, names: Sequence[str] = _EQUAL_FIELDS
+) -> None:
     """Refuse traces that differ in any of `names`: they cannot be one."""
     if differ := first.differing(second, names):
         instead = (
@@ -437,7 +440,7 @@ def joined_arrays(
         raise TraceError("--traces: expected at least one trace")
     first = traces[0]
     for other in traces[1:]:
-        check_alike(first.header, other.header, str(first.folder), str(other.folder))
+        check_compatible(first.header, other.header, str(first.folder), str(other.folder))
     if not first.header.tree.is_chain:
         raise TraceError(
             f"--traces: {first.folder} is of a tree; give --rule gain, which learns the nodes to verify, or collect without "
@@ -459,7 +462,7 @@ def _concatenate(parts: Sequence[TraceArrays]) -> TraceArrays:
         values = [getattr(part, name) for part in parts]
         fields[name] = None if any(value is None for value in values) else torch.cat(values)
     if any(part.anchors is not None for part in parts):  # one part without all anchors: all are looked up
-        fields["anchors"] = torch.cat([part.every_anchor for part in parts])
+        fields["anchors"] = torch.cat([part.anchor_by_row for part in parts])
     states = [name for name in first.hidden if all(name in part.hidden for part in parts)]
     return dataclasses.replace(
         first,
@@ -477,7 +480,7 @@ def typical_context(arrays: TraceArrays) -> float:
     return float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
 
 
-def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:
+def policy_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:
     """Return [R, K + 1, F], features as a policy receives them before drafting and at the K nodes of R rounds.
 
     Args:

@@ -27,24 +27,24 @@ from .checks import check_replayable
 from .rounds import COUNTS, Rounds
 from .source import TraceSource
 
-FULL = 4
-"""Number of batches that the requests fill at least: the last requests run in a batch that is not full."""
+MIN_BATCHES = 4
+"""Minimum number of full batches. The last requests run in a batch that is not full, which should weigh little."""
 
 
-def deal(texts: int, size: int, seed: int) -> Array:
-    """Return the text of each request: all texts in random order, repeated for `FULL` batches; once for one stream."""
+def request_order(texts: int, size: int, seed: int) -> Array:
+    """Return the text of each request: all texts in random order, repeated for `MIN_BATCHES` batches; once for one stream."""
     generator = np.random.default_rng(seed)
-    repeats = 1 if size == 1 else max(1, -(-FULL * size // texts))
+    repeats = 1 if size == 1 else max(1, -(-MIN_BATCHES * size // texts))
     # Whole permutations, so that every text is requested equally often.
     return np.concatenate([generator.permutation(texts) for _ in range(repeats)])
 
 
-def at_once(count: int) -> Array:
+def arrive_at_once(count: int) -> Array:
     """Return [count] float64 zeros: the batch is full until the last requests."""
     return np.zeros(count)
 
 
-def poisson(count: int, rate: float, seed: int = 0) -> Array:
+def poisson_arrivals(count: int, rate: float, seed: int = 0) -> Array:
     """Return [count] float64 arrival times in seconds of a Poisson process with `rate` requests per second.
 
     Raises:
@@ -57,7 +57,7 @@ def poisson(count: int, rate: float, seed: int = 0) -> Array:
     return out
 
 
-def recorded(times: Sequence[float], count: int) -> Array:
+def recorded_arrivals(times: Sequence[float], count: int) -> Array:
     """Return [count] float64, the first `count` of these times as seconds since the first one.
 
     Raises:
@@ -111,8 +111,8 @@ def replay_batch(
         policy: any policy that does not read the clock; a joint policy receives the streams of the batch together.
         profile: measured with batches, unless `batch` is 1.
         batch: number of streams.
-        arrived: [S] arrival times in seconds, ascending (`at_once`, `poisson`, `recorded`).
-        order: [S] text of each request (`deal`); None = each text once.
+        arrived: [S] arrival times in seconds, ascending (`arrive_at_once`, `poisson_arrivals`, `recorded_arrivals`).
+        order: [S] text of each request (`request_order`); None = each text once.
 
     Raises:
         TraceError: as of `replay`.
@@ -205,7 +205,7 @@ class _Batch:
                 break
             request = self.waiting.popleft()
             text = int(self.texts[request])
-            self.source.open(stream, text)
+            self.source.start_text(stream, text)
             self.request[stream] = request
             begun.append(stream)
             read = float(self.profile.prefill_seconds(self.arrays.prompt_tokens.numpy()[text : text + 1])[0])
@@ -231,4 +231,4 @@ class _Batch:
             round.verified, round.accepted, round.committed, round.backlog, round.decisions,
         )  # fmt: skip
         self.columns.append(np.stack(columns, 1)[rows])
-        source.active = active & ~source.over()
+        source.active = active & ~source.ended_texts()

@@ -25,16 +25,16 @@ from ...policies.features import HISTORY_FEATURES
 from ...policies.fixed import FixedLength
 from ...policies.profile import Profile
 from .arrays import TraceArrays, typical_context
-from .rounds import COUNTS, KnownPlan, Rounds
+from .rounds import COUNTS, NoPolicy, Rounds
 from .run import replay
 
-SAME_S = 1e-12
+TIE_S = 1e-12
 """Difference in seconds below which two plans are equally good: sums of the same numbers in another order."""
 
 SHORTLIST = 12
 """Number of candidates that are replayed."""
 
-_LARGEST = 96
+_MAX_NODES = 96
 """Number of nodes of the largest sub-tree."""
 
 _TIE = 1e-9
@@ -97,7 +97,7 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> OraclePlan:
         reached = t + torch.minimum(arrays.accepted[row][:, None], k) + 1
         total = cost + value.gather(1, torch.minimum(reached, length[:, None].clamp_min(0)))
         least = total.min(1).values
-        first = (total <= least[:, None] + SAME_S).int().argmax(1)  # argmax returns the first, the smallest depth
+        first = (total <= least[:, None] + TIE_S).int().argmax(1)  # argmax returns the first, the smallest depth
         value[:, t] = torch.where(t < length, least, 0.0)
         chosen[:, t] = torch.where(t < length, steps[first], 0)
     read = torch.from_numpy(profile.prefill_seconds(arrays.prompt_tokens.numpy()))
@@ -153,7 +153,7 @@ def planned_rounds(arrays: TraceArrays, plan: OraclePlan) -> Rounds:
     counts |= {"backlog": torch.ones_like(steps), "decisions": torch.zeros_like(steps), "steps": steps}
     counts["history"] = torch.zeros(len(steps), len(HISTORY_FEATURES))
     fed = None if arrays.tree.is_chain else (torch.arange(arrays.depth) < steps[:, None]).long()
-    return Rounds(KnownPlan(), plan.profile, arrays.prompt_tokens, arrays.first_anchor, fed=fed, **counts)
+    return Rounds(NoPolicy(), plan.profile, arrays.prompt_tokens, arrays.first_anchor, fed=fed, **counts)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,6 @@ class Regret:
     """The loss of each round against the oracle that continues from the same anchor; all [R].
 
     Attributes:
-        ideal: draft depth of the oracle.
         early: bool, committed less than the ideal round.
         late: bool, drafted or sent more than the ideal round in vain.
         choice_s: seconds lost by where the policy stopped, including the effect on the rest of the text.
@@ -169,7 +168,6 @@ class Regret:
         backlog_s: seconds of reading tokens that the draft had not read, which the bound leaves out.
     """
 
-    ideal: Tensor
     early: Tensor
     late: Tensor
     choice_s: Tensor
@@ -177,7 +175,7 @@ class Regret:
     backlog_s: Tensor
 
 
-def judge(arrays: TraceArrays, rounds: Rounds, plan: OraclePlan, profile: Profile) -> Regret:
+def round_regret(arrays: TraceArrays, rounds: Rounds, plan: OraclePlan, profile: Profile) -> Regret:
     """Compare rounds with the oracle's plan.
 
     A round that took c seconds from anchor t to t' loses c + V(t') - V(t). Summed over a text the V's cancel, so that the
@@ -192,8 +190,8 @@ def judge(arrays: TraceArrays, rounds: Rounds, plan: OraclePlan, profile: Profil
     choice = bare + plan.value[sequence, at + rounds.committed] - plan.value[sequence, at]
     decision = rounds.decision_seconds(profile)
     early = rounds.committed < reached
-    late = ~early & (choice > SAME_S) & ((rounds.steps > best) | (rounds.verified > best))
-    return Regret(best, early, late, choice, decision, rounds.price(profile) - decision - bare)
+    late = ~early & (choice > TIE_S) & ((rounds.steps > best) | (rounds.verified > best))
+    return Regret(early, late, choice, decision, rounds.price(profile) - decision - bare)
 
 
 def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:
@@ -259,7 +257,7 @@ def subtree(tree: Topology, nodes: Sequence[int]) -> Topology:
     return Topology([-1, *(row[tree.parent[node + 1]] for node in sorted(nodes))])
 
 
-def on_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> TraceArrays:
+def restrict_to_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> TraceArrays:
     """Return the trace of a smaller tree.
 
     Under `match` the candidates are the best by score, and otherwise they are drawn and tried in turn, so that a smaller
@@ -368,7 +366,7 @@ def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> li
         for child in children_of[row]:
             options = np.concatenate([[0.0], best[child][0]])  # 0 nodes, or 1, 2, ... with the child itself
             both = total[:, None] + options[None]  # [nodes so far, nodes of this child]
-            size = min(both.shape[0] + both.shape[1] - 1, _LARGEST + 1)
+            size = min(both.shape[0] + both.shape[1] - 1, _MAX_NODES + 1)
             merged, counts = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
             for count in range(min(both.shape[1], size)):
                 end = min(size, count + both.shape[0])
@@ -431,22 +429,22 @@ def best_static_tree(arrays: TraceArrays, profile: Profile) -> tuple[StaticTree,
             if not shape.is_chain or shape.nodes <= profile.max_depth:  # no chain is longer than what was timed
                 rates[tuple(nodes)] = (1.0 + value) / _round_seconds(shape, profile, context)
     ranked = sorted(rates, key=lambda nodes: -rates[nodes])[:SHORTLIST]
-    replays = {nodes: replay(*drafted_alone(arrays, nodes), profile) for nodes in ranked}
+    replays = {nodes: replay(*isolate_subtree(arrays, nodes), profile) for nodes in ranked}
     best = max(replays, key=lambda nodes: replays[nodes].rate)
     return StaticTree(tree, best), replays[best]
 
 
-def drafted_alone(arrays: TraceArrays, nodes: Sequence[int]) -> tuple[TraceArrays, StopPolicy]:
+def isolate_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> tuple[TraceArrays, StopPolicy]:
     """Return the trace and the policy to `replay` a static tree with if only this tree is drafted.
 
     As part of a larger tree it would pay for candidates that are drawn and never verified.
 
     Args:
         arrays: a trace of a larger tree.
-        nodes: as of `on_subtree`.
+        nodes: as of `restrict_to_subtree`.
     """
     # The policy reads no features, of which there may be gigabytes.
-    part = on_subtree(dataclasses.replace(arrays, columns={}, extra={}, hidden={}), nodes)
+    part = restrict_to_subtree(dataclasses.replace(arrays, columns={}, extra={}, hidden={}), nodes)
     return part, FixedLength(part.depth)
 
 

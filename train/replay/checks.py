@@ -109,7 +109,7 @@ def check_whole(arrays: TraceArrays, instead: str) -> None:
     if arrays.only_positions:
         mixed = arrays.header.mix > 0
         why = "mixes draft samples into the text (--mix)" if mixed else "has not every position of its texts"
-        raise TraceError(f"the trace {why}, so that no text can be replayed to settle a rule: {instead}")
+        raise TraceError(f"the trace {why}, so that no text can be replayed to choose a rule: {instead}")
 
 
 def require_disjoint(

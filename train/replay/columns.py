@@ -142,7 +142,7 @@ def _read_states(traces: Sequence[Trace], name: str) -> Tensor:
     return torch.from_numpy(states)
 
 
-def seen_states(states: HiddenStates, row: Tensor, nodes: Tensor | None) -> np.ndarray[Any, Any]:
+def policy_states(states: HiddenStates, row: Tensor, nodes: Tensor | None) -> np.ndarray[Any, Any]:
     """Return [R, B, H] float32, a hidden state as a policy receives it at nodes [B] of rows [R].
 
     Before any node (`nodes` None, B = 1) a state of nodes is 0.

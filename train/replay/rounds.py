@@ -29,8 +29,8 @@ BY_ROUND = (*COUNTS, "steps", "fed", "history")
 """Fields of `Rounds`: the counts of each round, and all fields with a row per round."""
 
 
-class KnownPlan(StopPolicy):
-    """Stands for rounds that no policy decided: of the oracle, or of lengths that are known in advance."""
+class NoPolicy(StopPolicy):
+    """The policy of rounds that no policy decided: those of the oracle, and of draft lengths that are given in advance."""
 
     name = "plan"
 
@@ -180,8 +180,8 @@ class Rounds:
         )
 
 
-def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: float = 1.0) -> Profile:
-    """Return a profile with costs of draft steps, verifications and decisions multiplied by these factors."""
+def scale_costs(profile: Profile, draft: float = 1.0, verify: float = 1.0) -> Profile:
+    """Return a profile with the costs of draft steps and of verifications multiplied by these factors."""
 
     def table(side: CostTable) -> CostTable:
         return dataclasses.replace(
@@ -193,13 +193,11 @@ def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: 
             tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
         )
 
-    # `with_decisions` drops the timings of a price, so that unchanged prices must not be passed to it.
-    prices = {name: profile.decision(name) * decision for name in profile.decision_s if decision != 1.0}
-    return dataclasses.replace(profile.with_decisions(prices), low=table(profile.low), high=table(profile.high))
+    return dataclasses.replace(profile, low=table(profile.low), high=table(profile.high))
 
 
-_LONG = 2
-"""Backlogs beyond which each token of a first draft step costs as much as the one before."""
+_MAX_BACKLOG = 2
+"""Backlog beyond which each further token of a first draft step costs as much as the one before."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +249,8 @@ class RoundTypes:
 def count_rounds(rounds: Rounds) -> tuple[RoundTypes, Values]:
     """Return the types of rounds and their counts by text.
 
-    A backlog of more than `_LONG` tokens is counted as one of `_LONG`. Each token beyond adds the difference between a round
-    with one token more and one without: one type counted up, another one counted down.
+    A backlog of more than `_MAX_BACKLOG` tokens is counted as one of `_MAX_BACKLOG`. Each further token adds the difference
+    between the cost of a round with one token more and of a round without it: one type is counted up, another one down.
 
     Returns:
         C types, and [S, 2, C] rounds of each type and sums of their contexts.
@@ -263,8 +261,8 @@ def count_rounds(rounds: Rounds) -> tuple[RoundTypes, Values]:
     backlog = rounds.backlog.numpy().reshape(len(drafted), -1)  # [R, D]
     drafters = backlog.shape[1]
     drafting = rounds.drafting.numpy()
-    beyond = np.maximum(backlog - _LONG, 0) * drafting  # without drafting, the backlog is not read
-    short = np.where(drafting, np.minimum(backlog, _LONG), 1)
+    beyond = np.maximum(backlog - _MAX_BACKLOG, 0) * drafting  # without drafting, the backlog is not read
+    short = np.where(drafting, np.minimum(backlog, _MAX_BACKLOG), 1)
     flat = np.zeros((len(drafted), 0), dtype=np.int64) if fed is None else fed.reshape(len(fed), -1)
     rows = np.column_stack([drafted, rounds.verified.numpy(), short, flat])
     types, at = np.unique(rows, axis=0, return_inverse=True)
@@ -274,7 +272,7 @@ def count_rounds(rounds: Rounds) -> tuple[RoundTypes, Values]:
     steps = 0 if fed is None else fed.shape[-1]
     for index in range(drafters):
         pair = one_more[2 * index : 2 * index + 2]
-        pair[:, 0], pair[:, 2 : 2 + drafters], pair[:, 2 + index] = 1, 1, [_LONG + 1, _LONG]
+        pair[:, 0], pair[:, 2 : 2 + drafters], pair[:, 2 + index] = 1, 1, [_MAX_BACKLOG + 1, _MAX_BACKLOG]
         if fed is not None:
             pair[:, 2 + drafters + index * steps] = 1
     types = np.concatenate([types, one_more])

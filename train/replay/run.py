@@ -21,23 +21,23 @@ from ...policies.features import HISTORY_FEATURES, History
 from ...policies.fixed import FeatureThreshold, FixedLength
 from ...policies.host import PolicyHost, is_trusted
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile, as_profile
+from ...policies.profile import Profile, load_profile
 from ...policies.published.online import Online
 from ...policies.registry import PolicySpec, as_policy
 from ...policies.rules import Rule
 from .arrays import TraceArrays, trace_arrays
 from .checks import check_replayable, load_traces
-from .rounds import COUNTS, KnownPlan, Rounds
+from .rounds import COUNTS, NoPolicy, Rounds
 from .source import TraceSource
 
-MOST_STREAMS = 1 << 14
+MAX_STREAMS = 1 << 14
 """Streams side by side when many policies are replayed at once."""
 
-MOST_HIDDEN_BYTES = 1 << 26
+MAX_HIDDEN_BYTES = 1 << 26
 """Bytes of the hidden states that these streams receive at once."""
 
-CROWDED = 0.75
-"""Share of the streams with a text below which the other streams are removed."""
+MIN_ACTIVE_SHARE = 0.75
+"""Share of active streams below which the inactive ones are removed."""
 
 
 def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile: Profile | str | Path) -> Rounds:
@@ -53,7 +53,7 @@ def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile
             has no round.
     """
     arrays = traces if isinstance(traces, TraceArrays) else trace_arrays(load_traces(traces))
-    policy, profile = as_policy(policy), as_profile(profile)
+    policy, profile = as_policy(policy), load_profile(profile)
     arrays, profile = arrays.of_policy(policy), profile.of_policy(policy, arrays.drafters)
     check_replayable(arrays, policy, profile)
     return _play(arrays, policy, profile, _queues(arrays, policy), [policy])[0]
@@ -62,7 +62,7 @@ def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Rounds]:
     """Replay many policies. Neighbours that differ only in a threshold run side by side, which makes sweeps fast."""
     each = max(
-        1, min([MOST_STREAMS, *(_most_streams(arrays, policy) for policy in policies)]) // max(arrays.sequences, 1)
+        1, min([MAX_STREAMS, *(_most_streams(arrays, policy) for policy in policies)]) // max(arrays.sequences, 1)
     )
     results: list[Rounds] = []
     while len(results) < len(policies):
@@ -78,9 +78,9 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
 
 
 def _most_streams(arrays: TraceArrays, policy: StopPolicy) -> int:
-    """Return how many streams' hidden states of one depth fit into `MOST_HIDDEN_BYTES`."""
+    """Return how many streams' hidden states of one depth fit into `MAX_HIDDEN_BYTES`."""
     width = arrays.tree.width * sum(arrays.hidden_state(name).width for name in policy.hidden)
-    return MOST_HIDDEN_BYTES // (4 * width) if width else MOST_STREAMS
+    return MAX_HIDDEN_BYTES // (4 * width) if width else MAX_STREAMS
 
 
 def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profile: Profile) -> list[Rounds]:
@@ -108,8 +108,8 @@ def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profi
         source.commit(round)
         unknown = History.start(len(left)).record
         turns.append((unknown, round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
-        source.next_texts()
-    return _results(arrays, profile, [KnownPlan()] * len(drafted), turns, is_tree=False)
+        source.start_next_texts()
+    return _results(arrays, profile, [NoPolicy()] * len(drafted), turns, is_tree=False)
 
 
 def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
@@ -143,7 +143,7 @@ def _play(
     is_stacked, is_tree = policy is not policies[0], not source.topology.is_chain
     turns: list[tuple[Array, ...]] = []
     while active := int(np.count_nonzero(source.active)):
-        if not is_stacked and active <= CROWDED * len(part):  # thresholds of stacked policies are by stream
+        if not is_stacked and active <= MIN_ACTIVE_SHARE * len(part):  # thresholds of stacked policies are by stream
             left = np.flatnonzero(source.active)
             part = part[left]
             source.take(left)
@@ -154,7 +154,7 @@ def _play(
         fed = round.steps.reshape(len(on), -1).T if is_tree else ()
         fed = fed if drafters == 1 else (*round.backlog.T, *fed)
         turns.append((history, on, owner, sequence, anchor, *_columns(round), *fed))
-        begun = source.next_texts()
+        begun = source.start_next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
     return _results(arrays, profile, policies, turns, is_tree, drafters)

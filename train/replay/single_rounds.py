@@ -128,7 +128,7 @@ class RecordedRounds(TraceSource):
 
     def __init__(self, arrays: TraceArrays, policy: StopPolicy) -> None:
         super().__init__(arrays, policy, np.arange(arrays.sequences)[:, None])
-        self._anchors_at, self._unread = arrays.every_anchor.numpy(), arrays.extra["backlog"].numpy().astype(np.int64)
+        self._anchors_at, self._unread = arrays.anchor_by_row.numpy(), arrays.extra["backlog"].numpy().astype(np.int64)
         self._rounds, self._next = arrays.rows.numpy(), 0
 
     def visit(self, wanted: Array) -> bool:

@@ -71,7 +71,7 @@ class TraceSource:
         self.backlog = self._unread_text(self.context())
         self.active = np.ones(len(queues), dtype=bool)
         self.row = np.zeros(len(queues), dtype=np.int64)
-        self.next_texts()
+        self.start_next_texts()
 
     def context(self) -> Array:
         """Return [R], the number of committed tokens, including the prompts."""
@@ -84,12 +84,12 @@ class TraceSource:
         unread = {"nothing": np.zeros_like(context), "all": context - 1, "path": context}
         return _by_drafter([unread[reading] for reading in self._readings])
 
-    def next_texts(self) -> Array:
+    def start_next_texts(self) -> Array:
         """Move streams with ended texts to their next text; return the streams that begin one."""
         begun = np.zeros(len(self.queues), dtype=bool)
         # Repeat, because a text that ends with its first token has no round.
         while True:
-            ended = self.over()
+            ended = self.ended_texts()
             if not ended.any():
                 return np.flatnonzero(begun)
             self._turn = self._turn + ended
@@ -102,12 +102,12 @@ class TraceSource:
             unread = self._unread_text(self.context())
             self.backlog = np.where(_like(begins, unread), unread, self.backlog)
 
-    def over(self) -> Array:
+    def ended_texts(self) -> Array:
         """Return [R] bool, the active streams with ended texts."""
         out: Array = self.active & (self.anchor >= self._text[self.sequence])
         return out
 
-    def open(self, stream: int, sequence: int) -> None:
+    def start_text(self, stream: int, sequence: int) -> None:
         """Begin a text in a stream. The stream stays inactive if the text ends with its first token."""
         self.sequence[stream], self.anchor[stream] = sequence, self._first_anchor[sequence]
         self.backlog[stream] = self._unread_text(self._prompt[sequence : sequence + 1] + self.anchor[stream])[0]

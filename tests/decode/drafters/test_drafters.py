@@ -1,4 +1,4 @@
-"""Lookup, suffix, model and combined drafters: what they propose, their specs, and the backlog of a round."""
+"""Lookup, suffix, model and combined drafters: what they propose, and the backlog of a round."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import NEW
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from small_drafters import new_round, proposed
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
 from specstop.decode.drafters import (
     FallbackDrafter,
     LookupDrafter,
     ModelDrafter,
     SuffixDrafter,
     find_drafter,
-    with_drafter,
 )
-from specstop.decode.drafters.spec import change_paths, needs_draft, parse_spec, spec_paths
 from specstop.decode.drafters.suffix import START, SuffixAutomaton
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator
@@ -33,10 +28,7 @@ from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.run import replay
 
 
 def begun(drafter: Any, *texts: Sequence[int]) -> Any:
@@ -186,70 +178,6 @@ def test_a_fallback_drafter_uses_its_first_drafter_where_it_is_confident(pair):
     torch.testing.assert_close(row, *rows(ModelDrafter(pair), repeats), atol=1e-9, rtol=0)
 
 
-# Specs
-
-
-@pytest.mark.parametrize(
-    ("spec", "names", "moved"),
-    [
-        ("model", ["model"], ""), ("lookup:4", ["lookup"], ""), ("lookup+suffix+model", ["lookup", "suffix", "model"], ""),
-        ("suffix:a+b.txt?confidence=0.6+hydra:c+v2", ["suffix", "hydra"], "suffix:/x/a+b.txt?confidence=0.6+hydra:/x/c+v2"),
-        ("hydra:/a/llama+hydra-v2", ["hydra"], "hydra:/x//a/llama+hydra-v2"),
-        ("suffix:a+model", ["suffix", "model"], "suffix:/x/a+model"),
-        ("suffix?path=a+b.txt&keep=1", ["suffix"], "suffix:/x/a+b.txt?keep=1"),
-    ],
-)  # fmt: skip
-def test_a_plus_sign_joins_drafters_or_is_part_of_a_path(spec, names, moved):
-    assert [part.name for part in parse_spec(spec)] == names
-    assert change_paths(spec, lambda path: f"/x/{path}") == (moved or spec)
-    assert len(spec_paths(spec)) == moved.count("/x/")
-
-
-def test_drafters_by_spec(pair, tmp_path):
-    (tmp_path / "c++.txt").write_text("w7 w8 w11")
-    drafter = find_drafter(f"suffix:{tmp_path}/c++.txt?keep=1&confidence=0.7+lookup:4+model", pair)
-    assert isinstance(drafter, FallbackDrafter) and isinstance(drafter._first, SuffixDrafter)
-    assert (drafter.carries, len(drafter._first._file), drafter._min_confidence) == (True, 3, 0.7)
-    other = drafter._other
-    assert isinstance(other, FallbackDrafter) and isinstance(other._first, LookupDrafter)
-    assert other._first._indexes[0].longest == 4 and isinstance(other._other, ModelDrafter)
-    names = (
-        "suffix+model",
-        "suffix?confidence=0.5+model",
-        "suffix?confidence=0.6+model",
-        "suffix+lookup",
-        "lookup+model",
-        "model",
-    )
-    hashes = [with_drafter(pair, name).fingerprint["draft"] for name in names]
-    assert hashes[0] == hashes[1] and len(set(hashes)) == len(names) - 1
-    assert [with_drafter(pair, name).draft is None for name in names] == [not needs_draft(name) for name in names]
-
-    def fingerprint(name: str, text: str, spec: str) -> str:
-        (tmp_path / name).write_text(text)
-        return with_drafter(pair, spec.format(tmp_path / name)).fingerprint["draft"]
-
-    for spec in ("suffix:{}", "suffix?path={}", "suffix:{}+model"):  # a file counts by its contents
-        a, b, changed = fingerprint("a", "w7", spec), fingerprint("b", "w7", spec), fingerprint("a", "w9", spec)
-        assert a == b != changed
-
-
-@pytest.mark.parametrize(
-    ("spec", "noun"),
-    [
-        *((spec, "one of model, lookup") for spec in ("lookup:", "model:3", "medusa", "medusa:", "suffix+modle", "")),
-        *((spec, "longest") for spec in ("lookup:0", "lookup:x", "lookup?longest=2.5", "lookup:4?longest=4")),
-        *((spec, "keep") for spec in ("suffix?keep=false", "suffix?keep=2", "suffix?keep=1&keep=0")),
-        *((f"suffix?confidence={value}+model", "confidence") for value in ("2", "-1", "much", "", "nan")),
-        ("lookup?length=4", "length"), ("suffix?confidence=0.5", "confidence"), ("suffix:none.txt", "none.txt"),
-        ("suffix:~nobody-here/x.txt", "nobody-here"), ("model+suffix", "draft model"), ("model+model", "draft model"),
-    ],
-)  # fmt: skip
-def test_an_invalid_spec_is_refused_by_its_option(pair, spec, noun):
-    with pytest.raises(InputError, match=f"^drafter.*{noun}"):
-        find_drafter(spec, pair)
-
-
 # Backlog
 
 
@@ -303,25 +231,3 @@ def test_the_backlog_is_what_a_round_reads(pair, prompt_ids, tree, batch, three)
     run.run([Request([*ids, *ids], key * 31) for key, ids in enumerate(prompt_ids)])
     assert backlogs == reads
     assert backlogs.count(0) > 3 and max(backlogs) > 10 and len(set(backlogs)) > 4
-
-
-@pytest.mark.parametrize("collector", ["live", "dense"])
-@pytest.mark.parametrize("spec", ["model", "suffix?confidence=0.4+model"])
-def test_replay_charges_the_backlog_of_the_live_loop(pair, prompts, prompt_ids, profile, tmp_path, spec, collector):
-    used, policy = with_drafter(pair, spec), Lengths()
-    texts = [Prompt(p.id, f"{p.text} {p.text}", p.group) for p in prompts[:4]]
-    options: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
-    options |= {"policy": policy} if collector == "live" else {}
-    arrays = trace_arrays(collect(used, texts, tmp_path / "trace", collector=collector, **options))
-    played = replay(arrays, policy.limited(3), profile)
-    run = Speculator(used, policy, Settings(0.7, NEW, 3, verification="match"))
-    live = [
-        record
-        for ids, key in zip(prompt_ids, arrays.keys.tolist(), strict=False)
-        for record in run.generate([*ids, *ids], key).rounds
-    ]
-    assert played.anchor.tolist() == [r.anchor for r in live]
-    assert played.backlog.tolist() == [r.backlog for r in live]
-    columns = ([getattr(r, name) for r in live] for name in ("context", "drafted", "verified", "backlog", "decisions"))
-    seconds = profile.round_seconds(*map(np.array, columns), profile.decision(policy.cost_name))
-    np.testing.assert_allclose(played.price(profile).numpy(), seconds, rtol=1e-12)

@@ -144,33 +144,28 @@ def test_chances_of_prefixes_are_sums_over_all_alignments():
 
 
 @torch.inference_mode()
-def test_ctc_draws_as_many_positions_as_the_depth_requires(pair, plain_pair):
-    text, drafter = [5, 8, 9, 7], small_drafter("ctc", pair, depth=4)
-    drafter.reserve(1, 40)
-    drafter.committed(0, text, states_of(plain_pair, text))
-    round, drawn, proposals, probs = new_round([3], parse_tree("2,2,1"), {2: 32, 5: 35}), [], [], []
-    for depth, row in ((0, 0), (1, 2), (2, 5)):
-        proposals.append(drafter.propose(round, depth, [(0, [row])]))
-        drawn.append(len(drafter._positions[0]))
-        probs.append(drafter._probs(0)[None])
-    best = [position.best for position in drafter._positions[0]]
-    for depth, count in enumerate(drawn[1:], 2):
-        assert count == 4 or collapsed_length(best[:count], pair.vocabulary) >= depth
-    for proposal, symbols, prefix in ((proposals[0], probs[0], ()), (proposals[2], probs[2], (32, 35))):
-        extended = Prefixes.empty(symbols)
-        for token in prefix:
-            extended = extended.extended(torch.tensor([token]), symbols)
-        assert proposal.ids is not None
-        torch.testing.assert_close(proposal.scores[0], extended.next(symbols)[0][proposal.ids[0]].log(), **SAME)
-    while len(drafter._positions[0]) < 4:
-        drafter._add_position([0])
+def test_ctc_scores_all_alignments_of_as_many_positions_as_the_depth_requires(pair, plain_pair):
+    """Each position is read after the best symbol of the one before, here without a cache."""
+    text, drafter, symbols = [5, 8, 9, 7], small_drafter("ctc", pair, depth=4), []
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     read, states = [*text[1:], 3], states_of(plain_pair, text)
-    for position in range(4):
+    for _ in range(4):
         state = reference_state(network, network.embed(torch.tensor(read), embed), states)
-        expected = network.with_blank(head(state)[None], state[None])[0].softmax(-1)
-        torch.testing.assert_close(drafter._positions[0][position].probs, expected, **SAME)
-        states, read = torch.cat([states, state[None]]), [*read, int(expected.argmax())]
+        symbols.append(network.with_blank(head(state)[None], state[None])[0].softmax(-1))
+        states, read = torch.cat([states, state[None]]), [*read, int(symbols[-1].argmax())]
+    best = read[len(text) :]
+    drafter.reserve(1, 40)
+    drafter.committed(0, text, states_of(plain_pair, text))
+    round = new_round([3], parse_tree("2,2,1"), {2: 32, 5: 35})
+    for depth, row, path in ((0, 0, ()), (1, 2, (32,)), (2, 5, (32, 35))):
+        count = next(n for n in range(1, 5) if n == 4 or collapsed_length(best[:n], pair.vocabulary) > depth)
+        positions = torch.stack(symbols[:count])[None]
+        prefixes = Prefixes.empty(positions)
+        for token in path:
+            prefixes = prefixes.extended(torch.tensor([token]), positions)
+        proposal = drafter.propose(round, depth, [(0, [row])])
+        expected = prefixes.next(positions)[0][proposal.ids[0]].log()
+        torch.testing.assert_close(proposal.scores[0], expected, **SAME)
 
 
 BLANK, ROOM = -1, parse_tree("ctc-released")
@@ -239,8 +234,7 @@ def test_last_states_become_the_logits_of_models_that_scale_them(name):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, (1.0, 0.0)), ({"logits_scaling": 4.0}, (0.25, 0.0)), ({"logits_soft_cap": 30.0}, (1.0, 30.0)),
-        ({"model_type": "hyperclovax", "logits_scaling": 4.0}, (4.0, 0.0)), ({"logit_scale": None}, (1.0, 0.0)),
+        ({"logits_soft_cap": 30.0}, (1.0, 30.0)), ({"model_type": "hyperclovax", "logits_scaling": 4.0}, (4.0, 0.0)),
         ({"output_multiplier": FACTOR, "final_logit_softcapping": CAP}, (FACTOR, CAP)),
     ],
 )  # fmt: skip

@@ -1,11 +1,19 @@
-"""Drafts for the requests of an engine are those of each request alone, however the engine changes its batch."""
+"""Drafts for the requests of an engine are those of each request alone, however the engine changes its batch.
+
+The rest is specific to vLLM (proposer, settings, coefficients) and to SGLang (rule for the number of draft steps).
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -13,34 +21,25 @@ import torch
 from conftest import VOCABULARY
 from simulated_engine import Engine, Request
 from small_drafters import new_round, proposed
-from specstop.decode.drafters import Drafter, find_drafter
+from specstop.decode import Pair, find_drafter, plain_texts
+from specstop.decode.drafters import Drafter
 from specstop.decode.engines import drafting as drafting_module
 from specstop.decode.engines.drafters import load_engine_drafter
-from specstop.decode.engines.drafting import Drafting, EngineDraft, Options, RequestRows
-from specstop.decode.models.pair import Pair
-from specstop.decode.plain import plain_texts
+from specstop.decode.engines.drafting import Drafting, Options
+from specstop.decode.engines.settings import EngineSettings, check_engine_policy, read_settings
+from specstop.decode.engines.sglang import CostedSteps, costed_steps_factory, rule_entry
+from specstop.decode.engines.vllm import Proposer, request_names
+from specstop.decode.engines.vllm_plugin import SWITCH, read_coefficients, register
 from specstop.decode.topology import chain
+from specstop.policies import InputError, LearnedPolicy, PairError, PolicyError, SpecstopWarning, load_policy
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.errors import InputError, PairError, SpecstopWarning
-from specstop.policies.registry import load_policy
+from specstop.policies.learned import TrainingMetadata
 
 K, LEAST = 5, 0.4
 
 
-def greedy(model: torch.nn.Module, text: list[int], count: int, least: float = 0.0) -> list[int]:
-    """Return the most likely next tokens by forwards without a cache, up to the first one less likely than `least`."""
-    tokens = list(text)
-    for _ in range(count):
-        with torch.inference_mode():
-            probabilities = model(input_ids=torch.tensor([tokens])).logits[0, -1].softmax(-1)
-        tokens.append(int(probabilities.argmax()))
-        if probabilities.max() < least:
-            break
-    return tokens[len(text) :]
-
-
-def alone(drafter: Drafter, text: list[int]) -> list[int]:
-    """Return the draft for a text that is read in one call, up to the first token less likely than `LEAST`."""
+def alone(drafter: Drafter, text: list[int], least: float = LEAST) -> list[int]:
+    """Return the draft for a text that is read in one call, up to the first token less likely than `least`."""
     drafter.reserve(1, 128)
     drafter.begin(0)
     drafter.committed(0, text[:-1], None)
@@ -50,14 +49,14 @@ def alone(drafter: Drafter, text: list[int]) -> list[int]:
         if not torch.isfinite(scores).any():
             break
         round.tokens[0, depth + 1] = int(scores.argmax())
-        if scores.softmax(-1).max() < LEAST:
+        if scores.softmax(-1).max() < least:
             break
     return [token for token in round.tokens[0, 1:].tolist() if token >= 0]
 
 
 @pytest.fixture(scope="module")
 def requests(plain_pair):
-    """14 requests with texts of the target; two have equal prompts, and two have prompts with a common prefix."""
+    """14 requests with texts of the target. Two have equal prompts, and two have prompts with a common prefix."""
     chance = np.random.default_rng(1)
     prompts = [chance.integers(17, 48, n).tolist() for n in chance.integers(2, 12, 12)]
     prompts += [prompts[3], [*prompts[5], 20, 21]]
@@ -89,15 +88,13 @@ class DraftingRun:
 @pytest.mark.parametrize("spec", ["model", "lookup", "suffix", "suffix+model"])
 def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec, monkeypatch):
     """Requests are preempted, moved, aborted, trimmed and read in chunks; the cache grows in the runs with names."""
-    events, reference = Counter[str](), find_drafter(spec, pair)
+    events, reference = Counter[str](), find_drafter(spec, plain_pair)
     for seed, initial in ((0, 256), (1, 4)):
         monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", initial)
         policy = load_policy(f"confidence:{LEAST}")
         run = DraftingRun(find_drafter(spec, pair), policy, seed, requests, named=bool(seed))
         events.update(run.engine.counts)
-        for text, draft in run.drafts[:: 2 if spec == "lookup" else 9]:
-            expected = greedy(plain_pair.draft_model, text, K, LEAST) if spec == "model" else alone(reference, text)
-            assert draft == expected
+        assert all(draft == alone(reference, text) for text, draft in run.drafts[:: 2 if spec == "lookup" else 9])
         assert len({len(draft) for _, draft in run.drafts}) > 2
     assert min(events.values()) > 1 and events["rounds"] > 40
 
@@ -134,28 +131,12 @@ def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, reques
     expected: Counter[tuple[int, int]] = Counter()
     for request in run.engine.finished:
         for _, draft, new in request.rounds[1:]:
-            if draft:
-                outcome = EngineDraft(0, 0, draft)
-                outcome.set_outcome(new)
-                expected[outcome.verified, outcome.accepted] += 1
+            agreed = next((at for at, (a, b) in enumerate(zip(draft, new, strict=False)) if a != b), len(draft))
+            # If the engine trimmed the draft, the last new token is the one that the target adds.
+            expected[(len(draft), agreed) if agreed < len(new) else (len(new) - 1, len(new) - 1)] += bool(draft)
     assert not expected - Counter((verified, accepted) for verified, accepted, _ in outcomes)
     assert {length for *_, length in outcomes} == set(range(first, 4 + first))
     assert all(verified <= length for verified, _, length in outcomes)
-
-
-@pytest.mark.parametrize(
-    ("draft", "new", "expected"),
-    [
-        ([5, 6, 7], [5, 6, 7, 8], (3, 3)), ([5, 6, 7], [5, 6, 9], (2, 3)), ([5, 6, 7], [4], (0, 3)), ([], [4], (0, 0)),
-        ([5, 6, 7], [5], (0, 0)),  # trimmed to nothing, and the target agrees
-        ([5, 6, 7], [5, 6], (1, 1)),
-        ([5], [4, 5, 6], (0, 1)),  # steps without a draft
-    ],
-)  # fmt: skip
-def test_the_outcome_of_a_draft_follows_from_the_next_tokens(draft, new, expected):
-    outcome = EngineDraft(0, 0, draft)
-    outcome.set_outcome(new)
-    assert (outcome.accepted, outcome.verified) == expected
 
 
 def drafting(pair: Pair, policy: Any, rows: int = 1, readable: int = 128, **more: Any) -> Drafting:
@@ -163,8 +144,13 @@ def drafting(pair: Pair, policy: Any, rows: int = 1, readable: int = 128, **more
     return Drafting(find_drafter("model", pair), policy, Options(rows, K, readable, pair.vocabulary, **more))
 
 
-def test_a_request_that_is_omitted_from_steps_keeps_its_state(pair):
+@pytest.mark.parametrize("named", [True, False])
+def test_a_request_keeps_its_state_until_its_row_is_needed(pair, named):
+    """Requests move in the batch and are omitted from steps; names distinguish equal texts."""
+
     class Counting(StopPolicy):
+        """Drafts one token more in each round of a request."""
+
         name, first, max_depth = "counting", 0, K
 
         def start(self, streams: int, keys: Any) -> State:
@@ -176,19 +162,31 @@ def test_a_request_that_is_omitted_from_steps_keeps_its_state(pair):
         def observe(self, outcome: RoundOutcome, state: State) -> State:
             return state + outcome.active
 
-    tool, texts = drafting(pair, Counting(), 2), {"a": [20, 21, 22], "b": [30, 31, 32]}
-    lengths: dict[str, list[int]] = {"a": [], "b": []}
-    for names in ("ab", "b", "ab", "b", "b", "a"):
-        for name, draft in zip(names, tool.propose([np.array(texts[n]) for n in names], list(names)), strict=True):
+    tool = drafting(pair, Counting(), 2)
+    texts = {"a": [20, 21, 22], "b": [20, 21, 22] if named else [30, 31, 32], "c": [40, 41, 42]}
+    lengths: dict[str, list[int]] = {name: [] for name in texts}
+
+    def step(names: str) -> None:
+        drafts = tool.propose([np.array(texts[name]) for name in names], list(names) if named else None)
+        for name, draft in zip(names, drafts, strict=True):
             lengths[name].append(len(draft))
-            texts[name].append(40)
-    assert lengths == {"a": [1, 2, 3], "b": [1, 2, 3, 4, 5]}
+            texts[name].append(43)
+
+    for names in ("ab", "ba", "b", "ab", "cb", "ca"):  # c takes the row of a, which then takes that of b
+        step(names)
+    assert lengths == {"a": [1, 2, 3, 1], "b": [1, 2, 3, 4, 5], "c": [1, 2]}
+    texts["c"] += [44] * 20  # more tokens than a step commits: without a name it is another text
+    step("ca")
+    assert (lengths["c"][-1], lengths["a"][-1]) == (3 if named else 1, 2)
+    texts["c"] = [45, 46]  # a name can be reused
+    step("c")
+    assert lengths["c"][-1] == 1
 
 
 def test_limits_of_a_draft(pair, plain_pair):
     """An end of text, the maximum length of a text, the number of rows, and a policy of length 0."""
     text = [20, 21, 22]
-    tokens = greedy(plain_pair.draft_model, text, K)
+    tokens = alone(find_drafter("model", plain_pair), text, 0.0)
     for options, expected in (
         ({"eos": (tokens[1],)}, tokens[: tokens.index(tokens[1]) + 1]),
         ({"readable": len(text) + K}, tokens), ({"readable": len(text) + K - 1}, []),
@@ -204,34 +202,27 @@ def test_limits_of_a_draft(pair, plain_pair):
 
 @pytest.mark.parametrize("method", ["start", "keep", "observe"])
 def test_a_policy_that_fails_is_replaced_with_one_warning(pair, requests, method):
-    def fail(*args: Any) -> None:
-        raise ZeroDivisionError("seven")
-
-    methods = {"keep": lambda self, step, state: (step.alive.copy(), state), method: fail}
+    methods = {
+        "keep": lambda self, step, state: (step.alive.copy(), state),
+        method: Mock(side_effect=ZeroDivisionError("7")),
+    }
     policy = type("Broken", (StopPolicy,), methods)()
-    with pytest.warns(SpecstopWarning, match="seven.*fixed:2") as caught:
+    with pytest.warns(SpecstopWarning, match="7.*fixed:2") as caught:
         run = DraftingRun(find_drafter("model", pair), policy, 1, requests[:5], fallback=2)
     assert len(caught) == 1 and run.drafting.policy.name == "fixed:2"
     assert {len(draft) for _, draft in run.drafts[-4:]} == {2}
 
 
-@pytest.mark.parametrize(("method", "calls"), [("keep_prefix", 6), ("committed", 8), ("backlog", 9), ("propose", 9)])
+@pytest.mark.parametrize(("method", "calls"), [("keep_prefix", 5), ("committed", 7), ("backlog", 8), ("propose", 8)])
 def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pair, requests, method, calls):
-    drafter, left = find_drafter("lookup", pair), [calls]
-    original = getattr(drafter, method)
-
-    def fail_after_calls(*args: Any) -> Any:
-        assert left[0] > 0, "a drafter that has failed was called again"
-        left[0] -= 1
-        if not left[0]:
-            raise RuntimeError("no words left")
-        return original(*args)
-
-    setattr(drafter, method, fail_after_calls)
+    drafter = find_drafter("lookup", pair)
+    failing = Mock(wraps=getattr(drafter, method), side_effect=[*[DEFAULT] * calls, RuntimeError("no words left")])
+    setattr(drafter, method, failing)
     with pytest.warns(SpecstopWarning, match="drafter failed .*no words left") as caught:
         run = DraftingRun(drafter, load_policy(f"confidence:{LEAST}"), 0, requests)
     lengths = [len(draft) for _, draft in run.drafts]
     assert len(caught) == 1 and any(lengths) and not any(lengths[-40:])
+    assert failing.call_count == calls + 1, "it is not called again"
     with pytest.raises(InputError, match=r"drafter failed .*no words left"):
         run.drafting.check_failed()  # as `collect` and `profile` do
 
@@ -256,39 +247,160 @@ def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
         load("lookup", tmp_path)
 
 
-# Rows of the cache
+# vLLM and SGLang
 
 
-def rows_of(count: int, growth: int = 9) -> RequestRows:
-    """Return rows with texts that may grow by at most `growth` tokens in a step."""
-    rows = RequestRows(count)
-    for row in rows.rows:
-        row.draft = EngineDraft(0, 0, [0] * (growth - 1))
-    return rows
+def vllm_config(pair_folder: Path, vocabulary: int = 48, **settings: Any) -> SimpleNamespace:
+    """Return a configuration like that of vLLM 0.32."""
+    model = SimpleNamespace(
+        model=str(pair_folder / "target"), dtype=torch.float64, max_model_len=128,
+        hf_text_config=SimpleNamespace(eos_token_id=2), get_vocab_size=lambda: vocabulary,
+        try_get_generation_config=lambda: {"eos_token_id": 16},
+    )  # fmt: skip
+    return SimpleNamespace(
+        additional_config={"specstop": {"draft": str(pair_folder / "draft"), **settings}},
+        speculative_config=SimpleNamespace(num_speculative_tokens=5), model_config=model,
+        device_config=SimpleNamespace(device=torch.device("cpu")), scheduler_config=SimpleNamespace(max_num_seqs=3),
+    )  # fmt: skip
 
 
-def place(rows: RequestRows, *texts: list[int], names: list[str] | None = None) -> list[Any]:
-    """Return (row, whether the text continues, tokens kept, new tokens) of each text."""
-    placed = rows.place([np.array(text, dtype=np.int32) for text in texts], names)
-    return [None if one is None else (one.index, one.continued, one.kept, one.new) for one in placed]
+def test_requests_that_commit_nothing_have_no_draft(pair_folder, plain_pair):
+    proposer = Proposer(vllm_config(pair_folder, policy="fixed:3"))
+    proposer.load_model(None)
+    tokens = np.zeros((3, 64), dtype=np.int32)
+    tokens[:, :4] = [[20, 21, 22, 23], [30, 31, 32, 33], [20, 21, 25, 26]]
+    drafts = proposer.propose([[23], [], [26]], np.array([4, 4, 4]), tokens, slot_mappings=None)
+    assert drafts[1] == []
+    for row in (0, 2):
+        expected = alone(find_drafter("model", plain_pair), tokens[row, :4].tolist(), 0.0)
+        assert drafts[row] == expected[: len(drafts[row])] and (len(drafts[row]) == 3 or drafts[row][-1] == 16)
+    with pytest.raises(PairError, match=r"48 .*4000"):
+        Proposer(vllm_config(pair_folder, vocabulary=4000)).load_model(None)
 
 
-def test_texts_keep_their_rows_when_they_move_or_are_omitted():
-    rows = rows_of(3)
-    assert [one[:2] for one in place(rows, [1, 2, 3], [1, 2, 4], [9, 9])] == [(0, False), (1, False), (2, False)]
-    assert place(rows, [9, 9, 5], [1, 2, 3, 7]) == [(2, True, 2, [5]), (0, True, 3, [7])]
-    assert place(rows, [1, 2, 4, 4]) == [(1, True, 3, [4])]
-    rows = rows_of(2)
-    place(rows, [1, 1], [2, 2])
-    place(rows, [1, 1, 1])  # the second is preempted
-    assert place(rows, [2, 2, 3], [1, 1, 1, 1], [8]) == [(1, True, 2, [3]), (0, True, 3, [1]), None]
-    place(rows, [2, 2, 3, 4])
-    assert place(rows, [1, 1, 5], [2, 2, 3, 4, 4]) == [(0, False, 2, [5]), (1, True, 4, [4])], "the oldest is replaced"
-    rows = rows_of(1, 3)
-    place(rows, [1, 2])
-    assert place(rows, [1, 2, 3, 4, 5, 6]) == [(0, False, 2, [3, 4, 5, 6])], "more than a step: another text"
-    rows = rows_of(3)
-    place(rows, [1, 2], [1, 2], names=["a", "b"])
-    assert [one[0] for one in place(rows, [1, 2, 4], [1, 2, 3], names=["b", "a"])] == [1, 0]
-    assert place(rows, [7], names=["a"])[0][:2] == (0, False), "a name can be reused"
-    assert place(rows, [1, 2, 4, 5], names=["c"])[0][:2] == (2, False)
+def test_names_of_requests_come_from_the_calling_model_runner():
+    def call(self):
+        """Like a method of vLLM's model runner."""
+        return request_names(self.input_batch.token_ids_cpu, 2)
+
+    texts = np.zeros((2, 8), dtype=np.int32)
+    for names, expected in ((["a", "b", "c"], ["a", "b"]), (["a"], None), (["a", 3], None), (("a", "b"), None)):
+        assert call(SimpleNamespace(input_batch=SimpleNamespace(token_ids_cpu=texts, req_ids=names))) == expected
+    assert request_names(texts, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("features", "temperature", "hidden", "missing"),
+    [
+        (("anchor_prob", "anchor_token", "before_token", "temperature", "mean_full"), 0.7, (), ["anchor_prob"]),
+        (("noisy_margin", "top1", "noisy_lead"), 0.7, (), ["noisy_margin", "noisy_lead"]),
+        (("noisy_margin", "top1"), 0.0, (), []),  # without noise it is a margin of the draft's logits
+        (("top1",), 0.0, ("draft_hidden", "target_hidden"), ["draft_hidden", "target_hidden"]),
+    ],
+)
+def test_features_that_engines_do_not_provide_are_named(features, temperature, hidden, missing):
+    policy = LearnedPolicy.__new__(LearnedPolicy)
+    policy.name, policy.features, policy.hidden = "mine", features, hidden
+    policy.metadata = TrainingMetadata(temperature=temperature)
+    with (
+        pytest.raises(PolicyError, match=f"mine: reads {', '.join(missing)}, which vllm") if missing else nullcontext()
+    ):
+        assert check_engine_policy(policy) is policy
+    rule = load_policy("fixed:2")
+    rule.features = ("noisy_score",)
+    with pytest.raises(PolicyError, match="noisy_score"):
+        check_engine_policy(rule)  # whatever the temperature
+
+
+@pytest.mark.parametrize(
+    ("raw", "noun"),
+    [
+        (None, "object"), ({"specstop": {"drafter": "suffix+model"}}, "draft"), ({"specstop": {"polcy": "x"}}, "policy"),
+        ({"specstop": {"draft": 3}}, "draft"), ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature"),
+        ({"specstop": {"draft": "d", "rows": 0}}, "rows"), ({"specstop": {"draft": "d", "rows": True}}, "rows"),
+    ],
+)  # fmt: skip
+def test_invalid_settings_are_refused_by_name(raw, noun):
+    with pytest.raises(InputError, match=noun):
+        read_settings(raw)
+    settings = read_settings({"other": 1, "specstop": {"draft": "d", "policy": "fixed:2", "temperature": 1, "rows": 8}})
+    assert settings == EngineSettings(draft="d", policy="fixed:2", temperature=1.0, rows=8)
+
+
+def test_the_plugin_sets_the_coefficients_of_the_file_in_its_environment_variable(tmp_path, monkeypatch):
+    class Estimator:
+        """The constructor of vLLM's class in 0.32 and 0.33."""
+
+        def __init__(self, max_num_reqs: int, num_speculative_steps: int, device: Any) -> None:
+            self.slope, self.intercepts = torch.full((1,), 0.5), torch.full((num_speculative_steps,), -0.2)
+
+    path, parts = tmp_path / "acceptance.json", ["vllm", "v1", "worker", "gpu", "spec_decode", "acceptance_estimator"]
+    for count in range(1, 1 + len(parts)):
+        name = ".".join(parts[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].OnlineAcceptanceEstimator = Estimator
+    monkeypatch.delenv(SWITCH, raising=False)
+    register()
+    assert Estimator(1, 2, None).slope.tolist() == [0.5]
+    monkeypatch.setenv(SWITCH, str(path))
+    for slope in (0.1, 0.7):  # the last one applies
+        path.write_text(json.dumps({"slope": slope, "intercepts": [0.3, -0.4], "rows": 9}))
+        register()
+    instance = Estimator(8, 4, device=torch.device("cpu"))
+    assert instance.slope.tolist() == pytest.approx([0.7])
+    assert instance.intercepts.tolist() == pytest.approx([0.3, -0.4, -0.4, -0.4])
+    monkeypatch.setitem(sys.modules, name, None)  # another version of vLLM
+    with pytest.warns(SpecstopWarning, match="adaptive verification"):
+        register()
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"slope": 1}', '{"slope": 1, "intercepts": []}', '{"slope": NaN, "intercepts": [1]}']
+)
+def test_an_invalid_file_of_coefficients_is_refused(text, tmp_path):
+    (tmp_path / "acceptance.json").write_text(text)
+    with pytest.raises(InputError, match=SWITCH):
+        read_coefficients(tmp_path / "acceptance.json")
+
+
+CANDIDATES = {1: [1, 2, 4], 8: [0, 1, 2]}
+
+
+def rule(acceptance: float = 0.8, row: float = 0.1) -> dict[str, Any]:
+    """Return a rule with a cost of k steps of 1 + row x k x batch."""
+    return rule_entry([acceptance] * 4, {size: [1 + row * k * size for k in range(5)] for size in (1, 8)}, 1.0)
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.6, 0.9])
+@pytest.mark.parametrize("row", [0.01, 0.1, 0.3])
+def test_the_steps_are_those_with_the_most_tokens_per_second(acceptance, row):
+    policy = CostedSteps(CANDIDATES, rule(acceptance, row))
+    for size in (1, 4, 64):  # beyond the last size of the table its seconds apply
+        rates = {n: sum(acceptance**k for k in range(n + 1)) / (1 + row * n * min(size, 8)) for n in range(5)}
+        assert policy.get_steps_for_batch(size) == max(CANDIDATES[8 if size >= 8 else 1], key=rates.get)
+    assert policy.candidate_steps == [0, 1, 2, 4] and policy.cuda_graph_bs_for_step(4) is None
+    policy.set_cuda_graph_bs([8, 1, 4])
+    assert policy.cuda_graph_bs_for_step(4) == [1, 4] and policy.cuda_graph_bs_for_step(0) == [8]
+    assert policy.get_steps_for_batch(5) in CANDIDATES[8], "padded to a recorded size"
+
+
+def test_the_steps_follow_the_observed_acceptance():
+    """Later observations outweigh earlier ones."""
+    policy = CostedSteps(CANDIDATES, rule(0.9, 0.1))
+    assert policy.get_steps_for_batch(1) == 4
+    assert 1 in [policy.on_verify_complete([0], 1) for _ in range(20)] and policy.get_steps_for_batch(1) == 1
+    assert any(step is not None and step > 1 for step in (policy.on_verify_complete([1], 1) for _ in range(200)))
+
+
+def test_without_a_complete_entry_of_ours_the_rule_of_sglang_applies_or_an_error_is_raised(tmp_path):
+    factory = costed_steps_factory(lambda steps, path: ("theirs", steps, path))
+    plain, ours = tmp_path / "plain.json", tmp_path / "ours.json"
+    entries = {str(size): {"candidate_steps": steps} for size, steps in CANDIDATES.items()}
+    plain.write_text(json.dumps(entries))
+    ours.write_text(json.dumps({**entries, "specstop": rule()}))
+    assert factory(3) == ("theirs", 3, None)
+    assert factory(initial_steps=3, cfg_path=str(plain)) == ("theirs", 3, str(plain))
+    assert isinstance(factory(3, str(ours)), CostedSteps)
+    for wrong in ({"acceptance": [0.5]}, {"seconds": {"1": [1.0, 1.1]}}, {"seconds": {}}):
+        with pytest.raises(ValueError, match="steps"):
+            CostedSteps(CANDIDATES, rule() | wrong)

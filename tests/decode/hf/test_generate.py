@@ -1,38 +1,46 @@
-"""The loop in `generate` of transformers, with arguments supported or refused by name; policies in assisted generation."""
+"""The loop in `generate` of transformers, with arguments supported or refused by name, and from exported folders.
+
+Policies in assisted generation, and the baseline of the benchmark.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
+import json
+import re
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import specstop.train.export.deploy as deploy_module
 import torch
 import transformers as hub
 from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import TEST_POLICIES
-from specstop.decode import (
-    PolicyStoppingCriteria,
-    SamplingParams,
-    Settings,
-    Speculator,
-    plain_texts,
-    specstop_generate,
-    stream_key,
-)
-from specstop.decode.hf import arguments
-from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
+from learned_policies import learned
+from small_drafters import small_network
+from specstop.decode import Pair, PolicyStoppingCriteria, SamplingParams, Settings, Speculator, join, plain_texts
+from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter
+from specstop.decode.hf import exported as exported_module
+from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.hf.exported import generate_exported
+from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request
-from specstop.decode.models.pair import Pair, join
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.errors import InputError, PairError, PolicyError
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.decode.verify.noise import stream_key
+from specstop.policies import Confidence, FixedLength, InputError, PairError, PolicyError, save_policy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.rules import Threshold
+from specstop.train.export.deploy import deploy
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+Patch = pytest.MonkeyPatch
 Prompts = list[list[int]]
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -61,17 +69,10 @@ def ours(pair: Pair, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
     return pair.target.generate(**inputs(prompts), custom_generate=specstop_generate, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
-     {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"}],
-    ids=lambda options: ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in options.items()) or "default",
-)  # fmt: skip
-def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: Prompts, options: dict[str, Any]) -> None:
-    assert torch.equal(ours(pair, prompt_ids[4:5], **options), stock(pair, prompt_ids[4:5]))
-    assert torch.equal(ours(pair, prompt_ids, **options), stock(pair, prompt_ids)), "a batch, padded on the left"
-
-
+LOOPS: list[dict[str, Any]] = [
+    {}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
+    {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"},
+]  # fmt: skip
 SUPPORTED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.6}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 18}, {"eos_token_id": [EOS, 9, 30]},
     {"max_length": 14, "max_new_tokens": None}, {"max_new_tokens": 1}, {"bad_words_ids": [[9], [30, 31]]},
@@ -84,14 +85,21 @@ SUPPORTED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(SUPPORTED)))
-def test_supported_options_give_the_text_of_generate(pair: Pair, prompt_ids: Prompts, number: int) -> None:
-    options, prompts = SUPPORTED[number], prompt_ids[4:7]
-    # Chains and trees in turn; tests/decode/verify checks that processors see every branch.
-    assert torch.equal(ours(pair, prompts, tree=(None, "3,2")[number % 2], **options), stock(pair, prompts, **options))
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [*((loop, {}) for loop in LOOPS), *(({"tree": (None, "3,2")[at % 2]}, one) for at, one in enumerate(SUPPORTED))],
+)
+def test_greedy_text_is_that_of_generate_with_supported_options(pair, prompt_ids, loop, options):
+    """Chains and trees in turn; tests/decode/verify checks that processors see every branch."""
+    for prompts in (prompt_ids[4:5], prompt_ids[4:7]) if options else (prompt_ids[4:5], prompt_ids):
+        out = ours(pair, prompts, **loop, **options, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, stock(pair, prompts, **options)), "a batch is padded on the left"
+        figures, depths = out.statistics, out.statistics["acceptance"]
+        assert figures["texts"] == len(prompts) and figures["drafted"] >= figures["accepted"] >= 0
+    assert options or (figures["accepted"] > 0 and depths[0][0] == 1 and 0.0 < depths[0][1] <= 1.0)
 
 
-def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids: Prompts) -> None:
+def test_a_grammar_is_not_called_after_the_end_of_a_text(pair, prompt_ids):
     prompt, texts = prompt_ids[4], list[list[int]]()
 
     def allowed(batch: int, ids: Tensor) -> list[int]:
@@ -105,7 +113,7 @@ def test_a_grammar_is_not_called_after_the_end_of_a_text(pair: Pair, prompt_ids:
     assert torch.equal(out, stock(pair, [prompt], prefix_allowed_tokens_fn=allowed))
 
 
-def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair, prompt_ids: Prompts) -> None:
+def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair, prompt_ids):
     def sample(manual: int, **options: Any) -> list[list[int]]:
         torch.manual_seed(manual)
         return ours(pair, prompt_ids[3:6], **{**SAMPLING, **options}).tolist()
@@ -125,22 +133,13 @@ def test_sampling_is_reproducible_by_the_seed_of_torch_or_of_the_call(pair: Pair
          SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=8)),
     ],
 )  # fmt: skip
-def test_a_sampled_row_is_plain_sampling_with_its_key(
-    pair: Pair, prompt_ids: Prompts, temperature: float, options: dict[str, Any], sampling: SamplingParams
-) -> None:
+def test_a_sampled_row_is_plain_sampling_with_its_key(pair, prompt_ids, temperature, options, sampling):
     options = {**SAMPLING, "temperature": temperature, **options}
     out = ours(pair, prompt_ids, seed=4, tree="3,2", verification="match", **options)
     keys, longest = [stream_key(4, str(i)) for i in range(len(prompt_ids))], max(map(len, prompt_ids))
     expected = plain_texts(pair, prompt_ids, keys, NEW, temperature, sampling=sampling).tokens
     for row, text in zip(out.tolist(), expected, strict=True):
         assert row[longest:] == text + [0] * (out.shape[1] - longest - len(text))
-
-
-def test_statistics_are_returned_with_the_sequences(pair: Pair, prompt_ids: Prompts) -> None:
-    out = ours(pair, prompt_ids[:2], return_dict_in_generate=True)
-    assert torch.equal(out.sequences, stock(pair, prompt_ids[:2]))
-    assert out.statistics["texts"] == 2 and out.statistics["drafted"] >= out.statistics["accepted"] > 0
-    assert out.statistics["acceptance"][0][0] == 1 and 0.0 < out.statistics["acceptance"][0][1] <= 1.0
 
 
 class Until(hub.StoppingCriteria):
@@ -153,7 +152,7 @@ class Until(hub.StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
-def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prompts) -> None:
+def test_stopping_criteria_end_texts_as_in_generate(pair, prompt_ids):
     prompts = prompt_ids[3:6]
     longest = max(map(len, prompts))
     text = stock(pair, prompts[:1])[0].tolist()
@@ -163,22 +162,18 @@ def test_stopping_criteria_end_texts_as_in_generate(pair: Pair, prompt_ids: Prom
         *((prompts, [Until(longest + more)]) for more in (2, 8)),
         *((prompts[:1], items) for items in ([by_end], [by_length], [by_end, by_length])),
     ):
-        expected = stock(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria))
+        options = {"stopping_criteria": hub.StoppingCriteriaList(criteria)}
         for tree in (None, "2,2"):
-            out = ours(pair, batch, stopping_criteria=hub.StoppingCriteriaList(criteria), tree=tree)
-            assert torch.equal(out, expected)
+            assert torch.equal(ours(pair, batch, tree=tree, **options), stock(pair, batch, **options))
     assert ours(pair, prompts, max_time=1e-9).shape[1] == longest + 1
 
 
 @pytest.mark.parametrize("skip_prompt", [False, True])
-def test_a_streamer_receives_the_text_of_generate(
-    pair: Pair, tokenizer: hub.PreTrainedTokenizerFast, prompt_ids: Prompts, skip_prompt: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_a_streamer_receives_the_text_of_generate(pair, tokenizer, prompt_ids, skip_prompt, capsys):
     for prompt in prompt_ids[2:5]:
         stock(pair, [prompt], streamer=hub.TextStreamer(tokenizer, skip_prompt=skip_prompt))
         expected = capsys.readouterr().out
-        ours(pair, [prompt], text_streamer=hub.TextStreamer(tokenizer, skip_prompt=skip_prompt), policy="fixed:4")
+        ours(pair, [prompt], text_streamer=hub.TextStreamer(tokenizer, skip_prompt=skip_prompt))
         assert capsys.readouterr().out == expected
 
 
@@ -193,57 +188,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"verification": "matsch"}, "did you mean 'match'"),
     ({"tree": "3,2", "verification": "block", "do_sample": True}, "block.*chain"),
     ({"generation_config": hub.GenerationConfig(max_new_tokens=4, my_field=1)}, "my_field"),
+    ({"assistant_model": build_model()}, "assistant_model|draft_model="),
+    ({"streamer": Mock()}, "text_streamer="),
+    ({"text_streamer": Mock()}, "batch of one"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
-def test_unsupported_arguments_are_refused_by_name(
-    pair: Pair, prompt_ids: Prompts, options: dict[str, Any], message: str
-) -> None:
+def test_unsupported_arguments_are_refused_by_name(pair, prompt_ids, options, message):
     more = {"return_dict_in_generate": True} if next(iter(options)).startswith("output_") else {}
     with pytest.raises(InputError, match=message) as error:
-        ours(pair, prompt_ids[:1], **options, **more)
+        ours(pair, prompt_ids[: 2 if message == "batch of one" else 1], **options, **more)
     assert "\n" not in str(error.value)
 
 
-def test_unsupported_objects_are_refused_by_name(
-    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
-) -> None:
-    for options, message in (
-        ({"assistant_model": pair.draft}, "assistant_model|draft_model="),
-        ({"streamer": hub.TextStreamer(tokenizer)}, "text_streamer="),
+def test_unsupported_caches_and_models_are_refused_by_name(pair, prompt_ids):
+    for cache in (
+        hub.StaticCache(config=pair.target.config, max_cache_len=64),
+        hub.DynamicCache(config=pair.target.config),
     ):
-        with pytest.raises(InputError, match=message):
-            ours(pair, prompt_ids[:1], **options)
-    with pytest.raises(InputError, match="batch of one"):
-        ours(pair, prompt_ids[:2], text_streamer=hub.TextStreamer(tokenizer))
-    caches = hub.StaticCache(config=pair.target.config, max_cache_len=64), hub.DynamicCache(config=pair.target.config)
-    for cache in caches:
         with torch.no_grad():
             pair.target(torch.tensor([[3, 4]]), past_key_values=cache)
         cache.offloading = True
         with pytest.raises(InputError, match="past_key_values: expected a DynamicCache"):
             ours(pair, prompt_ids[4:5], past_key_values=cache)
-    t5 = hub.T5ForConditionalGeneration(
-        hub.T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    )
+    sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = hub.T5ForConditionalGeneration(hub.T5Config(**sizes, decoder_start_token_id=0))
     with pytest.raises(PairError, match="T5ForConditionalGeneration"):
         t5.generate(torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup")
 
 
-def test_every_field_and_parameter_of_the_installed_generate_is_in_one_table() -> None:
-    fields = [
-        name for name in vars(hub.GenerationConfig()) if not name.startswith("_") and name != "transformers_version"
-    ]
-    tables = [arguments.SUPPORTED - {"transformers_version"}, arguments.REFUSED, arguments.REFUSED_IN_CALLS]
-    assert sorted(fields) == sorted(name for table in tables for name in table)
-    names = list(inspect.signature(hub.GenerationMixin.generate).parameters)
-    assert sorted(names) == sorted([*arguments.PARAMETERS, *arguments.DROPPED])
-
-
-def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
-    pair: Pair, prompt_ids: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_generation_config_of_the_model_may_have_fields_for_other_code(pair, prompt_ids, monkeypatch):
     monkeypatch.setattr(pair.target.generation_config, "chat_format", "chatml", raising=False)
     monkeypatch.setattr(pair.target.generation_config, "num_assistant_tokens", 5)
     assert torch.equal(ours(pair, prompt_ids[:1]), stock(pair, prompt_ids[:1]))
@@ -251,23 +226,20 @@ def test_the_generation_config_of_the_model_may_have_fields_for_other_code(
         ours(pair, prompt_ids[:1], num_assistant_tokens=6)
 
 
-@pytest.mark.parametrize("setting", [PLAIN, SETTINGS[0], SETTINGS[-1]], ids=lambda setting: setting.name)
-def test_the_baseline_of_transformers_writes_the_targets_text_and_restores_the_assistant(
-    pair: Pair, prompt_ids: Prompts, setting: AssistedSetting
-) -> None:
-    before = pair.draft_model.generation_config.to_dict()
-    text = Assisted(pair, setting, Settings(max_new_tokens=12)).run([Request(prompt_ids[3])])[0]
-    assert list(text.tokens) == plain_texts(pair, [prompt_ids[3]], [0], 12).tokens[0] and text.seconds > 0.0
+@pytest.mark.parametrize(("setting", "batch"), [(PLAIN, 1), (PLAIN, 2), (SETTINGS[0], 1), (SETTINGS[-1], 1)])
+def test_the_baseline_of_transformers_writes_the_targets_texts_and_restores_the_assistant(
+    pair, prompt_ids, setting, batch
+):
+    before, prompts = pair.draft_model.generation_config.to_dict(), prompt_ids[1:4]
+    requests = [Request(tokens, at) for at, tokens in enumerate(prompts)]
+    texts = Assisted(pair, setting, Settings(max_new_tokens=12, ignore_eos=True), batch).run(requests)
+    assert [list(t.tokens) for t in texts] == plain_texts(pair, prompts, [0] * 3, 12, ignore_eos=True).tokens
+    assert min(t.seconds for t in texts) > 0.0
+    assert (texts[0].seconds == texts[1].seconds) == (batch == 2), "texts of one call share its time"
     assert pair.draft_model.generation_config.to_dict() == before
 
 
-def test_the_baseline_decodes_batches_and_refuses_an_assistant_of_another_vocabulary(
-    pair: Pair, prompt_ids: Prompts, tokenizer: hub.PreTrainedTokenizerFast
-) -> None:
-    requests = [Request(tokens, at) for at, tokens in enumerate(prompt_ids[1:4])]
-    texts = Assisted(pair, PLAIN, Settings(max_new_tokens=6, ignore_eos=True), batch=2).run(requests)
-    assert [list(t.tokens) for t in texts] == plain_texts(pair, prompt_ids[1:4], [0] * 3, 6, ignore_eos=True).tokens
-    assert texts[0].seconds == texts[1].seconds != texts[2].seconds, "texts of one call share its time"
+def test_the_baseline_refuses_an_assistant_of_another_vocabulary(tokenizer):
     wide = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
     assert len(Assisted(wide, PLAIN, Settings(max_new_tokens=4, ignore_eos=True)).run([Request([7])])[0].tokens) == 4
     with pytest.raises(PairError, match="target scores 56 tokens and the draft 48"):
@@ -296,35 +268,10 @@ READS_STATES = Decides("states", lambda step: True, hidden=("draft_hidden",))
 READS_NOISE = Decides("noise", lambda step: True, features=("noisy_margin",))
 
 
-class FollowsOutcomes(StopPolicy):
-    """Drafts a length that depends on the outcome of the last round, and at least one token."""
-
-    name, first, max_depth = "follows-outcomes", 0, 5
-
-    def start(self, streams: int, keys: Array) -> State:
-        return np.ones(streams, dtype=np.int64)
-
-    def keep(self, step: Any, state: State) -> tuple[Array, State]:
-        state = state % self.max_depth + 1 if step.depth == 0 else state
-        return step.alive & (step.depth < state)[:, None], state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        return state + 2 * outcome.accepted + outcome.verified - outcome.drafted
-
-
 @pytest.fixture(scope="module")
-def endless(pair: Pair) -> Pair:
-    """The pair without an end of text: in assisted generation, a draft ends at that of the draft model."""
-    models = [copy.deepcopy(model) for model in (pair.target, pair.draft_model)]
-    for model in models:
-        model.generation_config.eos_token_id = None
-    return join(*models)
-
-
-@pytest.fixture(scope="module")
-def begun(endless: Pair, prompt_ids: Prompts) -> list[list[int]]:
+def begun(endless_pair: Pair, prompt_ids: Prompts) -> list[list[int]]:
     """Prompts that end with a token of the target, as each round of our loop begins."""
-    return [stock(endless, [prompt], max_new_tokens=3)[0].tolist() for prompt in prompt_ids[4:6]]
+    return [stock(endless_pair, [prompt], max_new_tokens=3)[0].tolist() for prompt in prompt_ids[4:6]]
 
 
 def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) -> tuple[Tensor, list[int]]:
@@ -350,18 +297,17 @@ def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) ->
 
 @pytest.mark.parametrize(
     "policy",
-    [FixedLength(3), Confidence(0.3, 6), BY_TOKENS, BY_PATH, BY_HISTORY, KNOWN_LENGTH, FollowsOutcomes()],
+    [FixedLength(3), Confidence(0.3, 6), BY_TOKENS, BY_PATH, BY_HISTORY, KNOWN_LENGTH, TEST_POLICIES["adaptive"]],
     ids=lambda p: p.name,
 )
-def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
-    endless: Pair, begun: list[list[int]], policy: StopPolicy
-) -> None:
-    """The second prompt is a new text for the same criterion."""
-    speculator, observed = Speculator(endless, policy, Settings(0.0, NEW + 1)), set[int]()
+def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(endless_pair, begun, policy, monkeypatch):
+    """The second prompt is a new text for the same criterion. In assisted generation, an end of text would end a draft."""
+    monkeypatch.setattr(endless_pair.draft_model.generation_config, "eos_token_id", None)
+    speculator, observed = Speculator(endless_pair, policy, Settings(0.0, NEW + 1)), set[int]()
     criteria = PolicyStoppingCriteria(policy)
     for prompt in begun:
-        text, drafts = assisted(endless, prompt, criteria)
-        assert torch.equal(text, stock(endless, [prompt]))
+        text, drafts = assisted(endless_pair, prompt, criteria)
+        assert torch.equal(text, stock(endless_pair, [prompt]))
         assert drafts == [r.drafted for r in speculator.generate(prompt[:-1]).rounds if r.drafted]
         observed |= set(drafts[:-3])
     assert len(observed) > 1 or policy.name in ("fixed:3", "known")
@@ -372,8 +318,178 @@ def test_assisted_text_is_plain_and_its_drafts_are_those_of_our_loop(
     [*(TEST_POLICIES[name] for name in ("from-anchor", "trimming", "selecting")), READS_STATES, READS_NOISE],
     ids=lambda p: p.name,
 )
-def test_a_policy_that_reads_more_than_assisted_generation_has_is_refused(policy: StopPolicy) -> None:
+def test_a_policy_that_reads_more_than_assisted_generation_has_is_refused(policy):
     with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves)"):
         PolicyStoppingCriteria(policy, temperature=0.7)
     if policy is READS_NOISE:
         PolicyStoppingCriteria(policy)
+
+
+# Exported folders in `generate(custom_generate=folder)`
+
+RULE = Threshold("step", 0.5)
+
+
+@pytest.fixture
+def out(tmp_path: Path, module_cache: None) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def policy_folder(tmp_path: Path) -> Path:
+    return save_policy(learned("mlp", RULE), tmp_path / "policy")
+
+
+@pytest.fixture
+def hydra(pair: Pair, tmp_path: Path) -> Path:
+    """The folder of heads for the tiny target."""
+    output = pair.target.get_output_embeddings().weight.float()
+    network = small_network("hydra", output.shape[1], pair.vocabulary, output)
+    return save_drafter(TrainedDrafter("hydra", network, pair.fingerprint["target"]), tmp_path / "heads")
+
+
+def exported(pair: Pair, prompt: Sequence[int], folder: Path, **options: Any) -> Any:
+    """Decode with the folder's code."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "trust_remote_code": True, **options}
+    return pair.target.generate(**inputs([prompt]), custom_generate=str(folder), **options)
+
+
+def figures_of(output: Any) -> Any:
+    return [output.statistics[name] for name in ("target_calls", "drafted", "verified", "accepted", "acceptance")]
+
+
+def test_an_exported_policy_decodes_as_in_the_library(pair, prompt_ids, policy_folder, out):
+    figures, details, rule = deploy("hf", out, policy_folder), {"return_dict_in_generate": True}, "confidence:0.3"
+    assert json.loads((out / "figures.json").read_text()) == figures
+    for prompt in prompt_ids[2:4]:
+        results = [ours(pair, [prompt], policy=policy, **details) for policy in (str(policy_folder), rule)]
+        assert figures_of(results[0]) != figures_of(results[1])
+        for name in ("draft_model", "assistant_model"):
+            result = exported(pair, prompt, out, **{name: pair.draft}, **details)
+            assert torch.equal(result.sequences, stock(pair, [prompt])) and figures_of(result) == figures_of(results[0])
+    with pytest.raises(InputError, match="not empty"):
+        deploy("hf", out, policy_folder)
+    deploy("hf", out, rule, overwrite=True)
+    assert not (out / "policy").exists()
+    result = exported(pair, prompt, out, draft_model=pair.draft, **details)
+    assert figures_of(result) == figures_of(results[1])
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        exported(pair, prompt, out, trust_remote_code=False)
+
+
+class LastWord(hub.StoppingCriteria):
+    """Replaces the criterion of transformers, which cannot read a tokenizer of whole words."""
+
+    def __init__(self, tokenizer: hub.PreTrainedTokenizerFast, words: list[str]) -> None:
+        self.tokens = torch.tensor(tokenizer.convert_tokens_to_ids(words))
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+def test_stop_strings_streamer_and_sampling_are_passed_on(pair, prompt_ids, tokenizer, out, capsys, monkeypatch):
+    monkeypatch.setattr(exported_module, "StopStringCriteria", LastWord)
+    deploy("hf", out, "fixed:3")
+    prompt, options = prompt_ids[5], {"draft_model": pair.draft}
+    start, plain = len(prompt), stock(pair, [prompt])[0].tolist()
+    word, streamer = tokenizer.decode(plain[start + 4]), hub.TextStreamer(tokenizer, skip_prompt=True)
+    stops = {"tokenizer": tokenizer, "stop_strings": [word], "streamer": streamer}
+    text = exported(pair, prompt, out, **options, **stops)[0].tolist()
+    end = next(i for i in range(start, len(plain)) if tokenizer.decode(plain[i]) == word)
+    assert text == plain[: end + 1] and len(text) < len(plain)
+    assert capsys.readouterr().out.split() == tokenizer.decode(text[start:]).split()
+    texts = [exported(pair, prompt, out, **options, **SAMPLING, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def trained_with(drafter: str, folder: Path, **pair: str) -> Path:
+    """Return the folder of a policy that was trained on traces of a drafter."""
+    policy = learned("mlp", RULE)
+    policy.metadata = replace(policy.metadata, provenance={"drafter": drafter}, pair=pair)
+    return save_policy(policy, folder)
+
+
+@pytest.mark.parametrize("prefix", ["", "suffix?confidence=0.6+"])
+def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
+    prefix, pair, prompt_ids, hydra, out, tmp_path
+):
+    spec, identity, prompt = f"{prefix}hydra:{hydra}", load_drafter(hydra).identity, prompt_ids[3]
+    policy, details = trained_with(spec, tmp_path / "policy", draft=identity), {"return_dict_in_generate": True}
+    assert deploy("hf", out, policy)["drafter"] == f"{prefix}hydra:drafter"
+    assert str(tmp_path) not in (out / "README.md").read_text()
+    assert load_drafter(out / "drafter").identity == identity
+    expected = ours(pair, [prompt], drafter=spec, policy=str(policy), draft_model=None, **details)
+    shutil.rmtree(hydra)  # the export does not need it
+    result = exported(pair, prompt, out, **details)
+    assert torch.equal(result.sequences, expected.sequences) and torch.equal(result.sequences, stock(pair, [prompt]))
+    assert figures_of(result) == figures_of(expected) and result.statistics["drafted"] > 0
+    for name in ("draft_model", "assistant_model"):
+        with pytest.raises(InputError, match="takes no draft model"):
+            exported(pair, prompt, out, **{name: pair.draft})
+
+
+def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(pair, prompt_ids, out, tmp_path):
+    policy, prompt = trained_with("suffix", tmp_path / "policy", draft="suffix"), prompt_ids[3]
+    assert deploy("hf", out, policy)["drafter"] == "suffix"
+    assert torch.equal(exported(pair, prompt, out, drafter="model", draft_model=pair.draft), stock(pair, [prompt]))
+    deploy("hf", out, policy, drafter="lookup+model", overwrite=True)
+    with pytest.raises(InputError, match="expected draft_model= or assistant_model="):
+        exported(pair, prompt, out)
+    with pytest.raises(InputError, match="both draft_model= and assistant_model="):
+        exported(pair, prompt, out, draft_model=pair.draft, assistant_model=pair.target)
+    exported(pair, prompt, out, draft_model=pair.draft, assistant_model=pair.draft)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("hydra:nowhere", "nowhere"), ("suffix?path=words.txt", "reads the file words.txt"),
+        ("suffix+hydrra:heads", "expected one of model, lookup"), (None, "plugin"),
+    ],
+)  # fmt: skip
+def test_drafters_with_files_and_policies_of_plugins_are_refused(drafter, message, out, monkeypatch):
+    if drafter is None:
+        monkeypatch.setattr(deploy_module, "as_policy", lambda _: FixedLength(2))
+    with pytest.raises((InputError, PolicyError), match=re.escape(message)):
+        deploy("hf", out, "fixed:3" if drafter else "plugin?key=1", drafter=drafter)
+    assert not out.exists()
+
+
+def test_a_repository_of_the_hub_is_downloaded(pair, prompt_ids, out, monkeypatch):
+    """The config of a model that was loaded from the repository names it."""
+    deploy("hf", out, "fixed:3")
+    calls: list[tuple[Any, ...]] = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append((name, options["revision"], options["token"]))
+        if len(calls) > 1:
+            raise OSError("the hub\ncannot be reached")
+        return str(out)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(pair.target.config, "_name_or_path", "owner/name", raising=False)
+    options = {
+        **inputs(prompt_ids[3:4]),
+        "draft_model": pair.draft,
+        "revision": "v1",
+        "token": "t",
+        "max_new_tokens": NEW,
+    }
+    assert torch.equal(generate_exported(pair.target, options), stock(pair, prompt_ids[3:4]))
+    assert calls == [("owner/name", "v1", "t")]
+    with pytest.raises(InputError, match=r"owner/name.*the hub cannot be reached"):
+        generate_exported(pair.target, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("figures.json", '{"kind": "policy"}'), ("figures.json", "{"), ("policy/policy.json", '{"schema": 1'),
+        ("drafter/drafter.json", '{"schema": 1'),
+    ],
+)  # fmt: skip
+def test_a_damaged_export_is_refused(name, content, pair, policy_folder, hydra, out):
+    deploy("hf", out, policy_folder, drafter=f"hydra:{hydra}")
+    (out / name).write_text(content)
+    with pytest.raises((InputError, PolicyError)):
+        exported(pair, [5, 6], out)

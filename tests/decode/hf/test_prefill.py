@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -23,6 +21,9 @@ from tape import record_calls
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+# peft warns that it ignores positions, the loop that it reads rows one at a time.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
 DRAFTING: list[dict[str, Any]] = [
     {"policy": "fixed:3"}, {"policy": "fixed:3", "tree": "3,2,1"}, {"policy": "fixed:0"},
@@ -30,17 +31,13 @@ DRAFTING: list[dict[str, Any]] = [
     {"policy": "fixed:2", "verification": "rejection", "tree": "2,2"}, {"policy": "fixed:5", "draft": "target"},
 ]  # fmt: skip
 VOCABULARY, IMAGE = table.CLASS_VOCABULARY, 7
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.4, "eos_token_id": None,
-    "bos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
 
 
 def qwen2_vl() -> PreTrainedModel:
     """Return a model with positions of three dimensions for tokens of images."""
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = {**table.WIDE, "vocab_size": VOCABULARY, "num_key_value_heads": 1, "rope_parameters": rope}
     tokens = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 5, "vision_end_token_id": 4}
     torch.manual_seed(0)
     config = hub.Qwen2VLConfig(vision_config=vision, text_config=text, **tokens)
@@ -48,9 +45,23 @@ def qwen2_vl() -> PreTrainedModel:
 
 
 @functools.cache
-def small_model(name: str) -> PreTrainedModel:
-    """Return a small model in float64. Tests that change it copy it."""
-    return qwen2_vl() if name == "qwen2-vl" else table.build_class(name, {})  # the window of Mistral has 8 tokens
+def small_model(kind: str) -> Any:
+    """Return a small model in float64, such as "gpt2", or "gpt2+lora" under an adapter. Tests that change it copy it."""
+    name, _, adapter = kind.partition("+")
+    if not adapter:
+        return qwen2_vl() if name == "qwen2-vl" else table.build_class(name, {})  # the window of Mistral has 8 tokens
+    options: dict[str, Any] = {"task_type": peft.TaskType.CAUSAL_LM}
+    config = {
+        "prompt": lambda: peft.PromptTuningConfig(**options, num_virtual_tokens=4),
+        "prefix": lambda: peft.PrefixTuningConfig(**options, num_virtual_tokens=4),
+        "lora": lambda: peft.LoraConfig(**options, r=4),
+    }[adapter]()
+    wrapped = peft.get_peft_model(copy.deepcopy(small_model(name)), config).double().eval()
+    torch.manual_seed(2)
+    for key, parameter in wrapped.named_parameters():
+        if "lora_B" in key or "prompt" in key:
+            parameter.data.normal_(0, 0.4)
+    return wrapped
 
 
 def draft() -> PreTrainedModel:
@@ -114,23 +125,6 @@ def images() -> dict[str, Any]:
     return {"input_ids": tokens, "attention_mask": mask(2, 16, LEFT[0]), "pixel_values": pixels, **more}
 
 
-def adapted(name: str, kind: str) -> Any:
-    """Return a model under a PEFT adapter that changes its text."""
-    options: dict[str, Any] = {"task_type": peft.TaskType.CAUSAL_LM}
-    virtual = {**options, "num_virtual_tokens": 4}
-    config = {
-        "prompt": lambda: peft.PromptTuningConfig(**virtual),
-        "prefix": lambda: peft.PrefixTuningConfig(**virtual),
-        "lora": lambda: peft.LoraConfig(**options, r=4),
-    }[kind]()
-    wrapped = peft.get_peft_model(copy.deepcopy(small_model(name)), config).double().eval()
-    torch.manual_seed(2)
-    for key, parameter in wrapped.named_parameters():
-        if "lora_B" in key or "prompt" in key:
-            parameter.data.normal_(0, 0.4)
-    return wrapped
-
-
 def one_row(arguments: dict[str, Any], row: int) -> dict[str, Any]:
     for value in arguments.values():
         if isinstance(value, DynamicCache):
@@ -143,46 +137,49 @@ def ours(model: Any, arguments: dict[str, Any], drafting: dict[str, Any] = DRAFT
     if "drafter" not in drafting:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         drafting["draft_model"] = copy.deepcopy(base) if drafting.pop("draft", "") == "target" else draft()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of peft, which ignores positions, and of rows read one at a time
-        out: Tensor = model.generate(**arguments, **OPTIONS, **drafting, custom_generate=specstop_generate)
+    out: Tensor = model.generate(**arguments, **OPTIONS, **drafting, custom_generate=specstop_generate)
     return out
 
 
 def plain(model: Any, arguments: dict[str, Any]) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        out: Tensor = model.generate(**arguments, **OPTIONS)
+    out: Tensor = model.generate(**arguments, **OPTIONS)
     return out
 
 
+PROCESSORS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9, "eos_token_id": [50, 51]},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [*(("llama", name) for name in PROMPTS), ("mistral", "gaps"), ("mistral", "positions"),
-     ("mistral", "a cache and the rest, masked"), ("mistral", "a cache and the whole text"),
-     ("gpt2", "a cache and the rest, masked"), ("gpt2", "embeddings")],
+    ("kind", "name", "options"),
+    [
+        *(("llama", name, {}) for name in PROMPTS),
+        *(("mistral", name, {}) for name in PROMPTS if name in ("gaps", "positions") or "cache" in name),
+        ("gpt2", "a cache and the rest, masked", {}), ("gpt2", "embeddings", {}),
+        ("llama+prompt", "left", {}), ("llama+prefix", "gaps", {}), ("gpt2+prefix", "right", {}), ("gpt2+lora", "gaps", {}),
+        *((f"{kind}, recorded", name, {}) for kind in ("llama", "mistral") for name in ("gaps", "left")),
+        *(("llama", "a cache and the rest, masked", options) for options in PROCESSORS),
+    ],
 )  # fmt: skip
-def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind: str, name: str) -> None:
+def test_the_text_is_that_of_generate_and_a_cache_is_not_changed(kind, name, options, monkeypatch):
+    """Processors receive the prompt that `generate` gives them. Recorded calls have no gaps and offsets."""
+    kind, _, recorded = kind.partition(", ")
     model = small_model(kind)
-    expected, arguments = plain(model, prompt_of(name, model)), prompt_of(name, model)
+    if recorded:
+        record_calls(monkeypatch)
+        model = copy.deepcopy(model)
+    expected, arguments = plain(model, prompt_of(name, model) | options), prompt_of(name, model) | options
+    if "+" in kind:
+        base = small_model(kind.partition("+")[0])
+        assert not torch.equal(expected, plain(base, prompt_of(name, base))), "the adapter matters"
     for drafting in DRAFTING if kind == "llama" and name in ("gaps", "a cache and the rest") else DRAFTING[:2]:
         assert torch.equal(ours(model, arguments, drafting), expected), drafting
-    expected = plain(model, one_row(prompt_of(name, model), 1))
+    expected = plain(model, one_row(prompt_of(name, model) | options, 1))
     assert torch.equal(ours(model, one_row(arguments, 1)), expected)
 
 
-@pytest.mark.parametrize(
-    "options", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9, "eos_token_id": [50, 51]}],
-    ids=lambda options: next(iter(options)),
-)  # fmt: skip
-def test_processors_receive_the_prompt_that_generate_gives_them(options: dict[str, Any]) -> None:
-    model, name = small_model("llama"), "a cache and the rest, masked"
-    expected = plain(model, prompt_of(name, model) | options)
-    for drafting in DRAFTING[:2]:
-        assert torch.equal(ours(model, prompt_of(name, model) | options, drafting), expected), drafting
-
-
-def test_a_prompt_with_images_is_read_by_the_target() -> None:
+def test_a_prompt_with_images_is_read_by_the_target():
     model, other = small_model("qwen2-vl"), images()
     expected = plain(model, images())
     other["pixel_values"] = 3.0 - 2.0 * other["pixel_values"].flip(-1)
@@ -193,34 +190,22 @@ def test_a_prompt_with_images_is_read_by_the_target() -> None:
     assert torch.equal(ours(model, text), plain(model, text))
 
 
-@pytest.mark.parametrize(
-    ("kind", "adapter", "name"),
-    [("llama", "prompt", "left"), ("llama", "prefix", "gaps"), ("gpt2", "prefix", "right"), ("gpt2", "lora", "gaps")],
-)
-def test_an_adapter_is_applied(kind: str, adapter: str, name: str) -> None:
-    model = adapted(kind, adapter)
-    expected = plain(model, prompt_of(name, model))
-    assert not torch.equal(expected, plain(small_model(kind), prompt_of(name, model))), "the adapter matters"
-    for drafting in DRAFTING[:2]:
-        assert torch.equal(ours(model, prompt_of(name, model), drafting), expected), drafting
-
-
-def test_adapters_of_single_rows_are_refused_by_name() -> None:
+def test_adapters_of_single_rows_are_refused_by_name():
     arguments = {"input_ids": ids(2, 11)}
     with pytest.raises(InputError, match=r"adapter_names.*set_adapter"):
-        ours(adapted("llama", "lora"), {**arguments, "adapter_names": ["default", "__base__"]})
-    row, model = one_row(arguments, 0), adapted("llama", "lora")  # peft leaves its hooks behind an error
+        ours(copy.deepcopy(small_model("llama+lora")), {**arguments, "adapter_names": ["default", "__base__"]})
+    row, model = one_row(arguments, 0), small_model("llama+lora")  # peft leaves its hooks behind an error
     assert torch.equal(ours(model, {**row, "adapter_names": ["default"]}), plain(model, row))
 
 
-def test_a_model_that_computes_its_mask_is_padded_on_the_left_and_continues_from_a_cache() -> None:
+def test_a_model_that_computes_its_mask_is_padded_on_the_left_and_continues_from_a_cache():
     model = copy.deepcopy(small_model("bloom")).float()  # in float64 the library's mask of padding leaves NaN
     for name, row in (("left", 0), ("a cache and the rest", 1)):
         arguments = [one_row(prompt_of(name, model), row) for _ in range(2)]
         assert torch.equal(ours(model, arguments[0]), plain(model, arguments[1]))
 
 
-def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch):
     llama, git = copy.deepcopy(small_model("llama")), copy.deepcopy(small_model("git")).float()
     embeddings = llama.get_input_embeddings()(ids(3, 11)).detach()
     far = {"input_ids": ids(1, 11), "position_ids": torch.arange(240, 251)[None]}
@@ -236,13 +221,10 @@ def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch: 
         with pytest.raises((InputError, PairError), match=message) as error:
             ours(model, arguments)
         assert "\n" not in str(error.value)
-    whole = {"input_ids": ids(1, 11)}
-    assert torch.equal(ours(git, whole), plain(git, whole)), "without padding"
-
-    # A model of a later version may prepare its later steps differently.
     stock = llama.prepare_inputs_for_generation
 
     def prepare(*args: Any, is_first_iteration: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """Prepare later steps differently, as a later version of a model may."""
         inputs: dict[str, Any] = stock(*args, is_first_iteration=is_first_iteration, **kwargs)
         if not is_first_iteration:
             inputs["inputs_embeds"] = 2 * llama.get_input_embeddings()(inputs.pop("input_ids"))
@@ -253,19 +235,8 @@ def test_prompts_that_the_loop_cannot_continue_are_refused_by_name(monkeypatch: 
         ours(llama, prompt_of("gaps", llama))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_prompts_with_gaps_are_not_recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded calls have no gaps and offsets."""
-    record_calls(monkeypatch)
-    model = copy.deepcopy(small_model(kind))
-    for name in ("gaps", "left"):
-        expected = plain(model, prompt_of(name, model))
-        for drafting in DRAFTING[:2]:
-            assert torch.equal(ours(model, prompt_of(name, model), drafting), expected), name
-
-
 @pytest.mark.parametrize(("kind", "name"), [("medusa", "gaps"), ("layer", "a cache and the rest")])
-def test_drafters_that_read_the_targets_states_draft_after_such_a_prompt(kind: str, name: str, tmp_path: Path) -> None:
+def test_drafters_that_read_the_targets_states_draft_after_such_a_prompt(kind, name, tmp_path):
     model = small_model("llama")
     network = small_network(kind, 32, VOCABULARY, model.lm_head.weight.float())
     folder = save_drafter(TrainedDrafter(kind, network, join(model, None).fingerprint["target"]), tmp_path / kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,148 +10,89 @@ import pytest
 import torch
 import transformers as hub
 from conftest import build_model
-from contract_policies import TEST_POLICIES
 from small_models import table
-from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.pair import Pair, join, load_pair, with_engine
-from specstop.decode.plain import plain_texts
-from specstop.decode.settings import Settings
-from specstop.policies.contract import StopPolicy
-from specstop.policies.errors import InputError, PairError, SpecstopWarning
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.decode import Pair, Settings, Speculator, join, load_pair, plain_texts, with_engine
+from specstop.decode.loop import Request
+from specstop.policies import FixedLength, InputError, PairError, SpecstopWarning
 from torch import Tensor, nn
-
-PROMPTS = [list(prompt) for prompt in table.PROMPTS]
-NEW = 12
-TREE_POLICIES: list[StopPolicy] = [
-    FixedLength(4),
-    Confidence(0.2),
-    TEST_POLICIES["selecting"],
-    TEST_POLICIES["from-anchor"],
-]
-CHAIN_POLICIES: list[StopPolicy] = [*TREE_POLICIES, FixedLength(1), TEST_POLICIES["reads-history"]]
-
-
-def build(name: str, **options: Any) -> hub.PreTrainedModel:
-    model: hub.PreTrainedModel = table.build_class(name, options)
-    return model.float() if name == "granitemoehybrid" else model  # it computes in float32
 
 
 def texts(
-    pair: Pair, depth: int, tree: str | None = None, batch: int = 3, verification: str = "auto", new: int = table.NEW,
-    prompts: Sequence[list[int]] = PROMPTS,
-) -> list[list[int]]:  # fmt: skip
+    pair: Pair, prompts: Sequence[list[int]], new: int, depth: int, tree: str | None, batch: int, verification: str
+) -> list[list[int]]:
     settings = Settings(0.0, new, tree=tree, verification=verification)
     speculator = Speculator(pair, FixedLength(depth), settings, batch=batch)
     return [list(text.tokens) for text in speculator.run([Request(prompt) for prompt in prompts])]
 
 
-@pytest.mark.parametrize("engine", ["plain", "auto"])
-@pytest.mark.parametrize("number", range(len(table.CONFIGS)))
-def test_greedy_text_is_that_of_generate(number: int, engine: str) -> None:
-    """Trees and policies in turn; `benchmarks/architectures.py` decodes all combinations."""
-    name = list(table.CONFIGS)[number]
-    eager = name in table.EAGER_ONLY or (number % 2 == 1 and engine == "plain")
-    dtype = torch.float32 if eager or engine == "auto" else torch.float64
-    target = table.build(name, dtype, "eager" if eager else "sdpa")
-    pair = with_engine(join(copy.deepcopy(target), table.noisy(target)), engine)
-    assert engine == "plain" or "plain" not in pair.engines or eager
-    prompts = table.prompts(2)
-    expected = [table.plain(target, prompt, NEW) for prompt in prompts]
-    assert all(len(set(text)) > 3 for text in expected), "a text that repeats itself has little information"
-    turn = number + (engine == "auto")
-    tree = table.SHAPES[turn % len(table.SHAPES)]
-    policies = TREE_POLICIES if tree else CHAIN_POLICIES
-    cell = table.compare(target, pair, policies[turn // 2 % len(policies)], tree, prompts, expected, NEW)
-    assert cell.wrong == 0, (tree, cell.margins)
-    assert cell.equal == len(prompts) or dtype != torch.float64
-    assert 0.0 < cell.accepted < 1.0, "some drafts are accepted and some are not"
-
-
-@pytest.mark.parametrize("name", ["gptj", "falcon", "gpt_neo", "bloom"])
-@pytest.mark.filterwarnings("ignore::specstop.policies.errors.SpecstopWarning")
-def test_models_with_separate_attention_code_give_the_text_of_generate_or_are_refused_by_name(name: str) -> None:
-    target = build(name)
-    expected, pair = table.expected_texts(target), join(target, table.noisy(target))
-    assert texts(pair, 0) == texts(pair, 3) == expected
-    assert plain_texts(pair, PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
-    try:
-        assert texts(pair, 2, "2,2", 1) == expected
-    except PairError as error:
-        assert type(target).__name__ in str(error) and "tree" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("llama4_text", {}), ("falcon alibi", {}), ("roberta", {}),
-     ("granitemoehybrid", {"layer_types": ["full_attention"] * 2})],
+SUPPORTED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "gptj", "falcon", "llama4_text",
+    "roberta", "hybrid of attention layers",
 )  # fmt: skip
-def test_unusual_attention_and_layer_types_give_the_text_of_generate(name: str, options: dict[str, object]) -> None:
-    """Chunked attention, ALiBi, an encoder used as decoder, a hybrid without recurrent layers."""
-    target = build(name, **options)
-    assert texts(join(target, table.noisy(target)), 3, batch=1) == table.expected_texts(target)
-
-
-def test_a_router_that_reads_the_weight_of_its_layer_is_not_packed() -> None:
-    target = build("hunyuan_v1_moe", num_key_value_heads=4, head_dim=4).float()
-    expected = table.expected_texts(target)
-    pair = with_engine(join(target, None), "packed")
-    assert plain_texts(pair, PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
-
-
-def flex() -> hub.PreTrainedModel:
-    model = build_model()
-    model.config._attn_implementation = "flex_attention"
-    return model
-
-
-def mamba() -> hub.PreTrainedModel:
-    return hub.MambaForCausalLM(hub.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4))
-
-
 REFUSED = {
-    "mamba": (mamba, "linear_attention layers"),
-    "flex": (flex, "flex_attention attention; expected sdpa or eager"),
-    "roberta encoder": (lambda: build("roberta encoder"), "RobertaForCausalLM"),
-    "rwkv": (lambda: build("rwkv"), "RwkvForCausalLM"),
+    **dict.fromkeys(("gpt_neo", "bloom", "falcon alibi"), ("tree",)),
+    **dict.fromkeys(("mamba", "rwkv", "roberta encoder"), tuple(table.METHODS)),
 }
 
 
-@pytest.mark.parametrize(("name", "role"), [(name, ("target", "draft")[at % 2]) for at, name in enumerate(REFUSED)])
-def test_unsupported_models_are_refused_by_name(name: str, role: str) -> None:
-    create, message = REFUSED[name]
-    models = {"target": build_model(), "draft": build_model(), role: create()}
-    with pytest.raises(PairError, match=f"the {role} .*({message})") as error:
-        join(models["target"], models["draft"])
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("name", [*SUPPORTED, *REFUSED])
+def test_a_class_gives_the_text_of_generate_or_is_refused_by_name(name, monkeypatch):
+    """Alone, side by side, in chains and trees. Windows, attention in chunks, ALiBi, recurrent layers, encoders as decoders.
+
+    `benchmarks/architectures.py` decodes with all classes of transformers, policies and trees.
+    """
+    hybrid = "granitemoehybrid", {"layer_types": ["full_attention"] * 2}
+    monkeypatch.setitem(table.VARIANTS, "hybrid of attention layers", hybrid)
+    row, refused = table.sweep_class(name), REFUSED.get(name, ())
+    assert row.cells == {method: "refused" if method in refused else "equal" for method in table.METHODS}
+    assert not refused or row.cls in row.note
 
 
-def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path: Any, tokenizer: Any) -> None:
+def test_a_router_that_reads_the_weight_of_its_layer_is_not_packed():
+    target = table.build_class("hunyuan_v1_moe", {"num_key_value_heads": 4, "head_dim": 4}).float()
+    expected = table.expected_texts(target)
+    pair = with_engine(join(target, None), "packed")
+    assert plain_texts(pair, table.PROMPTS, [0, 0, 0], table.NEW, ignore_eos=True).tokens == expected
+
+
+def test_a_draft_and_an_attention_that_are_not_supported_are_refused_by_name():
+    flex, target = build_model(), build_model()
+    flex.config._attn_implementation = "flex_attention"
+    for models, message in (
+        ((target, table.build_class("mamba", {})), "the draft .*linear_attention layers"),
+        ((flex, target), "the target .*flex_attention attention; expected sdpa or eager"),
+    ):
+        with pytest.raises(PairError, match=message) as error:
+            join(*models)
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path, tokenizer):
     model = table.build("gemma2", torch.float32, "eager")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    model.save_policy(tmp_path)
+    tokenizer.save_policy(tmp_path)
     pair, prompt = load_pair(tmp_path, tmp_path), [5, 6, 7, 8]
     expected = [table.plain(model, prompt, 9)]
     assert table.compare(pair.target, pair, FixedLength(3), "2,2", [prompt], expected, 9).equal == 1
 
 
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.002), (torch.bfloat16, 0.3)])
-def test_weights_of_any_size_and_type_pass_the_check(dtype: torch.dtype, spread: float) -> None:
+def test_weights_of_any_size_and_type_pass_the_check(dtype, spread):
     for name in ("qwen2_moe", "gptj"):
-        target = build(name, initializer_range=spread).to(dtype)
+        target = table.build_class(name, {"initializer_range": spread}).to(dtype)
         assert join(target, None).readings[0].side_by_side == (name != "gptj")
 
 
-def rounded(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def round_inputs(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Round the input of a layer to eight bits, with one scale for all tokens of a call."""
     scale = inputs[0].abs().amax() / 127
     return ((inputs[0] / scale).round() * scale,)
 
 
-def test_logits_that_depend_on_the_tokens_of_a_call_are_warned_of_once() -> None:
-    target = build("llama")
+def test_logits_that_depend_on_the_tokens_of_a_call_are_warned_of_once():
+    target = table.build_class("llama", {})
     for layer in target.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(rounded)
+        layer.mlp.down_proj.register_forward_pre_hook(round_inputs)
     with pytest.warns(SpecstopWarning, match="depend on how many tokens"):
         join(target, None)
     with warnings.catch_warnings():
@@ -165,11 +105,7 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 6.0, 8.0],
     "original_max_position_embeddings": ORIGINAL,
 }  # fmt: skip
-SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 200, "initializer_range": 0.4, "bos_token_id": 1,
-    "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+SIZES: dict[str, Any] = {**table.WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 AROUND = [[7, 7, 9, 41, 22, 60, 12, 30, 31, 5, 44, 18], [3 + at * at % 60 for at in range(27)]]
 """A prompt whose text reaches the length where the factors change, and one that is longer."""
 
@@ -187,7 +123,7 @@ def rotated(kind: str, seed: int = 0, **options: Any) -> hub.PreTrainedModel:
     ("kind", "draft_kind"),
     [("phi3", "llama-long"), ("llama-long", "same"), ("llama", "phi3")],
 )
-def test_position_encodings_that_change_with_the_length_give_the_text_of_generate(kind: str, draft_kind: str) -> None:
+def test_position_encodings_that_change_with_the_length_give_the_text_of_generate(kind, draft_kind):
     target = rotated(kind)
     pair = join(target, table.noisy(target) if draft_kind == "same" else rotated(draft_kind, 1))
     expected = [table.plain(target, prompt, 20) for prompt in AROUND]
@@ -198,13 +134,13 @@ def test_position_encodings_that_change_with_the_length_give_the_text_of_generat
         (2, "2,2", 2, "match"),
         (3, "3,2,1", 1, "rejection"),
     ):
-        assert texts(pair, *options, new=20, prompts=AROUND) == expected, options
+        assert texts(pair, AROUND, 20, *options) == expected, options
 
 
-def test_dynamic_factors_are_refused_beyond_the_length_where_they_change() -> None:
+def test_dynamic_factors_are_refused_beyond_the_length_where_they_change():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     target = rotated("llama", max_position_embeddings=30, rope_parameters=rope)
     pair, prompts = join(target, table.noisy(target)), [[5, 9, 17, 33, 3, 8]]
-    assert texts(pair, 4, batch=1, new=24, prompts=prompts) == [table.plain(target, prompts[0], 24)]
+    assert texts(pair, prompts, 24, 4, None, 1, "auto") == [table.plain(target, prompts[0], 24)]
     with pytest.raises(InputError, match="reads at most 30"):
-        texts(pair, 4, batch=1, new=25, prompts=prompts)
+        texts(pair, prompts, 25, 4, None, 1, "auto")

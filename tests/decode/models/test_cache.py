@@ -1,28 +1,33 @@
-"""Cached reading: calls of any lengths, roll-backs, trees, several streams and each engine give the logits of the library."""
+"""Cached reading: calls of any lengths, roll-backs, trees, several streams, each engine, and calls that are recorded.
+
+On the CPU a tape simulates CUDA graphs.
+"""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import transformers as hub
-from conftest import VOCABULARY, build_model
+from conftest import VOCABULARY, build_draft, build_model
 from small_models import table
-from specstop.decode import Settings, Speculator, load_pair, parse_tree
-from specstop.decode.models import attention as attention_module
+from specstop.decode import Settings, Speculator, join, parse_tree
+from specstop.decode.loop import Request
+from specstop.decode.models import attention as attention_module, cuda as cuda_module
 from specstop.decode.models.attention import Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
+from specstop.decode.models.device import round_up_size
 from specstop.decode.models.engine import CompactModel, PackedLinear, choose_engine, speed_up
-from specstop.decode.models.pair import Pair
-from specstop.decode.topology import Topology
-from specstop.policies import FixedLength
-from specstop.policies.errors import InputError
-from tape import recorder, simulate_graphs
+from specstop.policies import Confidence, InputError, SpecstopWarning
+from tape import Graphs, record_calls, recorder, simulate_graphs
 from torch.nn import functional
+
+Patch = pytest.MonkeyPatch
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 in every dtype
 FLOAT32 = 2e-4
@@ -30,113 +35,126 @@ TREE, STREAMS = parse_tree("2,2,1"), 3
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture(autouse=True)
-def without_gradients() -> Any:
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
 
 
-@pytest.fixture(params=["sdpa", "eager"])
-def model(request: pytest.FixtureRequest, plain_pair: Pair, eager_pair: Pair) -> hub.PreTrainedModel:
-    return (plain_pair if request.param == "sdpa" else eager_pair).target
+def random_tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def full(model: hub.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=tokens, use_cache=False).logits
+def chain(cache: CachedModel, tokens: Sequence[int] | torch.Tensor, rows: int = 0) -> torch.Tensor:
+    return cache.read_parts([Part(0, tokens, rows)])
 
 
-def random_tokens(*shape: int, seed: int = 0, first: int = 0) -> torch.Tensor:
-    return torch.randint(first, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+def readings(cache: CachedModel) -> list[torch.Tensor]:
+    """Return logits and states of a prompt, single tokens, several, trees and a part of them, and a long run.
+
+    Each call comes several times. Rejected tokens are removed in between.
+    """
+    out = [chain(cache, random_tokens(5), 1)]
+    for seed in range(6):
+        out += [chain(cache, random_tokens(1, seed), 1), chain(cache, random_tokens(3, seed))]
+        base, row = cache.length, random_tokens(len(TREE), seed)
+        out.append(cache.read_parts([Part(0, row[:3], tree=TreeRows(TREE, base, [], [0, 1, 2]))]))
+        out.append(cache.read_parts([Part(0, row[4:5], tree=TreeRows(TREE, base, [0, 1, 2], [4]))]))
+        out += [] if cache.states is None else [cache.states]
+        cache.keep(base, [base, base + 2])
+    return [*out, chain(cache, random_tokens(66), 3)]
 
 
-def test_short_calls_and_roll_backs_equal_one_forward(model: hub.PreTrainedModel) -> None:
-    near, draw, seed = NEAR[model.config._attn_implementation], random.Random(1), 1
-    cached, text = CachedModel(model, 40, VOCABULARY), torch.zeros(1, 0, dtype=torch.int64)
-    for step in range(20):
-        new = random_tokens(1, 1 + draw.randrange(5), seed=100 * seed + step)
-        text = torch.cat([text, new], 1)
-        rows = draw.choice([0, 1])
-        logits = cached.read(new, rows)
-        assert cached.length == text.shape[1]
-        torch.testing.assert_close(logits, full(model, text)[:, -(rows or new.shape[1]) :], atol=near, rtol=0)
-        cached.roll_back(max(0, min(text.shape[1] - draw.randrange(4), 30)))
-        text = text[:, : cached.length]
+def assert_same(expected: list[torch.Tensor], observed: list[torch.Tensor], near: float = 1e-10) -> None:
+    for a, b in zip(expected, observed, strict=True):
+        torch.testing.assert_close(b, a, atol=near, rtol=near)
 
 
-def subtree(tree: Topology, draw: random.Random) -> list[int]:
-    """Return random rows of a tree that include their parents."""
+# Streams and trees
+
+
+def subtree(draw: random.Random) -> list[int]:
+    """Return random rows of the tree that include their parents."""
     rows = [0]
-    for row, parent in enumerate(tree.parent):
+    for row, parent in enumerate(TREE.parent):
         if parent in rows and draw.random() < 0.7:
             rows.append(row)
     return rows
 
 
+@pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize(
-    ("kind", "attention", "engine"),
-    [("llama", "eager", "plain"), ("mistral-window", "sdpa", "plain"), ("gemma2", "eager", "plain"),
-     ("opt", "eager", "plain"), ("gpt2", "sdpa", "plain"), ("llama", "sdpa", "compact")],
-)  # fmt: skip
-def test_a_stream_in_a_batch_is_read_as_alone(kind: str, attention: str, engine: str) -> None:
-    """Random calls of three streams in one cache and in three caches; texts end and others begin in their place."""
+    ("kind", "attention"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("mistral-window", "sdpa"),
+        ("gemma2", "eager"),
+        ("opt", "eager"),
+        ("gpt2", "sdpa"),
+    ],
+)
+def test_each_row_has_the_logits_and_states_of_a_whole_forward_pass(kind, attention):
+    """Random calls of three streams; tokens are rolled back, trees are cut to a path, and texts are replaced by others."""
     draw, near = random.Random(5), NEAR[attention]
-    model = speed_up(table.build(kind, torch.float64, attention), engine)
-    together = CachedModel(model, 60, table.VOCABULARY, True, STREAMS)
-    alone = [CachedModel(model, 60, table.VOCABULARY, True) for _ in range(STREAMS)]
+    model = table.build(kind, torch.float64, attention)
+    cache = CachedModel(model, 60, table.VOCABULARY, True, STREAMS)
+    texts: list[list[int]] = [[] for _ in range(STREAMS)]
     trees_kept = [0] * STREAMS
-    for turn in range(24):
-        parts, trees = [], {}
+    for _ in range(24):
+        parts, trees, prefixes = list[Part](), list[tuple[TreeRows, int]](), list[list[int]]()
         for stream in draw.sample(range(STREAMS), draw.randint(1, STREAMS)):
-            if together.lengths[stream] > 35:
-                together.roll_back(0, stream)
-                alone[stream].roll_back(0)
-            length, count = together.lengths[stream], draw.randint(1, 5)
-            if length and draw.random() < 0.5:
-                trees[stream] = TreeRows(TREE, length, [], subtree(TREE, draw))
-                count = len(trees[stream].rows)
-            ids = [draw.randrange(3, table.VOCABULARY) for _ in range(count)]
-            rows = 0 if stream in trees else draw.choice([0, 1, count])
-            parts.append(Part(stream, ids, rows, tree=trees.get(stream)))
-        logits, states = together.read_parts(parts), together.states
-        expected = [alone[part.stream].read_parts([Part(0, part.tokens, part.rows, part.tree)]) for part in parts]
-        expected_states = torch.cat([alone[part.stream].states for part in parts], 1)
-        torch.testing.assert_close(logits, torch.cat(expected), atol=near, rtol=0)
-        torch.testing.assert_close(states, expected_states, atol=10 * near, rtol=0)
-        for stream, tree in trees.items():
+            text = texts[stream]
+            del text[0 if len(text) > 35 else max(0, len(text) - draw.randrange(4)) :]
+            cache.roll_back(len(text), stream)
+            if text and draw.random() < 0.5:
+                rows = subtree(draw)
+                ids = {row: draw.randrange(3, table.VOCABULARY) for row in rows}
+                trees.append((tree := TreeRows(TREE, len(text), [], rows), stream))
+                parts.append(Part(stream, list(ids.values()), tree=tree))
+                paths = {-1: list(text)}
+                for row in rows:
+                    paths[row] = [*paths[TREE.parent[row]], ids[row]]
+                    prefixes.append(paths[row])
+                text += [ids[row] for row in rows[:1] + [row for row in rows if TREE.parent[row] == 0][:1]]
+            else:
+                new = [draw.randrange(3, table.VOCABULARY) for _ in range(draw.randint(1, 5))]
+                text += new
+                parts.append(Part(stream, new, last := draw.choice([0, 1, len(new)])))
+                prefixes += [text[: len(text) - back] for back in range(last or len(new))[::-1]]
+        logits, states = cache.read_parts(parts), cache.states
+        assert states is not None
+        for prefix, row, state in zip(prefixes, logits, states[0], strict=True):
+            expected = model(torch.tensor([prefix]), use_cache=False, output_hidden_states=True)
+            torch.testing.assert_close(row, expected.logits[0, -1], atol=near, rtol=0)
+            torch.testing.assert_close(state, expected.hidden_states[-1][0, -1], atol=10 * near, rtol=0)
+        for tree, stream in trees:
             path = [0, *(row for row in tree.rows if TREE.parent[row] == 0)][:2]
-            slots = [tree.base + list(tree.rows).index(row) for row in path]
-            together.keep(tree.base, slots, stream)
-            alone[stream].keep(tree.base, slots)
+            cache.keep(tree.base, [tree.base + list(tree.rows).index(row) for row in path], stream)
             trees_kept[stream] += 1
-        assert list(together.lengths) == [cache.length for cache in alone], turn
+        assert list(cache.lengths) == [len(text) for text in texts]
     assert min(trees_kept) > 1
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0,
-}  # fmt: skip
-ALL_HEADS = {name: SMALL[name] for name in SMALL if name != "num_key_value_heads"}
+# Engines
+
 SCALED = {"rope_theta": 10000.0, "factor": 2.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.3}
-OPT = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "max_position_embeddings": 96}
+SMALL: dict[str, Any] = {**table.WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
 ENGINES: dict[str, tuple[hub.PreTrainedConfig, tuple[str, ...]]] = {
     "llama": (hub.LlamaConfig(**SMALL), ("compact",)),
     "llama-biased-tied": (
-        hub.LlamaConfig(**ALL_HEADS, attention_bias=True, tie_word_embeddings=True),
-        ("compact", "packed"),
+        hub.LlamaConfig(**{**table.WIDE, "attention_bias": True, "tie_word_embeddings": True}), ("compact", "packed"),
     ),
     "llama-linear": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", **SCALED}), ("compact",)),
     "llama-3": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", **SCALED, **LLAMA3}), ("compact",)),
     "mistral": (hub.MistralConfig(**SMALL, sliding_window=None, head_dim=8), ("compact",)),
     "qwen3": (hub.Qwen3Config(**SMALL, head_dim=16), ("compact", "packed")),
-    "gpt2": (hub.GPT2Config(**GPT2), ("packed",)),
-    "gpt-neox": (hub.GPTNeoXConfig(**ALL_HEADS), ("packed",)),
-    "opt": (hub.OPTConfig(**OPT, num_attention_heads=4, word_embed_proj_dim=32, init_std=0.3), ("packed",)),
-}
+    **{name: (table.CONFIGS[name](), ("packed",)) for name in ("gpt2", "gpt-neox", "opt", "mistral-window", "gemma3")},
+}  # fmt: skip
 
 
+@torch.no_grad()
 def build(config: hub.PreTrainedConfig) -> hub.PreTrainedModel:
     torch.manual_seed(5)
     model: hub.PreTrainedModel = hub.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -146,77 +164,44 @@ def build(config: hub.PreTrainedConfig) -> hub.PreTrainedModel:
     return model.float().eval()
 
 
-def readings(model: hub.PreTrainedModel) -> list[torch.Tensor]:
-    """Return logits and states of a prompt, one token, several, a long run, the last rows, a tree and a part of it."""
-    cache, out = CachedModel(model, 96, 64, hidden=(0, -1)), []
-    for count, rows in ((7, 1), (1, 0), (4, 0), (66, 3)):
-        out.append(cache.read(random_tokens(1, count, seed=count, first=1), rows))
-        assert cache.states is not None
-        out.append(cache.states)
-    cache.roll_back(20)
-    row = random_tokens(len(TREE), first=1).tolist()
-    out.append(cache.read_parts([Part(0, row[:3], tree=TreeRows(TREE, 20, [], [0, 1, 2]))]))
-    out.append(cache.read_parts([Part(0, [row[4]], tree=TreeRows(TREE, 20, [0, 1, 2], [4]))]))
-    cache.keep(20, [20, 22])
-    return [*out, cache.read(random_tokens(1, 2, seed=9, first=1))]
-
-
+@pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_engine_gives_the_librarys_logits_and_states(name: str) -> None:
+def test_every_engine_gives_the_librarys_logits_and_states(name):
     config, engines = ENGINES[name]
     model = build(config)
-    expected, weights = readings(model), {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def read(model: hub.PreTrainedModel) -> list[torch.Tensor]:
+        return readings(CachedModel(model, 120, table.VOCABULARY, hidden=(0, -1)))
+
+    expected, weights = read(model), {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert min(float(one.std()) for one in expected) > 0.1
     for engine in engines:  # packed weights, which are changed in place, come last
         fast = speed_up(model, choose_engine(model, engine))
         assert engine == "compact" or sum(isinstance(module, PackedLinear) for module in fast.modules()) > 8
-        for a, b in zip(expected, readings(fast), strict=True):
-            assert float(a.std()) > 0.1
-            torch.testing.assert_close(b, a, atol=FLOAT32, rtol=FLOAT32)
+        assert_same(expected, read(fast), FLOAT32)
         if engine == "compact":
             assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
 
 
-def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason() -> None:
+def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason():
     llama, gpt2 = build(ENGINES["llama"][0]), build(ENGINES["gpt2"][0])
-    windowed = build(hub.MistralConfig(**SMALL, sliding_window=8))
+    windowed = build(table.CONFIGS["mistral-window"]())
     assert [choose_engine(model) for model in (llama, gpt2)] == ["compact", "packed"]
     for model, engine, reason in (
-        (gpt2, "compact", "not for gpt2"),
-        (windowed, "compact", "sliding windows"),
-        (windowed, "turbo", "not 'turbo'"),
+        (gpt2, "compact", "not for gpt2"), (windowed, "compact", "sliding windows"), (windowed, "turbo", "not 'turbo'"),
         (llama.double(), "packed", "float64"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InputError, match=reason):
             choose_engine(model, engine)
     assert choose_engine(llama) == "plain"
 
 
-def test_pairs_of_every_engine_have_one_fingerprint_and_one_text(
-    pair_folder: Path, prompt_ids: list[list[int]]
-) -> None:
-    folders, engines = (pair_folder / "target", pair_folder / "draft"), ("plain", "packed", "compact", "auto")
-    pairs = [load_pair(*folders, engine=engine) for engine in engines]
-    assert [pair.engines[0] for pair in pairs] == ["plain", "packed", "compact", "compact"]
-    assert len({tuple(pair.fingerprint.items()) for pair in pairs}) == 1
-    for tree in (None, "2,2,1"):
-        texts = [
-            [
-                Speculator(p, FixedLength(3), Settings(0.0, 12, tree=tree)).generate(ids).tokens
-                for ids in prompt_ids[2:5]
-            ]
-            for p in pairs
-        ]
-        assert texts[1:] == texts[:1] * 3
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize(("queries", "visible"), [(1, 4096), (1, 700), (3, 4000), (9, 5)])
-def test_attention_in_parts_equals_the_whole(queries: int, visible: int, device: str) -> None:
+def test_attention_in_parts_equals_the_whole(queries, visible, device):
     """Parts without visible keys add nothing."""
     generator, dtype = torch.Generator().manual_seed(3), torch.float32
-    query, key, value = (
-        torch.randn(1, 2, count, 32, generator=generator).to(device) for count in (queries, 4096, 4096)
-    )
+    query, key, value = (torch.randn(1, 2, n, 32, generator=generator).to(device) for n in (queries, 4096, 4096))
     mask = torch.full((1, 1, queries, 4096), torch.finfo(dtype).min / 2)
     for row in range(queries):
         mask[..., row, : max(visible - row, 1)] = 0.0
@@ -226,7 +211,8 @@ def test_attention_in_parts_equals_the_whole(queries: int, visible: int, device:
     torch.testing.assert_close(parts, whole.to(dtype), atol=2e-5, rtol=2e-5)
 
 
-def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_gradients")
+def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch):
     """As on a GPU, where queries that share a head are grouped."""
     divided: list[int] = []
 
@@ -241,9 +227,119 @@ def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch: pytest
     compact._grouped = True
     simulate_graphs(monkeypatch)
     caches = CachedModel(model, 640, VOCABULARY), CudaGraphModel(compact, 640, VOCABULARY, recorder=recorder)
-    tokens = random_tokens(640, seed=1, first=1)
+    tokens = random_tokens(640, seed=1)
     steps = *((at, at + 2) for at in range(300, 306, 2)), (306, 510), *((at, at + 3) for at in range(510, 530, 3))
     for first, end in ((0, 300), *steps):
-        expected, logits = (cache.read_parts([Part(0, tokens[first:end])]) for cache in caches)
+        expected, logits = (chain(cache, tokens[first:end]) for cache in caches)
         torch.testing.assert_close(logits, expected, atol=FLOAT32, rtol=FLOAT32)
     assert set(divided) == {512, 768}
+
+
+# Recorded calls
+
+
+@pytest.fixture
+def graphs(monkeypatch: Patch) -> Graphs:
+    """Simulate CUDA graphs, with texts of dozens of tokens passing through several sizes of attention."""
+    monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
+    return simulate_graphs(monkeypatch)
+
+
+@pytest.fixture
+def model() -> hub.PreTrainedModel:
+    """A new model: recordings are kept by model."""
+    return build_model()
+
+
+def recorded_model(model: hub.PreTrainedModel, capacity: int = 120, *options: Any) -> CudaGraphModel:
+    return CudaGraphModel(model, capacity, VOCABULARY, *options, recorder=recorder)
+
+
+@pytest.mark.usefixtures("without_gradients")
+@pytest.mark.parametrize("name", ["llama states", "llama eager", "mistral-window", "gemma3", "gpt2", "opt"])
+def test_recorded_calls_give_the_same_logits(name, graphs):
+    kind, states = name.split()[0], name.endswith("states")
+    attention = "eager" if kind in table.EAGER_ONLY or name.endswith("eager") else "sdpa"
+    model = table.build(kind, torch.float64, attention)
+    expected, cache = readings(CachedModel(model, 120, VOCABULARY, states)), recorded_model(model, 120, states)
+    for _ in range(2):
+        cache.roll_back(0)
+        assert_same(expected, readings(cache), NEAR[attention])
+    recorded = graphs.recorded
+    assert graphs.played >= recorded > 4, "calls of several sizes of attention were recorded"
+    del cache
+    assert_same(expected, readings(recorded_model(model, 110, states)), NEAR[attention])
+    assert graphs.recorded == recorded, "a smaller cache takes over the recordings"
+    assert len(graphs.pools) == 1 and model.config._attn_implementation == attention
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_calls_are_recorded_when_they_come_again_or_in_advance(model, graphs):
+    cache, reference, recorded = recorded_model(model), CachedModel(model, 120, VOCABULARY), list[int]()
+    for tokens in ([1] * 9, *[[1]] * 10):  # past 16 tokens, attention reads the next size
+        assert_same([chain(reference, tokens, 1)], [chain(cache, tokens, 1)])
+        recorded.append(graphs.recorded)
+    assert recorded == [0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
+    cache.roll_back(0)
+    reference.roll_back(0)
+    cache.prepare([(2, 1), (3, 0)], [10, 12, 40])
+    assert (graphs.recorded, cache.length) == (6, 0), "two calls at two sizes of attention"
+    for tokens in ([3] * 9, [5] * 3):
+        assert_same([chain(reference, tokens)], [chain(cache, tokens)])
+    assert graphs.recorded == 6, "a prompt is never recorded"
+
+
+def test_texts_of_recorded_calls_are_the_same_in_batches_and_in_threads(model, prompt_ids, monkeypatch):
+    """A smaller batch uses the recordings of a larger one; each thread has separate recordings."""
+    monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
+    pair = join(model, build_draft(model))
+
+    def texts(batch: int, tree: str | None = None) -> list[tuple[int, ...]]:
+        settings = Settings(0.7, 12, tree=tree, verification="match")
+        speculator = Speculator(pair, Confidence(0.2, 3), settings, batch=batch)
+        return [text.tokens for text in speculator.run([Request(ids, key) for key, ids in enumerate(prompt_ids[:3])])]
+
+    expected = {tree: texts(1, tree) for tree in (None, "2,2,1")}
+    graphs, recorded = record_calls(monkeypatch), []
+    for _ in range(3):
+        before = graphs.recorded
+        for tree, tokens in expected.items():
+            assert [texts(batch, tree) for batch in (1, 3, 2)] == [tokens] * 3
+        recorded.append(graphs.recorded - before)
+    assert recorded[0] > recorded[2] == 0 and graphs.played > 100
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(texts, [1, 2, 3, 1] * 2)) == [expected[None]] * 8
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_a_call_that_cannot_be_recorded_is_warned_of_once(model, graphs):
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output.sum().item() and None)
+    with pytest.warns(SpecstopWarning, match="cuda:1 cannot be recorded .*not permitted when stream") as warned:
+        assert_same(readings(CachedModel(model, 120, VOCABULARY)), readings(recorded_model(model)))
+    assert len(warned) == 1 and graphs.recorded == 0
+    assert graphs.stream[1] == "first", "the stream of the recording is left"
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_recordings_are_bounded_by_their_number_and_memory(model, graphs, monkeypatch):
+    monkeypatch.setattr(cuda_module, "MAX_CALLS", 4)
+    cache, reference = recorded_model(model), CachedModel(model, 120, VOCABULARY)
+
+    def recordings_of(count: int) -> int:
+        before = graphs.recorded
+        for _ in range(2):
+            assert_same(*([chain(one, [3] * 5, 1), chain(one, [7] * count)] for one in (cache, reference)))
+            for one in (cache, reference):
+                one.roll_back(0)
+        return graphs.recorded - before
+
+    assert [recordings_of(count) for count in (1, 2, 3, 4, 1, 5)] == [1, 1, 1, 1, 0, 1]  # 5 replaces the oldest, 2
+    assert [recordings_of(count) for count in (1, 3, 4, 5, 2)] == [0, 0, 0, 0, 1]
+    limit = 6 * VOCABULARY * torch.float64.itemsize  # six rows of logits
+    monkeypatch.setattr(cuda_module, "device_bytes", lambda device: limit / cuda_module.RECORDED_SHARE)
+    for count in (1, 2, 3, 4, 5, 6):
+        recordings_of(count)
+        assert sum(call.size for call in cache._memory.calls.values()) <= limit
+    sizes = [round_up_size(count) for count in range(1, 1025)]  # long calls are filled up to few sizes
+    assert sizes == sorted(sizes) and len(set(sizes)) < 32
+    assert all(count <= size <= max(32, 1.25 * count) for count, size in enumerate(sizes, 1))

@@ -1,4 +1,4 @@
-"""Loading a pair from folders and hub names: it is the saved pair, or it is refused in one line with the reason."""
+"""Loading a pair from folders and hub names, and PEFT adapters: the saved models, or refused in one line with the reason."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub.constants
+import peft
 import pytest
 import torch
-from attacks import configs
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from safetensors.torch import load_file, save_file
-from specstop.decode.loop import Settings, Speculator
+from small_models import table
+from specstop.decode import Pair, Settings, Speculator, decode, join, load_pair, with_engine
 from specstop.decode.models import loading
-from specstop.decode.models.pair import Pair, join, load_pair, model_hash
-from specstop.policies.errors import InputError, PairError, SpecstopError
-from specstop.policies.fixed import FixedLength
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from specstop.decode.models.pair import model_hash
+from specstop.policies import FixedLength, InputError, PairError, SpecstopError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 Patch = pytest.MonkeyPatch
 
+PROMPT, NEW = [5, 9, 30, 11, 7], 12
 UP = "model.layers.1.mlp.up_proj.weight"
 Damage = Callable[[Path], Any]
 
@@ -40,25 +43,31 @@ def load(folder: Path, **options: Any) -> Pair:
     return load_pair(folder / "target", folder / "draft", **options)
 
 
-def test_a_loaded_pair_is_the_saved_one(plain_pair: Pair) -> None:
+def base_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype)
+
+
+def greedy(model: PreTrainedModel, adapter: Path | None = None) -> list[int]:
+    """Return the text of a model, or of its adapter with peft."""
+    return table.plain(peft.PeftModel.from_pretrained(model, adapter) if adapter else model, PROMPT, NEW)
+
+
+def text_of(pair: Pair) -> list[int]:
+    return list(decode(pair, [PROMPT], FixedLength(3), settings=Settings(max_new_tokens=NEW))[0].tokens)
+
+
+def test_a_loaded_pair_is_the_saved_one_and_its_fingerprint_follows_weights_and_tokenizer(
+    plain_pair, pair_folder, tokenizer
+):
     target = build_model()
     assert plain_pair.fingerprint["target"] == model_hash(target)
     assert plain_pair.fingerprint["draft"] == model_hash(build_draft(target))
-    assert set(plain_pair.fingerprint) == {"target", "draft", "tokenizer"}
     assert (plain_pair.vocabulary, plain_pair.eos, plain_pair.logits_dtype) == (VOCABULARY, (EOS,), torch.float64)
     assert not plain_pair.target.training and not plain_pair.draft_model.training
-
-
-def test_a_checkpoint_has_one_fingerprint_in_every_dtype(plain_pair: Pair, pair_folder: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         pair = load(pair_folder, dtype=dtype)
         assert (str(pair.target.dtype), pair.logits_dtype) == (f"torch.{dtype}", torch.float32)
         assert pair.fingerprint == plain_pair.fingerprint
-
-
-def test_fingerprints_of_other_weights_and_tokenizers_differ(
-    plain_pair: Pair, tokenizer: PreTrainedTokenizerFast
-) -> None:
     for name in ("model.embed_tokens.weight", UP, "model.norm.weight"):
         changed = copy.deepcopy(plain_pair.target)
         with torch.no_grad():
@@ -70,9 +79,7 @@ def test_fingerprints_of_other_weights_and_tokenizers_differ(
     assert wide.fingerprint["tokenizer"] != plain_pair.fingerprint["tokenizer"]
 
 
-def test_the_end_of_text_is_that_of_the_generation_config_or_else_of_the_tokenizer(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_the_end_of_text_is_that_of_the_generation_config_or_of_the_tokenizer(tokenizer):
     target = build_model()
     for configured, expected in (([3, 4], (3, 4)), (7, (7,)), (None, (EOS,))):
         target.generation_config.eos_token_id = configured
@@ -84,7 +91,7 @@ def test_the_end_of_text_is_that_of_the_generation_config_or_else_of_the_tokeniz
             join(target, None, tokenizer)
 
 
-def test_vocabularies_may_differ_by_padding_or_further_tokens(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_vocabularies_may_differ_by_padding_or_further_tokens(folder, tokenizer):
     target, draft = build_model(vocab_size=VOCABULARY + 16), build_model(1)
     assert join(target, draft).vocabulary == VOCABULARY + 16
     assert join(target, build_model(vocab_size=40, eos_token_id=2), tokenizer).vocabulary == VOCABULARY + 16
@@ -94,24 +101,21 @@ def test_vocabularies_may_differ_by_padding_or_further_tokens(folder: Path, toke
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["<extra>"])
     for role in ("target", "draft"):
-        larger.save_pretrained(folder / role)
+        larger.save_policy(folder / role)
         pair = load(folder)
         assert Speculator(pair, FixedLength(2), Settings(0.0, 6)).generate([5, 6]).tokens
         with pytest.raises(InputError, match="token id 48"):
             Speculator(pair, FixedLength(2)).generate([5, 48])
-        tokenizer.save_pretrained(folder / role)
+        tokenizer.save_policy(folder / role)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "float8"}, "dtype: .*'float8'"), ({"device": "abacus"}, "device: 'abacus'"),
-        *(({"device_map": text}, "device") for text in ("{", '{"model": "no"}')),
-    ],
-)  # fmt: skip
-def test_invalid_arguments_are_refused(pair_folder: Path, options: dict[str, str], message: str) -> None:
-    with pytest.raises(SpecstopError, match=message):
-        load(pair_folder, **options)
+    ("name", "value"),
+    [("dtype", "float8"), ("device", "abacus"), ("device_map", "{"), ("device_map", '{"model": "no"}')],
+)
+def test_invalid_arguments_are_refused(pair_folder, name, value):
+    with pytest.raises(SpecstopError, match=name.partition("_")[0]):
+        load(pair_folder, **{name: value})
 
 
 def change_json(file: str, **changes: Any) -> Damage:
@@ -122,8 +126,7 @@ def change_json(file: str, **changes: Any) -> Damage:
     return damage
 
 
-def config(**changes: Any) -> Damage:
-    return change_json("config.json", **changes)
+config = partial(change_json, "config.json")
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
@@ -183,7 +186,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a tensor is transposed": (weights(lambda t: t.update({UP: t[UP].T.contiguous()})), rf"{UP} of shape \[16, 32\]"),
     "a layer too many": (extra("model.layers.7.mlp.up_proj.weight"), r"model\.layers\.7\.mlp\.up_proj\.weight"),
     "NaN among the weights": (weights(lambda t: t[UP][3].fill_(math.nan)), f"{UP} .*NaN or infinite in float64"),
-    "a crafted pickle": (crafted, "pickle"),
+    "a pickle that runs a command": (crafted, "pickle"),
     "no heads": (config(num_attention_heads=0), "cannot load a model"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers.* from 1 to 1024"),
     "negative width": (config(hidden_size=-16), "hidden_size.*not -16"),
@@ -200,7 +203,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize(("name", "role"), [(name, ("target", "draft")[at % 2]) for at, name in enumerate(REFUSED)])
-def test_a_damaged_model_is_refused_in_one_line_with_the_reason(folder: Path, name: str, role: str) -> None:
+def test_a_damaged_model_is_refused_in_one_line_with_the_reason(folder, name, role):
     damage, message = REFUSED[name]
     damage(folder / role)
     with pytest.raises(PairError, match=message) as error:
@@ -221,22 +224,13 @@ ACCEPTED: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_an_unusual_folder_decodes_as_with_the_library(folder: Path, prompt_ids: list[list[int]], name: str) -> None:
+def test_an_unusual_folder_decodes_as_with_the_library(folder, name):
     ACCEPTED[name](folder / "target")
-    pair, ids = load(folder, dtype="float64"), torch.tensor([prompt_ids[3]])
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64)
-    expected = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-    text = Speculator(pair, FixedLength(3), Settings(0.0, 12)).generate(prompt_ids[3])
-    assert [*prompt_ids[3], *text.tokens] == expected[0].tolist()
+    assert (folder / "target" / "model.safetensors").exists() == (not name.startswith("weights"))
+    assert text_of(load(folder, dtype="float64")) == greedy(base_model(folder, torch.float64))
 
 
-def test_randomly_damaged_folders_are_refused_or_decode_as_with_the_library(tmp_path: Path) -> None:
-    outcomes, faults = configs.attack(12, 5, tmp_path)
-    assert faults == [] and sum(outcomes.values()) == 12
-    assert {"refused", "decodes as the library does"} <= {name.split(": ")[1] for name in outcomes}
-
-
-def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(folder: Path, monkeypatch: Patch) -> None:
+def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(folder, monkeypatch):
     need = 2 * 4 * sum(tensor.numel() for tensor in load_file(folder / "target" / "model.safetensors").values())
     monkeypatch.setattr(loading, "available_bytes", lambda device: need)
     load(folder)
@@ -252,44 +246,162 @@ def test_models_larger_than_the_memory_are_refused_before_they_are_loaded(folder
     assert loading.available_bytes(torch.device("meta")) is None
 
 
-def test_a_hub_name_is_requested_once_unless_it_is_below_a_local_folder(
-    pair_folder: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    requests: list[str] = []
-
-    def unreachable(name: str, **_: object) -> None:
-        requests.append(name)
-        raise OSError("[Errno -2] Name or service not known")
-
-    monkeypatch.setattr(loading, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(loading, "model_info", unreachable)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    with pytest.raises(PairError, match="m/q3 does not exist"):
-        load_pair("m/q3")
-    assert not requests
-    with pytest.raises(PairError, match=r"someone/thing .*not known"):
-        load_pair("someone/thing")
-    assert len(requests) == 1
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _, file: str(pair_folder / "target" / file))
-    assert load_pair("m/q3").draft is None, "a cached model needs no hub"
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("folder/x.gguf", "gguf_file="), ("folder", "gguf_file="), ("folder/model.safetensors", "config.json"),
         ("some one/thing", "model folder or a hub name"), ("x/..", "model folder or a hub name"),
-        ("someone/thing", "HF_HUB_OFFLINE"),
+        ("folder/q3", "folder/q3 does not exist"), ("someone/thing", "HF_HUB_OFFLINE"), ("someone/thing", "not known"),
     ],
 )  # fmt: skip
-def test_a_name_without_a_model_is_refused_with_a_remedy(
-    tmp_path: Path, monkeypatch: Patch, name: str, message: str
-) -> None:
+def test_a_name_without_a_model_is_refused_with_a_remedy(pair_folder, tmp_path, monkeypatch, name, message):
+    """The hub is called once, unless the name is below a local folder. A model in the cache needs no hub."""
     (tmp_path / "folder").mkdir()
     for file in ("x.gguf", "model.safetensors"):
         (tmp_path / "folder" / file).write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    info = Mock(side_effect=OSError("[Errno -2] Name or service not known"))
+    monkeypatch.setattr(loading, "model_info", info)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", message == "HF_HUB_OFFLINE")
     with pytest.raises(PairError, match=f"target: .*{message}"):
         load_pair(name)
+    assert info.call_count == (message == "not known")
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _, file: str(pair_folder / "target" / file))
+    assert name != "folder/q3" or load_pair(name).draft is None
+
+
+# PEFT adapters
+
+MLP = ["gate_proj", "up_proj", "down_proj"]
+CONFIGS: dict[str, peft.PeftConfig] = {
+    "lora": peft.LoraConfig(r=2, target_modules="all-linear"),
+    "lora of the last layer": peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
+    "dora with bias": peft.LoraConfig(r=2, target_modules=MLP, use_dora=True),
+    "lora and a whole head": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "norms": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[5, 9, 11, 30], target_modules=["embed_tokens"]),
+}
+OUTSIDE_THE_LAYERS: dict[str, peft.PeftConfig] = {
+    "PROMPT_TUNING": peft.PromptTuningConfig(num_virtual_tokens=3),
+    "activated LoRA": peft.LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[5]),
+}
+
+
+def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> peft.PeftModel:
+    """Return a model with an adapter of random weights, as after training."""
+    config = type(config)(**{**config.to_dict(), "task_type": "CAUSAL_LM"}) if config.task_type is None else config
+    torch.manual_seed(1)
+    wrapped = peft.get_peft_model(model, config)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
+    return wrapped.eval()
+
+
+@pytest.fixture(scope="module")
+def adapters(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name, config in (CONFIGS | OUTSIDE_THE_LAYERS).items():
+        adapted(base_model(pair_folder), config).save_policy(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_text_of_an_adapter_folder_is_that_of_peft(pair_folder, adapters, name):
+    plain, expected = greedy(base_model(pair_folder)), greedy(base_model(pair_folder), adapters / name)
+    assert plain != expected, "the adapter matters"
+    if name == "lora":
+        pair = load_pair(pair_folder / "target", adapters / name)
+        assert text_of(pair) == plain and pair.draft_name == str(adapters / name), "the adapter of a draft"
+    engines = ("compact", "plain", "packed") if name == "lora" else ("auto",)
+    pairs = [load_pair(adapters / name, pair_folder / "draft", engine=engine) for engine in engines]
+    assert name != "lora" or tuple(pair.engines[0] for pair in pairs) == engines
+    assert len({pair.fingerprint["target"] for pair in pairs}) == 1
+    for pair in pairs:
+        assert text_of(pair) == expected and pair.target.config.name_or_path == str(adapters / name)
+
+
+def test_half_precision_keeps_the_layers_of_an_adapter_and_its_fingerprint(pair_folder, adapters):
+    """Merged in bfloat16, small changes would be rounded away."""
+    adapter, draft = adapters / "lora", pair_folder / "draft"
+    half = load_pair(adapter, draft, dtype="bfloat16")
+    assert text_of(half) == greedy(base_model(pair_folder, torch.bfloat16), adapter)
+    assert half.fingerprint == load_pair(adapter, draft).fingerprint
+    with pytest.raises(InputError, match="compact"):
+        load_pair(adapter, draft, dtype="bfloat16", engine="compact")
+
+
+def hooked(model: PreTrainedModel, _: Path) -> PreTrainedModel:
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output + 0.5)
+    return model
+
+
+def disabled(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    wrapped = peft.PeftModel.from_pretrained(model, folder)
+    wrapped.base_model.disable_adapter_layers()
+    return wrapped
+
+
+def test_fingerprints_of_different_adapters_differ(pair_folder, adapters, tmp_path):
+    scaled = Path(shutil.copytree(adapters / "lora", tmp_path / "scaled"))
+    change_json("adapter_config.json", lora_alpha=9)(scaled)
+    loaded = [load_pair(folder) for folder in (pair_folder / "target", adapters / "lora", scaled)]
+    changes = peft.PeftModel.from_pretrained, disabled
+    joined = [join(change(base_model(pair_folder), adapters / "lora"), None) for change in changes]
+    assert len({pair.fingerprint["target"] for pair in [*loaded, *joined]}) == 5
+
+
+@pytest.mark.parametrize("change", [peft.PeftModel.from_pretrained, disabled, hooked])
+def test_engines_keep_the_adapters_and_hooks_of_a_model(pair_folder, adapters, tokenizer, change):
+    model, draft = change(base_model(pair_folder), adapters / "lora of the last layer"), build_model(2).float()
+    expected, pair = greedy(model), join(model, draft, tokenizer)
+    assert text_of(pair) == expected
+    with pytest.raises(InputError, match=r"compact: .*(layer|proj)"):
+        with_engine(pair, "compact")
+    assert text_of(with_engine(pair, "auto")) == expected  # packed in place
+
+
+@pytest.mark.parametrize("files", ["config.json", "*"])
+def test_an_adapter_with_files_of_its_base_model_is_applied(pair_folder, adapters, tmp_path, files, monkeypatch):
+    """Repositories of adapters may have a copy of the config of the base model, and of its weights."""
+    folder = Path(shutil.copytree(adapters / "lora", tmp_path / "adapter"))
+    for path in (pair_folder / "target").glob(files):
+        shutil.copy(path, folder)
+    assert text_of(load_pair(folder, pair_folder / "draft")) == greedy(base_model(pair_folder), adapters / "lora")
+    monkeypatch.setattr(loading, "is_peft_available", lambda: False)
+    with pytest.raises(PairError, match=r"draft: .*pip install peft"):
+        load_pair(pair_folder / "target", folder)
+
+
+adapter_config = partial(change_json, "adapter_config.json")
+REFUSED_ADAPTERS: dict[str, tuple[Damage, str]] = {
+    "missing tensor": (lambda f: save_file({}, f / "adapter_model.safetensors"), "lack .*lora_A"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
+    "base does not exist": (adapter_config(base_model_name_or_path="/nowhere/at/all"), "/nowhere/at/all does not"),
+    "base is itself": (lambda f: adapter_config(base_model_name_or_path=str(f))(f), "is an adapter itself"),
+    "unknown type": (adapter_config(peft_type="TELEPATHY"), "TELEPATHY"),
+    **{name: (lambda f: None, f"{name}.*LoRA") for name in OUTSIDE_THE_LAYERS},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ADAPTERS)
+def test_a_damaged_or_unsupported_adapter_is_refused_in_one_line(adapters, tmp_path, name):
+    source = adapters / (name if name in OUTSIDE_THE_LAYERS else "lora")
+    folder, (damage, message) = Path(shutil.copytree(source, tmp_path / "adapter")), REFUSED_ADAPTERS[name]
+    damage(folder)
+    with pytest.raises(PairError, match=f"^target: .*{message}") as error:
+        load_pair(folder)
+    assert "\n" not in str(error.value)
+    if name in OUTSIDE_THE_LAYERS:
+        with pytest.raises(PairError, match=f"the target .*{message}"):
+            join(adapted(build_model(), OUTSIDE_THE_LAYERS[name]), None)
+
+
+def test_an_adapter_of_offloaded_layers_is_refused_with_the_remedy(pair_folder, adapters):
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"}
+    places |= dict.fromkeys(("model.layers.0", "model.layers.1", "model.norm", "lm_head"), "disk")
+    with pytest.raises(PairError, match=r"target: .*merge_and_unload"):
+        load_pair(adapters / "lora", pair_folder / "draft", device_map=json.dumps(places))
+    pair = load_pair(adapters / "lora", pair_folder / "draft", device_map="cpu")
+    assert text_of(pair) == greedy(base_model(pair_folder), adapters / "lora")

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, build_draft, build_model
+from conftest import build_draft, build_model
 from small_drafters import small_drafter
-from specstop.decode import Settings, Speculator, specstop_generate
+from specstop.decode import Pair, Settings, Speculator, join, specstop_generate, with_engine
 from specstop.decode.drafters import Drafter
 from specstop.decode.loop import Request
 from specstop.decode.models.device import without_cudnn
-from specstop.decode.models.pair import Pair, join, with_engine
-from specstop.decode.models.view import open_view
 from specstop.policies import load_policy
 from tape import record_calls
 
 NEW = 8
-Loop = tuple[str, str | None, float, int]
-LOOPS: list[Loop] = [("maxprob:0.4", None, 0.7, 3), ("fixed:3", "2,2,1", 0.0, 3)]
-TREES = LOOPS[1]
+LOOPS: dict[str, Settings] = {
+    "maxprob:0.4": Settings(0.7, NEW, verification="match"),
+    "fixed:3": Settings(0.0, NEW, tree="2,2,1", verification="match"),
+}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
 
 
@@ -33,49 +32,45 @@ def shared() -> Pair:
     return join(target.train(), build_draft(target).train())
 
 
-def prompts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, VOCABULARY, (2 + n % 9,), generator=generator).tolist() for n in range(count)]
-
-
-def decode(
-    pair: Pair, requests: Sequence[Request], loop: Loop = TREES, drafter: Callable[[Pair], Drafter] | None = None
-) -> list[tuple[int, ...]]:
-    policy, tree, temperature, batch = loop
-    settings = Settings(temperature, NEW, tree=tree, verification="match")
-    speculator = Speculator(pair, load_policy(policy), settings, drafter=drafter and drafter(pair), batch=batch)
-    return [text.tokens for text in speculator.run(requests)]
+PROMPTS = [[3 + (7 * at + 5 * n) % 45 for at in range(1 + n)] for n in range(6)]
 
 
 def assert_threads_agree(
-    pair: Pair, loop: Loop = TREES, drafter: Callable[[Pair], Drafter] | None = None, expected: Any = None
+    pair: Pair, policy: str = "fixed:3", drafter: Callable[[Pair], Drafter] | None = None, expected: Any = None
 ) -> list[tuple[int, ...]]:
     """Decode in four threads, two requests at a time, and compare the texts with those of one thread."""
-    requests = [Request(prompt, key) for key, prompt in enumerate(prompts(12))]
-    expected = expected or decode(pair, requests, loop, drafter)
+    requests = [Request(prompt, key) for key, prompt in enumerate(PROMPTS * 2)]
+
+    def decode(part: Sequence[Request]) -> list[tuple[int, ...]]:
+        drafter_ = drafter and drafter(pair)
+        speculator = Speculator(pair, load_policy(policy), LOOPS[policy], drafter=drafter_, batch=3)
+        return [text.tokens for text in speculator.run(part)]
+
+    expected = expected or decode(requests)
     with ThreadPoolExecutor(4) as pool:
-        parts = [requests[at : at + 2] for at in range(0, len(requests), 2)]
-        results = list(pool.map(lambda part: decode(pair, part, loop, drafter), parts))
+        results = list(pool.map(decode, [requests[at : at + 2] for at in range(0, len(requests), 2)]))
     assert [text for texts in results for text in texts] == expected
     return expected
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop[0])
-def test_threads_write_the_texts_of_one_thread(shared: Pair, loop: Loop) -> None:
-    expected = assert_threads_agree(shared, loop)
-    if loop[2] == 0.0:
+@pytest.mark.parametrize("policy", LOOPS)
+def test_threads_write_the_texts_of_one_thread(shared, policy):
+    attention: Any = shared.target.model.layers[0].self_attn
+    attention.forward = attention.forward  # some libraries replace it by a method
+    assert_threads_agree(shared, policy)
+    if policy == "fixed:3":
         fast = with_engine(join(copy.deepcopy(shared.target).float(), copy.deepcopy(shared.draft_model).float()))
-        assert fast.engines == ("compact", "compact") and len(assert_threads_agree(fast, loop)) == len(expected)
+        assert_threads_agree(fast, policy)
     assert shared.target.training and shared.draft_model.training
 
 
 @pytest.mark.parametrize("kind", ["hydra", "layer"])
-def test_drafters_on_the_target_are_shared(shared: Pair, kind: str) -> None:
+def test_drafters_on_the_target_are_shared(shared, kind):
     drafter = small_drafter(kind, shared)
-    assert_threads_agree(shared, TREES, lambda pair: type(drafter)(pair, drafter._network))
+    assert_threads_agree(shared, drafter=lambda pair: type(drafter)(pair, drafter._network))
 
 
-def test_models_without_a_view_are_called_by_one_thread_at_a_time(shared: Pair) -> None:
+def test_models_without_a_view_are_called_by_one_thread_at_a_time(shared):
     expected, layer = assert_threads_agree(shared), shared.target.model.layers[0]
     stock = layer.forward
     layer.forward = lambda *args, **kwargs: stock(*args, **kwargs)
@@ -83,33 +78,12 @@ def test_models_without_a_view_are_called_by_one_thread_at_a_time(shared: Pair) 
     assert all(module.training for module in shared.target.modules())
 
 
-def test_a_view_shares_weights_only(shared: Pair) -> None:
-    model = shared.target
-    attention: Any = model.model.layers[0].self_attn
-    attention.forward = attention.forward  # some libraries replace it by a method
-    view, _ = open_view(model)
-    views = dict(view.named_modules())
-    for name, module in model.named_modules():
-        assert type(views[name]) is type(module) and views[name] is not module
-        assert module.training and not views[name].training
-    assert all(a is b for a, b in zip(view.parameters(), model.parameters(), strict=True))
-    layer = view.model.layers[0].self_attn
-    assert layer.config is view.config is not model.config and layer.forward.__self__ is layer
-    view.config._attn_implementation = "eager"
-    view.model.register_buffer("more", torch.zeros(1))
-    view.register_forward_hook(lambda *_: None)
-    assert model.config._attn_implementation == "sdpa"
-    assert not hasattr(model.model, "more") and not model._forward_hooks
-
-
 @pytest.mark.parametrize("records", [False, True])
-def test_weights_and_adapters_that_change_between_two_texts_are_used(
-    records: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_adapters_that_change_between_two_texts_are_used(records, monkeypatch):
     peft = pytest.importorskip("peft")
     if records:
         record_calls(monkeypatch)
-    target, prompt = build_model(), prompts(1)[0]
+    target, prompt = build_model(), PROMPTS[2]
     draft, ids = build_draft(target), torch.tensor([prompt])
     options: Any = {"attention_mask": torch.ones_like(ids), **GREEDY}
     loop = Speculator(join(target, draft), load_policy("fixed:3"), Settings(0.0, NEW))
@@ -140,8 +114,8 @@ def test_weights_and_adapters_that_change_between_two_texts_are_used(
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
-def test_a_generated_text_is_an_ordinary_tensor(shared: Pair) -> None:
-    target, ids = shared.target, torch.tensor([prompts(1)[0]])
+def test_a_generated_text_is_an_ordinary_tensor(shared):
+    target, ids = shared.target, torch.tensor([PROMPTS[2]])
     target.gradient_checkpointing_enable()
     target.enable_input_require_grads()
     options: Any = {"attention_mask": torch.ones_like(ids), "draft_model": shared.draft, **GREEDY}
@@ -151,19 +125,16 @@ def test_a_generated_text_is_an_ordinary_tensor(shared: Pair) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_cudnn_attention_is_restored_when_the_last_thread_has_left(before: bool) -> None:
-    enabled, device = torch.backends.cuda.cudnn_sdp_enabled, torch.device("cuda")
-    initial = enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before)
-    try:
-        with without_cudnn(torch.device("cpu")):
-            assert enabled() == before
-        first, second = without_cudnn(device), without_cudnn(device)
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert not enabled()
-        second.__exit__(None, None, None)
-        assert enabled() == before
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(initial)
+def test_cudnn_attention_is_restored_when_the_last_thread_has_left(before, monkeypatch):
+    setting = [before]
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: setting[-1])
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", setting.append)
+    with without_cudnn(torch.device("cpu")):
+        assert setting == [before]
+    first, second = without_cudnn(torch.device("cuda")), without_cudnn(torch.device("cuda"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not setting[-1]
+    second.__exit__(None, None, None)
+    assert setting[-1] == before

@@ -1,49 +1,40 @@
-"""Latency profiles: known costs on simulated clocks are recovered exactly; decisions are timed with and without a model."""
+"""Latency profiles: known costs on simulated clocks are recovered exactly; decisions are timed with and without a model.
+
+Measurements take turns, and clocks of noisy machines are recognised.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import simulated_machines as machines
 import torch
 from conftest import VOCABULARY
 from contract_policies import TEST_POLICIES
+from specstop.decode import Pair, Settings, Speculator, measure_profile
 from specstop.decode.hooks import Timer
-from specstop.decode.loop import Settings, Speculator
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.device import Recorded
-from specstop.decode.models.pair import Pair
-from specstop.decode.profile import (
-    CalibrationRun,
-    add_decisions,
-    loop_decisions,
-    measure_decision,
-    measure_profile,
-    missing_decisions,
-)
+from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, missing_decisions
 from specstop.decode.profile.calibration import _affordable_tokens
 from specstop.decode.profile.decisions import profile_device
-from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.scripts import REPEATS, BatchScript, ChainScript
+from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Effort, Seconds, measure as measure_in_turns
+from specstop.decode.profile.scripts import REPEATS, ChainScript
 from specstop.decode.verify.sampler import Sampler
+from specstop.policies import Confidence, FixedLength, InputError, Profile, SpecstopWarning, load_policy
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import Measurements, decision_prices
-from specstop.policies.profile import Profile
-from specstop.policies.registry import load_policy
+from specstop.policies.measurements import Key, Measurements, decision_prices
 
 Patch = pytest.MonkeyPatch
 
 DEPTH, PROMPTS = 4, [[6 + (7 * i + j) % 40 for j in range(12)] for i in range(5)]
-TICK = 1e-5
 EXACT = 1e-6  # rounding of sums and differences near 1 s
 STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5, 4e-3, 1e-4
 STREAM, DRAFT_TOKEN = 2e-4, 5e-5
@@ -85,18 +76,6 @@ def known_clock(pair: Pair, monkeypatch: Patch, streams: bool = False) -> list[f
     return now
 
 
-def ticking_clock(monkeypatch: Patch) -> list[float]:
-    """Return a clock that advances by `TICK` with each reading."""
-    now = [0.0]
-
-    def read_clock(self: Timer) -> float:
-        now[0] += TICK
-        return now[0]
-
-    monkeypatch.setattr(Timer, "now", read_clock)
-    return now
-
-
 def measure(pair: Pair, repetitions: int = 2, **options: Any) -> Profile:
     options = {"depth": DEPTH, "new_tokens": 60, "progress": lambda *call: None, **options}
     return measure_profile(pair, options.pop("prompts", PROMPTS), effort=Effort(repetitions=repetitions), **options)
@@ -105,167 +84,6 @@ def measure(pair: Pair, repetitions: int = 2, **options: Any) -> Profile:
 @pytest.fixture
 def clock(pair: Pair, monkeypatch: Patch) -> list[float]:
     return known_clock(pair, monkeypatch)
-
-
-@pytest.fixture
-def ticking(monkeypatch: Patch) -> list[float]:
-    return ticking_clock(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def calibrated(pair: Pair) -> Profile:
-    """The profile that is measured on the known clock."""
-    with Patch.context() as patch:
-        known_clock(pair, patch)
-        return measure(pair, tree="3,2,1,1")
-
-
-def test_known_costs_are_recovered(calibrated: Profile) -> None:
-    for table in (calibrated.low, calibrated.high):
-        assert table.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
-        assert table.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
-        assert table.verify_s == pytest.approx([TARGET + ROW * (k + 1) for k in range(DEPTH + 1)], rel=EXACT)
-        assert table.tree_verify_s[0] == (0, table.verify_s[0]), "plain decoding costs the same"
-        assert table.tree_verify(20)[1:] == pytest.approx([TARGET + ROW * (n + 1) for n in range(1, 21)], rel=1e-4)
-    assert calibrated.step_s == pytest.approx(STEP, rel=1e-4)
-    assert calibrated.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
-    assert calibrated.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
-    assert calibrated.facts["spread"] == pytest.approx(0.0, abs=1e-9)
-    assert 12 < calibrated.low.context < calibrated.high.context < 128
-
-
-def test_predicted_seconds_of_rounds_equal_the_measured_ones(
-    pair: Pair, calibrated: Profile, clock: list[float]
-) -> None:
-    for policy in (FixedLength(3), TEST_POLICIES["trimming"].limited(DEPTH)):
-        generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
-        for r in generation.rounds:
-            row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
-            assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
-
-
-def test_a_measured_profile_is_positive_and_equals_its_file(pair: Pair, tmp_path: Path, ticking: list[float]) -> None:
-    calls: list[tuple[str, int, int]] = []
-    profile = measure(
-        pair, 1, temperature=0.7, policies=[Confidence(0.3, DEPTH), TEST_POLICIES["trimming"]], new_tokens=30,
-        facts={"device": "here"}, progress=lambda *call: calls.append(call),
-    )  # fmt: skip
-    for table in (profile.low, profile.high):
-        assert len(table.verify_s) == DEPTH + 1 and min(*table.draft_s, *table.verify_s, table.context) > 0
-    assert min(profile.step_s, profile.prefill_s[1]) >= 0 < profile.round_s
-    assert set(profile.decision_s) == {"confidence", "trimming"} and min(profile.decision_s.values()) > 0
-    assert (profile.max_depth, profile.temperature, profile.facts["device"]) == (DEPTH, 0.7, "here")
-    profile.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == profile
-    assert calls == [("profile", done, 6) for done in range(7)], "rounds and two policies, after a warm-up"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompts": [[6, 7], []]}, "at least one prompt"),
-        ({"prompts": [[6] * 60], "new_tokens": 80}, "give shorter prompts"),
-        ({"batch": (0, 2)}, "batch"),
-    ],
-)
-def test_invalid_arguments_are_refused(pair: Pair, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        measure(pair, 1, **{"depth": 2, **options})
-
-
-def test_known_costs_of_batches_are_recovered(pair: Pair, monkeypatch: Patch) -> None:
-    known_clock(pair, monkeypatch, streams=True)
-    profile = measure(pair, batch=(3,))
-    costs = profile.batch
-    assert costs is not None and costs.sizes == (1, 3), "and single texts, with which batches end"
-    drafting = np.array([1, 2, 3])
-    for context in (costs.low.context, costs.high.context):
-        tokens = np.array([count for count, _ in costs.low.verify_s[3]])
-        assert tokens[0] == 3 and tokens[-1] == 3 * (1 + DEPTH)
-        expected = TARGET + STREAM * 3 + ROW * tokens + ROUND
-        assert profile.verify_s(3, tokens, context) == pytest.approx(expected, rel=EXACT)
-        assert profile.draft_s(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=EXACT)
-        assert (profile.first_draft_s(drafting, context) >= profile.draft_s(drafting, context)).all(), "it reads more"
-
-
-# Scripts
-
-
-def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair: Pair) -> None:
-    """The order differs between texts, and between the decks of lengths of a text."""
-    speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
-    orders = []
-    for key in range(3):
-        drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
-        decks = [drafted[at : at + 4 * REPEATS] for at in range(0, len(drafted) - 4 * REPEATS + 1, 4 * REPEATS)]
-        assert all(deck[::REPEATS] == deck[1::REPEATS] and sorted(deck[::REPEATS]) == [0, 1, 2, 3] for deck in decks)
-        assert len({tuple(deck) for deck in decks}) > 1
-        orders.append(tuple(drafted[: 8 * REPEATS]))
-    assert len(set(orders)) == 3
-
-
-def test_scripted_batches_draft_every_length_in_the_order_of_their_tokens() -> None:
-    script = BatchScript(3, DEPTH)
-    deck = script.deck
-    assert set(deck) == {(0, 0), *((r, n) for r in (1, 2, 3) for n in (1, 2, 3, 4))}
-    assert [count * length for count, length in deck] == sorted(count * length for count, length in deck)
-    assert set(BatchScript(1, 7).deck) == {(0, 0), *((1, n) for n in range(1, 8))}, "a single text drafts all lengths"
-    assert max(n for _, n in BatchScript(8, 100).deck) == 100
-    alive, empty, observed = np.ones((3, 1), dtype=bool), np.zeros((3, 1, 0), np.float32), list[int]()
-    for number in range(8 * len(deck)):  # up and down
-        state, lengths = (np.full(3, 5), np.full(3, number)), np.zeros(3, dtype=int)
-        for depth in range(DEPTH):
-            step = DraftStep(depth, alive, alive.astype(int), empty, {}, np.zeros(3, int))
-            lengths += script.keep(step, state)[0][:, 0]
-        drafting = lengths[lengths > 0].tolist()
-        assert len(set(drafting)) <= 1, "all streams that draft go equally deep"
-        observed.append(deck.index((len(drafting), max(drafting, default=0))))
-    assert set(observed) == set(range(len(deck)))
-    assert observed[::REPEATS] == observed[1::REPEATS] and {abs(a - b) for a, b in pairwise(observed[::REPEATS])} == {1}
-
-
-# Warm-up
-
-
-def test_a_gpu_is_warmed_up_until_no_call_is_recorded(pair: Pair, monkeypatch: Patch) -> None:
-    run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
-    recorded = set[int]()
-
-    def rounds(number: int) -> dict[Any, Any]:
-        numbers.append(number)
-        Recorded.not_replayed += len(numbers) in recorded
-        run._contexts[0].append(1.0)
-        return {}
-
-    monkeypatch.setattr(run, "_rounds", rounds)
-    for run.on_host, recording, expected in (
-        (True, {1, 2}, [0, 1]),
-        (False, {1, 2, 3}, [0, 1, 2, 3, 1]),  # the fourth call records nothing
-        (False, {1, 3}, [0, 1, 1, 1]),  # a timed call that records is repeated
-    ):
-        recorded = recording
-        numbers.clear()
-        run._contexts[0].clear()
-        for number in (0, 1):
-            run.cases()["rounds"](number)
-        assert numbers == expected
-        assert len(run._contexts[0]) == 1, "only timed texts count"
-
-
-@pytest.mark.parametrize(("device", "tokens"), [("cpu", 44), ("cuda", 24)])
-def test_the_budget_includes_the_warm_up(pair: Pair, monkeypatch: Patch, device: str, tokens: int) -> None:
-    """A GPU may warm up for longer, so its texts are shorter: 10 repetitions after 2 or 12."""
-    probe = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=8)
-    probe.on_host, now = device == "cpu", [0.0]
-
-    def play(number: int) -> None:
-        now[0] += 4.0  # half a second a token
-
-    monkeypatch.setattr(probe, "play", play)
-    assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, quiet_after=10), lambda: now[0]) == tokens
-
-
-# Decisions
 
 
 class OnTheClock(ChainScript):
@@ -284,32 +102,195 @@ class OnTheClock(ChainScript):
         return super().observe(outcome, state)
 
 
+@pytest.fixture(scope="module")
+def calibrated(pair: Pair) -> Profile:
+    """The profile that is measured on the known clock."""
+    with Patch.context() as patch:
+        known_clock(pair, patch)
+        return measure(pair, tree="3,2,1,1")
+
+
+def test_known_costs_are_recovered(calibrated):
+    for table in (calibrated.low, calibrated.high):
+        assert table.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
+        assert table.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
+        assert table.verify_s == pytest.approx([TARGET + ROW * (k + 1) for k in range(DEPTH + 1)], rel=EXACT)
+        assert table.tree_verify_s[0] == (0, table.verify_s[0]), "plain decoding costs the same"
+        assert table.tree_verify(20)[1:] == pytest.approx([TARGET + ROW * (n + 1) for n in range(1, 21)], rel=1e-4)
+    assert calibrated.step_s == pytest.approx(STEP, rel=1e-4)
+    assert calibrated.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
+    assert calibrated.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
+    assert calibrated.facts["spread"] == pytest.approx(0.0, abs=1e-9)
+    assert 12 < calibrated.low.context < calibrated.high.context < 128
+
+
+def test_predicted_seconds_of_rounds_equal_the_measured_ones(pair, calibrated, clock):
+    for policy in (FixedLength(3), TEST_POLICIES["trimming"].limited(DEPTH)):
+        generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
+        for r in generation.rounds:
+            row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
+            assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
+
+
+def test_a_measured_profile_equals_its_file(pair, tmp_path, clock):
+    calls, policy = list[tuple[str, int, int]](), OnTheClock(DEPTH, clock)
+    options = {"policies": [policy], "facts": {"device": "here"}, "progress": lambda *call: calls.append(call)}
+    profile = measure(pair, 1, temperature=0.7, new_tokens=30, **options)
+    assert set(profile.decision_s) == {policy.cost_name} and 5e-5 < profile.decision_s[policy.cost_name] < 2.5e-4
+    assert (profile.max_depth, profile.temperature, profile.facts["device"]) == (DEPTH, 0.7, "here")
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    assert calls == [("profile", done, 4) for done in range(5)], "rounds and a policy, after a warm-up"
+
+
+def test_invalid_arguments_are_refused(pair):
+    too_long = {"prompts": [[6] * 60], "new_tokens": 80}
+    for options, message in (
+        ({"prompts": [[6, 7], []]}, "none empty"),
+        (too_long, "no room"),
+        ({"batch": (0, 2)}, "batch"),
+    ):
+        with pytest.raises(InputError, match=message):
+            measure(pair, 1, **options)
+
+
+def test_known_costs_of_batches_are_recovered(pair, monkeypatch):
+    known_clock(pair, monkeypatch, streams=True)
+    profile = measure(pair, batch=(3,))
+    costs = profile.batch
+    assert costs is not None and costs.sizes == (1, 3), "and single texts, with which batches end"
+    drafting = np.array([1, 2, 3])
+    for context in (costs.low.context, costs.high.context):
+        tokens = np.array([count for count, _ in costs.low.verify_s[3]])
+        assert tokens[0] == 3 and tokens[-1] == 3 * (1 + DEPTH)
+        expected = TARGET + STREAM * 3 + ROW * tokens + ROUND
+        assert profile.verify_s(3, tokens, context) == pytest.approx(expected, rel=EXACT)
+        assert profile.draft_s(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=EXACT)
+        assert (profile.first_draft_s(drafting, context) >= profile.draft_s(drafting, context)).all(), "it reads more"
+
+
+def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair):
+    """The order differs between texts, and between the decks of lengths of a text."""
+    speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
+    orders = set[tuple[int, ...]]()
+    for key in range(3):
+        drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
+        decks = [drafted[at : at + 4 * REPEATS] for at in range(0, len(drafted) - 4 * REPEATS + 1, 4 * REPEATS)]
+        assert all(deck[::REPEATS] == deck[1::REPEATS] and sorted(deck[::REPEATS]) == [0, 1, 2, 3] for deck in decks)
+        orders |= {tuple(deck) for deck in decks[:2]}
+    assert len(orders) >= 5
+
+
+# Turns, warm-up and budget
+
+
+def timed(effort: Effort, **seconds: tuple[float, ...]) -> tuple[Measurements, str, float]:
+    """Measure cases that advance a clock by 5 durations in each call: their seconds by repetition; the last one is repeated.
+
+    Returns:
+        The measurements, the names of the calls in order, and the clock.
+    """
+    now, calls = [0.0], list[str]()
+
+    def call(name: str, number: int) -> Seconds:
+        calls.append(name)
+        duration = seconds[name][min(number, len(seconds[name]) - 1)]
+        now[0] += 5 * duration
+        return {Key("call", name): [duration] * 5}
+
+    cases = {name: partial(call, name) for name in seconds}
+    return measure_in_turns(cases, effort, clock=lambda: now[0]), "".join(calls), now[0]
+
+
+def test_cases_take_turns_until_they_agree_or_the_budget_is_spent():
+    measured, calls, _ = timed(Effort(repetitions=3), a=(9.0, 1.0), b=(9.0, 1.0), c=(9.0, 1.0))
+    assert calls == "abc" + "bca" + "cab" + "abc"
+    assert measured.series == {Key("call", name): ((10**9,) * 5,) * 3 for name in "abc"}, "without the warm-up"
+    _, calls, now = timed(Effort(60.0), q=(0.01,), n=(*[0.01] * 5, *[0.02] * 5))
+    assert calls.count("q") == MIN_QUIET + 1 < 10 * MIN_QUIET < calls.count("n") and 59.0 < now <= 60.0
+    for effort, seconds, repetitions in (
+        (Effort(1e6), (1.0,), MIN_QUIET),
+        (Effort(1.0), (100.0,), MIN_REPETITIONS),  # a machine slower than the budget
+        (Effort(1.0, repetitions=5), (1.0, 9.0, 1.0, 9.0, 1.0), 5),
+        (Effort(47.0), (1.0, 1.0, 2.0), 4),  # ends before the budget is exceeded
+    ):
+        assert timed(effort, a=seconds)[1] == "a" * (1 + repetitions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("half the time a fifth slower, 6 s", "slowest repetition"), ("one slow second", "slowest repetition"),
+        ("time slices of another process", "stalls"), ("jitter of a third", "quartiles"),
+        ("slower by a third in 10 s", "slower"), ("faster by a quarter in 10 s", "faster"),
+        *((kind, "") for kind in ("much jitter", "fast machine", "jitter, hiccups and wandering")),
+    ],
+)  # fmt: skip
+def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind, reason):
+    noise, seconds = machines.profiled({**machines.NOISY, **machines.QUIET}[kind], seed=5, budget_s=15.0)
+    assert noise.is_noisy == bool(reason) and reason in noise.text
+    assert ("busy" if reason else "quiet") in noise.text
+    if not reason:
+        assert noise.repetitions == MIN_QUIET and seconds < 10.0
+
+
+@pytest.mark.parametrize(
+    ("on_host", "recording", "expected"),
+    [
+        (True, {1, 2}, [0, 1]),
+        (False, {1, 2, 3}, [0, 1, 2, 3, 1]),  # the fourth call records nothing
+        (False, {1, 3}, [0, 1, 1, 1]),  # a timed call that records is repeated
+    ],
+)
+def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair, on_host, recording, expected):
+    run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
+    run.on_host = on_host
+
+    def case(number: int) -> Seconds:
+        numbers.append(number)
+        Recorded.fresh += len(numbers) in recording
+        return {}
+
+    for number in (0, 1):
+        run.warmed({"case": case})["case"](number)
+    assert numbers == expected
+
+
+@pytest.mark.parametrize(("on_host", "tokens"), [(True, 44), (False, 24)])
+def test_the_budget_includes_the_warm_up(pair, monkeypatch, on_host, tokens):
+    """A GPU may warm up for longer, so its texts are shorter: 10 repetitions after 2 or 12."""
+    probe, now = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=8), [0.0]
+    probe.on_host = on_host
+    monkeypatch.setattr(probe, "play", lambda number: now.append(now[-1] + 4.0))  # half a second a token
+    assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[-1]) == tokens
+
+
+# Decisions
+
+
 def price(timed: Measurements, policy: StopPolicy) -> float:
     return decision_prices(timed.pooled)[policy.cost_name]
 
 
-def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
-    late = OnTheClock(9, [0.0])  # on a clock that is not read
-    late.first = 3
-    for policy in (Confidence(0.4), late, *(TEST_POLICIES[name] for name in ("from-anchor", "trimming", "adaptive"))):
-        assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(4 * TICK / 3)
-    slow = OnTheClock(DEPTH, ticking)
-    assert price(measure_decision(slow, VOCABULARY, 0.7), slow) > 5e-5
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_decision_is_timed_without_a_model(clock, first):
+    policy = OnTheClock(9, clock)
+    policy.first = first
+    assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(5e-5 + 2e-4 / 3, abs=EXACT)
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 1])
-def test_known_prices_of_decisions_are_recovered(pair: Pair, monkeypatch: Patch, depth: int) -> None:
-    policy = OnTheClock(depth, known_clock(pair, monkeypatch))
+def test_known_prices_of_decisions_are_recovered(pair, clock, depth):
+    policy = OnTheClock(depth, clock)
     timed = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, depth, ignore_eos=True))
-    rounds = {key.counts[0]: len(seconds) for key, seconds in timed.pooled.items()}  # by number of decisions
-    for key, seconds in timed.pooled.items():
+    rounds, total, calls = 0, 0.0, 0
+    for key, seconds in timed.pooled.items():  # by number of decisions
         assert seconds == pytest.approx(2e-4 + 5e-5 * key.counts[0], abs=EXACT)
-    total = sum(count * (2e-4 + 5e-5 * calls) for calls, count in rounds.items())
-    calls = sum(count * calls for calls, count in rounds.items())
-    assert len(rounds) >= min(depth, 2) and price(timed, policy) == pytest.approx(total / calls, abs=EXACT)
+        rounds, total, calls = rounds + 1, total + seconds.sum(), calls + len(seconds) * key.counts[0]
+    assert rounds >= min(depth, 2) and price(timed, policy) == pytest.approx(total / calls, abs=EXACT)
 
 
-def test_only_missing_decisions_are_measured(profile: Profile) -> None:
+def test_only_missing_decisions_are_measured(profile):
     never_called = [*(FixedLength(k) for k in (0, 1, 9)), load_policy("load?table=1:3,4:1")]
     assert add_decisions(profile, [Confidence(0.9), *never_called], VOCABULARY) == profile
     more = add_decisions(profile, [*never_called, TEST_POLICIES["from-anchor"], Confidence(0.1)], VOCABULARY)
@@ -320,7 +301,7 @@ def test_only_missing_decisions_are_measured(profile: Profile) -> None:
     assert list(missing_decisions(unpriced, [*never_called, Confidence(0.4)])) == ["confidence"]
 
 
-def test_decisions_are_timed_on_the_device_of_the_profile(profile: Profile, monkeypatch: Patch) -> None:
+def test_decisions_are_timed_on_the_device_of_the_profile(profile, monkeypatch):
     profile = dataclasses.replace(profile, facts={"device": "H100"})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

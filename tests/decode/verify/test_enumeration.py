@@ -36,9 +36,11 @@ def test_texts_have_the_distribution_of_the_target_under_any_policy(decider):
     assert sum(proof.accepted for proof in proofs) > 0
 
 
-@pytest.mark.parametrize(("mode", "tree"), MODES)
-def test_texts_of_a_fixed_length_have_the_distribution_of_the_target(mode, tree):
-    assert check(Case(mode, tree, "fixed", "dense", 1, new=4), 6000).accepted > 0
+@pytest.mark.parametrize(("mode", "tree"), [*MODES[:3], ("block", "chain:3")])
+@pytest.mark.parametrize(("kind", "seed", "sampling"), [("dense", 1, "plain"), ("sparse", 4, "by-prefix")])
+def test_texts_of_a_fixed_length_have_the_distribution_of_the_target(mode, tree, kind, seed, sampling):
+    """Also with a processor that reads the whole prefix, which must be the path of each candidate."""
+    assert check(Case(mode, tree, "fixed", kind, seed, sampling, new=4), 6000).accepted > 0
 
 
 @pytest.mark.parametrize("case", random.Random(1).sample(list(other_cases()), 8), ids=str)
@@ -61,8 +63,11 @@ def test_policies_may_exclude_a_token_that_ends_the_text(mode, tree, decider):
     assert 0 < proof.dropped < proof.drafted
 
 
-def test_the_mask_of_branches_does_not_reveal_an_end_of_text():
-    check(Case("rejection", "2,1", "trims-by-alive", "mixed", 1, eos=True))
+@pytest.mark.parametrize(("mode", "tree"), MODES)
+@pytest.mark.parametrize(("decider", "seed"), [("trims-by-alive", 1), ("selects-by-token", 2)])
+def test_a_policy_that_looks_for_the_drawn_tokens_finds_none(mode, tree, decider, seed):
+    """In the mask of branches, which reveals no end of text, and in the tree that it selects from."""
+    check(Case(mode, tree, decider, "mixed", seed, eos=True))
 
 
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "suffix"])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib.util
-import json
 import re
-from typing import Any
 
 import pytest
-import torch
 from byte_pair import END, PERSON, byte_pair, is_person
 from specstop.decode.drafters import with_drafter
-from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.pair import Pair, join
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.verify.grammar import Grammar
@@ -23,7 +18,6 @@ from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from transformers import LogitsProcessor, LogitsProcessorList
 
 EBNF = 'root ::= "<" [a-c]{1,3} ("," [0-9]+)? ">"'
 LARK = 'start: "<" /[a-c]{1,3}/ ("," /[0-9]+/)? ">"'
@@ -84,39 +78,6 @@ def test_a_grammar_in_ebnf_or_lark(pair, tokenizer, questions, source):
     for text in decoded(pair, questions, Settings(0.7, 200, verification="match", sampling=sampling), 4):
         words = tokenizer.decode(text, skip_special_tokens=True)
         assert re.fullmatch(r"<[a-c]{1,3}(,[0-9]+)?>", words) and text[-1] == END
-
-
-def generate(
-    pair: Pair, prompts: list[list[int]], processor: LogitsProcessor | Grammar, **options: Any
-) -> list[list[int]]:
-    """Return what `generate` adds to prompts, padded on the left."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, **options}
-    return pair.target.generate(ids, logits_processor=LogitsProcessorList([processor]), **options)[:, longest:].tolist()
-
-
-def xgrammars_processor(pair: Pair, *grammars: str) -> LogitsProcessor:
-    import xgrammar
-
-    info = xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=pair.vocabulary)
-    compiler = xgrammar.GrammarCompiler(info)
-    compiled = [compiler.compile_json_schema(json.dumps(PERSON)), *map(compiler.compile_grammar, grammars)]
-    return xgrammar.contrib.hf.LogitsProcessor(compiled if grammars else compiled[0])
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_processors_with_a_matcher_follow_every_candidate(pair, questions, rows):
-    """The same object twice, which xgrammar's processor forbids."""
-    pytest.importorskip("xgrammar")
-    # xgrammar masks scores of at most 32 bits.
-    models = [copy.deepcopy(model).float() for model in (pair.target, pair.draft_model)]
-    small, prompts = join(*models, pair.tokenizer), [questions[0][:3], questions[2][:3]][:rows]
-    expected, processor = generate(small, prompts, xgrammars_processor(pair)), xgrammars_processor(pair)
-    for policy, tree in (("fixed:0", None), ("fixed:4", "2,2"), ("fixed:4", None)):
-        ours = {"custom_generate": specstop_generate, "draft_model": small.draft, "policy": policy, "tree": tree}
-        assert generate(small, prompts, processor, **ours) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,11 +21,9 @@ from specstop.decode.verify.modes import Match, best_tokens
 from specstop.decode.verify.noise import (
     KeyedSource,
     Purpose,
-    best_of_rows,
     fresh_uniform,
     gumbel,
     match_scores,
-    mix,
     stream_key,
     target_tokens,
     uniform,
@@ -33,9 +31,7 @@ from specstop.decode.verify.noise import (
 )
 from torch import Tensor
 
-FALSE_ALARM = (
-    2e-6  # of each of about 50 statistical tests; the keys are fixed, so that a test that passes keeps passing
-)
+FALSE_ALARM = 2e-6  # of each statistical test; the keys are fixed, so that a test that passes keeps passing
 KEYS = [stream_key(seed, f"prompt {i}", i % 2) for seed in (0, 1) for i in range(3)]
 SHAPES = (*CHAINS, *TREES, "3,2,1")
 COUNT = 12000
@@ -88,15 +84,6 @@ def test_of_equal_scores_the_first_token_is_drawn_first(width):
     assert dense.tokens.tolist() == tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_best_of_rows_is_the_first_of_the_largest_scores(dtype):
-    rows = torch.randint(-3, 4, (50, 33), generator=torch.Generator().manual_seed(0)).to(dtype)  # many are equal
-    rows[1], rows[2, 7:], rows[3, 5] = -torch.inf, -torch.inf, torch.nan
-    expected = [next((i for i, v in enumerate(row) if math.isnan(v)), row.index(max(row))) for row in rows.tolist()]
-    assert best_of_rows(rows).tolist() == expected
-    assert best_of_rows(rows[:, 3:20]).tolist() == rows[:, 3:20].contiguous().argmax(-1).tolist()
-
-
 # Keyed noise
 
 
@@ -123,45 +110,45 @@ def test_keys_differ_with_seed_prompt_and_sample():
     assert all(-(2**63) <= key < 2**63 for key in keys)
 
 
-def test_mix_is_the_splitmix64_finaliser():
-    def reference(z: int) -> int:
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        return z ^ (z >> 31)
-
-    values = [0, 1, -1, 2**63 - 1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, *KEYS]
-    assert [v % 2**64 for v in mix(torch.tensor(values)).tolist()] == [reference(v % 2**64) for v in values]
-
-
-@pytest.mark.parametrize("key", KEYS[::2])
-def test_noise_has_the_uniform_and_the_gumbel_distribution(key):
-    values = uniform(key, torch.arange(400), 100).flatten()
-    assert bool(((values > 0) & (values < 1)).all())
-    assert stats.kstest(values.numpy(), "uniform").pvalue > FALSE_ALARM
-    noise = gumbel(key, torch.arange(300), 100, torch.float64).flatten()
-    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > FALSE_ALARM
-
-
 def independence(first: Tensor, second: Tensor) -> float:
     """Return the p-value of a chi-square test over 8 x 8 cells of pairs."""
     cells = (first * 8).long() * 8 + (second * 8).long()
     return float(stats.chisquare(torch.bincount(cells, minlength=64).numpy()).pvalue)
 
 
+def keyed(key: int, position: int = 0, token: int = 0) -> Tensor:
+    """Return [400 x 100] numbers of the keyed noise."""
+    return uniform(key, torch.arange(400) + position, 101)[:, token : token + 100].flatten()
+
+
+def fresh(round: int = 0, node: int = 0, purpose: Purpose = Purpose.ACCEPT) -> Tensor:
+    """Return `COUNT` numbers of the rejection family, of 200 rounds with 60 nodes."""
+    places = ((1 + round + i // 60, node + i % 60) for i in range(COUNT))
+    return torch.tensor([fresh_uniform(KEYS[0], *place, purpose) for place in places], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("numbers", [partial(keyed, KEYS[0]), partial(keyed, KEYS[4]), fresh], ids=["a", "b", "fresh"])
+def test_numbers_are_uniform(numbers):
+    values = numbers()
+    assert bool(((values > 0) & (values < 1)).all()) and len(values.unique()) == len(values)
+    assert stats.kstest(values.numpy(), "uniform").pvalue > FALSE_ALARM
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ((KEYS[0], 0, 0), (KEYS[0], 1, 0)), ((KEYS[0], 0, 0), (KEYS[0], 0, 1)), ((KEYS[0], 0, 1), (KEYS[0], 1, 0)),
-        ((KEYS[0], 0, 0), (KEYS[1], 0, 0)), ((8, 0, 0), (9, 0, 0)), ((8, 1, 0), (9, 0, 0)), ((0, 0, 0), (1 << 62, 0, 0)),
+        *((partial(keyed, KEYS[0], *one), partial(keyed, KEYS[0], *other))
+          for one, other in (((0, 0), (1, 0)), ((0, 0), (0, 1)), ((0, 1), (1, 0)))),
+        *((partial(keyed, one), partial(keyed, *other))
+          for one, other in ((KEYS[0], (KEYS[1],)), (8, (9,)), (9, (8, 1)), (0, (1 << 62,)))),
+        *((fresh, partial(fresh, *other)) for other in ((0, 1), (1,), (0, 0, Purpose.RESIDUAL), (0, 0, Purpose.DRAFT))),
+        (fresh, lambda: uniform(KEYS[0], torch.arange(1, 1 + COUNT // 60), 60).flatten()),
     ],
-    ids=["position", "token", "across", "key", "next key", "next key, position", "high bit"],
+    ids=["position", "token", "across", "key", "next key", "next key, position", "high bit", "fresh node", "fresh round",
+         "residual", "draft", "fresh and keyed"],
 )  # fmt: skip
-def test_neighbouring_numbers_are_independent(first, second):
-    one, other = (
-        uniform(key, torch.arange(400) + position, 101)[:, token : token + 100].flatten()
-        for key, position, token in (first, second)
-    )
-    assert independence(one, other) > FALSE_ALARM
+def test_numbers_of_neighbouring_keys_are_independent(first, second):
+    assert independence(first(), second()) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("bits", [0, -1, -(2**63), 2**11 - 1])
@@ -187,40 +174,15 @@ def test_a_source_returns_the_noise_of_its_key_in_any_order(window, calls):
         assert torch.equal(source.gumbel(at, min(count, window + 1)), expected)
 
 
-def test_scores_are_logits_or_perturbed_log_probabilities_whose_argmax_is_a_sample():
-    logits, noise = torch.randn(4, 9, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)
-    assert torch.equal(match_scores(logits, None), logits)
-    expected = torch.log_softmax(logits, -1) + noise
-    torch.testing.assert_close(match_scores(logits, noise), expected)
-    assert target_tokens(logits, noise).tolist() == expected.argmax(-1).tolist()
-    assert target_tokens(logits, None).tolist() == logits.argmax(-1).tolist()
+def test_the_best_perturbed_token_is_a_sample():
     row = torch.tensor([[0.0, 1.0, -1.0, 2.0]], dtype=torch.float64)
-    draws = target_tokens(row, gumbel(KEYS[3], torch.arange(20000), 4, torch.float64))
-    counts = torch.bincount(draws, minlength=4).numpy()
-    assert stats.chisquare(counts, (torch.softmax(row[0], -1) * 20000).numpy()).pvalue > FALSE_ALARM
+    noise = gumbel(KEYS[3], torch.arange(20000), 4, torch.float64)
+    for draws in (target_tokens(row, noise), match_scores(row, noise).argmax(-1)):
+        counts = torch.bincount(draws, minlength=4).numpy()
+        assert stats.chisquare(counts, (torch.softmax(row[0], -1) * 20000).numpy()).pvalue > FALSE_ALARM
 
 
 # Fresh numbers of the rejection family
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        lambda r, n: (r, n, Purpose.RESIDUAL), lambda r, n: (r, n, Purpose.DRAFT), lambda r, n: (r, n + 1, Purpose.ACCEPT),
-        lambda r, n: (r + 1, n, Purpose.ACCEPT), lambda r, n: (n, r + 200, Purpose.ACCEPT), None,
-    ],
-    ids=["purpose", "draft", "node", "round", "round and node exchanged", "keyed noise"],
-)  # fmt: skip
-def test_fresh_numbers_are_independent_of_neighbours_and_of_the_keyed_noise(step):
-    places = [(1 + i // 60, i % 60) for i in range(COUNT)]
-    first = torch.tensor([fresh_uniform(KEYS[0], *place, Purpose.ACCEPT) for place in places], dtype=torch.float64)
-    assert float(first.min()) > 0.0 and float(first.max()) < 1.0 and len(first.unique()) == COUNT
-    assert stats.kstest(first.numpy(), "uniform").pvalue > FALSE_ALARM
-    if step is None:
-        second = uniform(KEYS[0], torch.arange(1, 1 + COUNT // 60), 60).flatten()
-    else:
-        second = torch.tensor([fresh_uniform(KEYS[0], *step(*place)) for place in places], dtype=torch.float64)
-    assert independence(first, second) > FALSE_ALARM
 
 
 def test_categorical_and_bernoulli_draws_have_their_probabilities():

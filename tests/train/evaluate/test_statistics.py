@@ -1,29 +1,38 @@
-"""Intervals over prompts, coverage in simulated worlds, and verdicts."""
+"""Intervals over prompts, coverage in simulated worlds, verdicts, and estimates from live traces."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import simulated_worlds as worlds
+import torch
+from conftest import NEW
+from contract_policies import DEPTH, TEST_POLICIES
 from scipy import stats
+from specstop.collect import collect
 from specstop.decode.benchmark import Ratio, expanded_tail
-from specstop.policies.contract import Array
-from specstop.policies.errors import InputError
-from specstop.policies.fixed import FixedLength
+from specstop.policies import Array, Confidence, FixedLength, InputError, TraceError
 from specstop.policies.measurements import Noise
-from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer, Line
-from specstop.train.evaluate.statistics import FEWEST, Clusters, Resamples, clusters_needed, form_clusters
-from specstop.train.evaluate.verdict import answer, doubts, findings, verdict
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.run import replay
+from specstop.train import Line, TraceArrays, trace_arrays
+from specstop.train.evaluate import importance
+from specstop.train.evaluate.importance import importance_estimate, importance_weights, observed_rounds
+from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Answer
+from specstop.train.evaluate.statistics import Clusters, Resamples, clusters_needed, form_clusters
+from specstop.train.evaluate.verdict import find_doubts, find_warnings, make_answer, verdict
+from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from synthetic import synthetic_trace
+from torch import Tensor
+
+from specstop import Pair, Profile, Prompt, StopPolicy, Trace, evaluate, replay
 
 
 def test_totals_are_sums_over_resampled_prompts() -> None:
@@ -38,23 +47,18 @@ def test_totals_are_sums_over_resampled_prompts() -> None:
     assert set(totals[1:, 0]) <= {float(x) for x in possible}
     assert np.array_equal(Resamples(["b", "a", "b", "c"], 3, 50).total([1, 2, 4, 8]), totals[:, 0])
     assert not np.array_equal(Resamples(["b", "a", "b", "c"], 4, 50).total([1, 2, 4, 8]), totals[:, 0])
+    boot = Resamples(["a", "b", "c"], replicates=500)  # resamples of c alone are undefined and are skipped
+    with np.errstate(invalid="ignore"):
+        result = boot.interval(boot.total([1.0, 3.0, 0.0]) / boot.total([1.0, 1.0, 0.0]))
+    assert result == Ratio(2.0, 1.0, 3.0)
+    alone = Resamples(["a", "a"], replicates=10)
+    assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None), "one prompt has no interval"
 
 
 def test_the_tail_of_an_interval_is_that_of_students_t() -> None:
     for prompts in (2, 5, 20, 80):
         z = stats.norm.ppf(expanded_tail(prompts))
         assert -z == pytest.approx(stats.t.ppf(0.975, prompts - 1) * (prompts / (prompts - 1)) ** 0.5)
-
-
-def test_undefined_resamples_are_skipped_and_one_prompt_has_no_interval() -> None:
-    boot = Resamples(["a", "b", "c"], replicates=500)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = boot.total([1.0, 3.0, 0.0]) / boot.total([1.0, 1.0, 0.0])
-    assert not np.isfinite(ratio).all()
-    result = boot.interval(ratio)
-    assert (result.value, result.low, result.high) == (2.0, 1.0, 3.0)
-    alone = Resamples(["a", "a"], replicates=10)
-    assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None)
 
 
 def noisy_seconds(clusters: int, noise: float = 0.1) -> Array:
@@ -103,19 +107,19 @@ def test_a_false_deploy_is_rare_over_all_policies_and_places(places: int, polici
 
 
 def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
+    """Equal samples of a prompt do not narrow it, and errors of prices widen it."""
     seconds = noisy_seconds(40)
     ratio = compared(Resamples(range(40), replicates=20_000), seconds)
     error = seconds[:, 1].std(ddof=1) / 40**0.5 / seconds[:, 1].mean()
     assert ratio.value == pytest.approx(40 / seconds[:, 1].sum())
     assert np.log(ratio.high / ratio.low) == pytest.approx(2 * stats.t.ppf(0.975, 39) * error, rel=0.05)
-
-
-def test_equal_samples_of_a_prompt_do_not_narrow_an_interval() -> None:
-    once, eight = (
-        compared(Resamples(np.repeat(range(20), count).tolist()), np.repeat(noisy_seconds(20), count, 0))
-        for count in (1, 8)
-    )
+    once, boot = compared(Resamples(range(40)), seconds), Resamples(np.repeat(range(40), 8).tolist())
+    eight = compared(boot, np.repeat(seconds, 8, 0))
     assert dataclasses.astuple(once) == pytest.approx(dataclasses.astuple(eight))
+    prices = np.random.default_rng(1).normal(0.0, 0.1, (1 + boot.replicates, 2)) * [0.0, 1.0]
+    prices[0] = 0.0
+    widths = [np.log(r.high / r.low) / 2 for r in (once, compared(Resamples(range(40)), seconds, prices))]
+    assert widths[1] == pytest.approx(np.hypot(widths[0], 1.96 * 0.1), rel=0.1)
 
 
 def test_the_rival_is_chosen_again_and_a_policy_that_is_its_rival_has_no_error() -> None:
@@ -135,39 +139,19 @@ def test_the_rival_is_chosen_again_and_a_policy_that_is_its_rival_has_no_error()
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
 
 
-def test_errors_of_prices_widen_intervals() -> None:
-    seconds, boot = noisy_seconds(40, noise=0.05), Resamples(range(40))
-    errors = np.random.default_rng(1).normal(0.0, 0.05, (1 + boot.replicates, 2)) * [0.0, 1.0]
-    errors[0] = 0.0
-    ratios = [compared(boot, seconds, price) for price in (None, errors)]
-    halves = [np.log(ratio.high / ratio.low) / 2 for ratio in ratios]
-    assert halves[1] == pytest.approx(np.hypot(halves[0], 1.96 * 0.05), rel=0.1)
-
-
-def test_the_number_of_clusters_needed_excludes_1() -> None:
-    assert clusters_needed(Ratio(1.02, 0.98, 1.06), 50) == int(np.ceil(50 * (np.log(0.98 / 1.02) / np.log(1.02)) ** 2))
-    assert clusters_needed(Ratio(1.3, 1.29, 1.31), 5) == FEWEST
-    assert clusters_needed(Ratio(1.0, 0.9, 1.1), 50) is None and clusters_needed(Ratio(1.1), 1) is None
-
-
 def line(name: str, kind: str, rate: float) -> Line:
     one = Ratio(rate, rate, rate)
     return Line(name, kind, 100.0 * rate, one, one, one)
-
-
-FIXED = [line("plain decoding", "fixed", 1.0), line("best fixed", "fixed", 1.5)]
-
-
-def clusters(count: int) -> Clusters:
-    return Clusters(tuple(map(str, range(count))))
 
 
 def policy(name: str, kind: str, rate: float, ratio: Ratio, count: int = 40, **parts: Ratio) -> Line:
     return replace(line(name, kind, rate), to_rival=ratio, verdict=verdict(ratio, count, parts), parts=parts)
 
 
-def answered(lines: Sequence[Line], count: int = 40, **options: Any) -> Answer:
-    result = answer(lines, "fixed:3", clusters(count), **options)
+def answered(policies: Sequence[Line], count: int = 40, **options: Any) -> Answer:
+    """Return the answer of a report with these policies and two fixed lengths, of which `fixed:3` is the best."""
+    lines = [line("plain decoding", "fixed", 1.0), line("best fixed", "fixed", 1.5), *policies]
+    result = make_answer(lines, "fixed:3", Clusters(tuple(map(str, range(count)))), **options)
     assert result is not None
     return result
 
@@ -175,16 +159,15 @@ def answered(lines: Sequence[Line], count: int = 40, **options: Any) -> Answer:
 def test_the_fastest_policy_with_an_interval_above_1_is_deployed() -> None:
     quick = policy("quick", "learned", 1.62, Ratio(1.08, 0.95, 1.21))
     certain = policy("certain", "rule", 1.6, Ratio(1.07, 1.02, 1.11))
-    result = answered([*FIXED, quick, certain])
+    result = answered([quick, certain])
     assert (result.verdict, result.deploy, result.use, result.candidate) == (DEPLOY, True, "certain", "certain")
-    assert "1.60 times as fast as plain decoding" in result.headline and "1.020 to 1.110" in result.headline
-    assert "all 2 policies at once" in result.interval and "40 prompts" in result.interval
-    alone = answered([*FIXED, quick])
+    assert "1.60 times" in result.headline and "1.020 to 1.110" in result.headline
+    alone = answered([quick])
     assert (alone.verdict, alone.use, alone.candidate) == (INCONCLUSIVE, "fixed:3", "quick")
-    assert f"About {clusters_needed(quick.speedup, 40)} prompts" in alone.headline
-    other = answered([*FIXED, quick, certain], primary="quick")
+    needed = int(np.ceil(40 * (np.log(0.95 / 1.08) / np.log(1.08)) ** 2))  # an interval as wide excludes 1
+    assert clusters_needed(quick.speedup, 40) == needed and f"About {needed} prompts" in alone.headline
+    other = answered([quick, certain], primary="quick")
     assert (other.verdict, other.candidate) == (INCONCLUSIVE, "quick")
-    assert "primary policy" in other.headline and "primary policy" in other.interval
 
 
 @pytest.mark.parametrize(
@@ -200,7 +183,7 @@ def test_the_fastest_policy_with_an_interval_above_1_is_deployed() -> None:
     ],
 )
 def test_every_interval_has_a_verdict(ratio: Ratio, count: int, parts: dict[str, Ratio], expected: str) -> None:
-    result = answered([*FIXED, policy("x", "learned", 1.4, ratio, count, **parts)], count)
+    result = answered([policy("x", "learned", 1.4, ratio, count, **parts)], count)
     assert result.verdict == expected
     assert (result.use, result.deploy) == (("x", True) if expected == DEPLOY else ("fixed:3", False))
 
@@ -215,8 +198,8 @@ def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
         ([], 0.5, busy, "13.0 times"),
         ([], 0.5, quiet, ""),
     ):
-        lines = [*FIXED, replace(top, oracle_share=Ratio(share, share, share))]
-        reasons = doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
+        lines = [replace(top, oracle_share=Ratio(share, share, share))]
+        reasons = find_doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
         result = answered(lines, doubts=reasons)
         assert (result.verdict == NOISY) == bool(word) and word in result.headline
         assert result.deploy != bool(word)
@@ -241,7 +224,7 @@ def test_a_prompt_with_most_of_the_tokens_is_reported(longest: int, share: int) 
     """Above a third of the tokens there is no verdict."""
     arrays = synthetic_trace([[0] * longest, *[[1] * 9] * 20], 3)
     chosen = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist())
-    warnings = findings(SimpleNamespace(noise=None), chosen, arrays.prompt_ids)  # type: ignore[arg-type]
+    warnings = find_warnings(SimpleNamespace(noise=None), chosen, arrays.prompt_ids)  # type: ignore[arg-type]
     assert len(warnings) == bool(share) and all(f"'0' has {share}% of all tokens" in text for text in warnings)
     assert verdict(Ratio(1.1, 1.05, 1.2), 21, None, chosen.largest) == (TOO_FEW if share == 50 else DEPLOY)
 
@@ -278,3 +261,209 @@ def test_estimates_from_live_worlds_cover_the_truth_without_bias(monkeypatch: py
         assert len(subset) == 20
         assert sum(f.covered for f in subset) >= 14, what
         assert abs(errors.mean()) < STANDARD_ERRORS * errors.std() / 20**0.5, what
+
+
+EXACT = 1e-9
+LOGGING = Confidence(0.6, DEPTH)
+
+
+@pytest.fixture(scope="module")
+def live(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Collect live traces, each combination of options once."""
+    done: dict[str, Trace] = {}
+
+    def run(policy: StopPolicy | None = None, **more: Any) -> Trace:
+        key = f"{policy.name if policy else ''} {more}"
+        if key not in done:
+            options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live", **more}
+            done[key] = collect(pair, prompts, tmp_path_factory.mktemp("live"), policy=policy, **options)
+        return done[key]
+
+    return run
+
+
+def read(trace: Trace) -> TraceArrays:
+    return trace_arrays(trace, extra=importance.COLUMNS)
+
+
+def single_rounds(trace: Trace) -> TraceArrays:
+    return trace_arrays(trace, extra=ROUND_COLUMNS)
+
+
+@pytest.mark.parametrize("name", ["trimming", "from-anchor", "reads-history", "randomised"])
+def test_rounds_of_the_recorded_policy_are_those_of_the_trace(live: Any, profile: Profile, name: str) -> None:
+    policy = TEST_POLICIES[name]
+    arrays = read(live(policy, explore=0.3))
+    shown = observed_rounds(arrays, policy, profile, is_recorded=True)
+    alone = ~arrays.extra["explored"].numpy()
+    assert 20 < alone.sum() < len(alone)
+    assert shown.observed.all()
+    assert (shown.drafted == arrays.drawn.sum(1).numpy())[alone].all()
+    assert (shown.verified == arrays.extra["sent"].sum(1).numpy())[alone].all()
+    assert (shown.drafted <= arrays.drawn.sum(1).numpy()).all()
+    tokens, seconds = importance._recorded_totals(arrays, None, profile)
+    assert shown.tokens[alone] == pytest.approx(tokens[alone], rel=EXACT)
+    assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
+
+
+def test_an_accepted_end_of_text_has_no_token_after_it(live: Any, profile: Profile) -> None:
+    """As if the second token of each draft ended the text."""
+    trace = read(live())
+    arrays, uncut = dataclasses.replace(trace, ends=(torch.arange(DEPTH) == 1).repeat(len(trace.ends), 1)), ~trace.cut
+    for k in (0, 1, 3):
+        rounds = observed_rounds(arrays, FixedLength(k), profile)
+        accepted = np.minimum(arrays.accepted[uncut].numpy(), min(k, 2))
+        assert (rounds.drafted[uncut] == min(k, 2)).all()
+        assert rounds.tokens[uncut].tolist() == (accepted + 1 - (accepted == 2)).tolist()
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_tokens_are_expectations_over_the_stored_probabilities(live: Any, profile: Profile, verification: str) -> None:
+    trace = live(verification=verification)
+    arrays = read(trace)
+    uncut = ~arrays.cut
+    ratio = arrays.extra["target_prob"][uncut].double() / arrays.extra["draft_prob"][uncut].double()
+    survival, expected = torch.ones(len(ratio)).double(), torch.ones(len(ratio)).double()
+    assert len(ratio) > 30
+    for k in range(DEPTH + 1):
+        rounds = observed_rounds(arrays, FixedLength(k), profile)
+        assert rounds.observed.all() and rounds.tokens[uncut] == pytest.approx(expected.numpy(), rel=1e-5)
+        if verification == "rejection":
+            single = evaluate_rounds(single_rounds(trace), FixedLength(k), profile)
+            assert (single.drafted == k).all()
+            assert np.sort(single.committed) == pytest.approx(np.sort(expected), rel=1e-5)
+            assert np.sort(single.price(profile)) == pytest.approx(np.sort(rounds.seconds[uncut]), rel=EXACT)
+        if k < DEPTH:
+            is_block = verification == "block"
+            survival = (survival * ratio[:, k]).clamp(max=1.0) if is_block else survival * ratio[:, k].clamp(max=1.0)
+            expected = expected + survival
+
+
+def censored(full: TraceArrays, recorded: Tensor, explored: Tensor, share: float) -> TraceArrays:
+    """Return a trace of full depth as recorded under a policy that stops at `recorded` unless a round explored."""
+    depth = torch.arange(full.depth)
+    shown = depth < torch.where(explored, full.drawn.sum(1), recorded)[:, None]
+    columns = {n: v * shown if v.dim() == 2 else v for n, v in full.columns.items()}
+    extra = {**full.extra, "sent": shown, "explored": explored}
+    extra |= {name: full.extra[name] * shown for name in ("draft_prob", "target_prob")}
+    path = full.path & shown
+    header = dataclasses.replace(full.header, explore=share, policy=LOGGING.name)
+    return dataclasses.replace(
+        full, header=header, drawn=shown, path=path, accepted=path.long().sum(1), columns=columns, extra=extra,
+        ends=full.ends & shown,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("knows_logging", [True, False])
+@pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
+def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
+    live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
+) -> None:
+    """Numerators and denominator of the self-normalised estimate are unbiased, exactly."""
+    full, share = read(live(verification="rejection", max_new_tokens=12)).subset([0, 1, 2]), 0.3
+    assert 5 < len(full.cut) < 12
+    truth = observed_rounds(full, policy, profile)
+    base = observed_rounds(full, LOGGING, profile, is_recorded=True)
+    length = torch.from_numpy(base.drafted)
+    reaches = (base.drafted >= truth.drafted) & (base.verified >= truth.verified)
+    assert not reaches.all(), "some rounds must need exploration"
+    assert reaches.any()
+    sums, ratio = np.zeros(3), 0.0
+    for outcome in itertools.product((False, True), repeat=len(length)):
+        explored = torch.tensor(outcome)
+        arrays = censored(full, length, explored, share)
+        rounds = observed_rounds(arrays, policy, profile)
+        again = observed_rounds(arrays, LOGGING, profile, is_recorded=True) if knows_logging else None
+        weight, _ = importance_weights(arrays, rounds, again)
+        chance = share ** sum(outcome) * (1 - share) ** (len(outcome) - sum(outcome))
+        sums += chance * np.array([weight.sum(), (weight * rounds.tokens).sum(), (weight * rounds.seconds).sum()])
+        ratio += chance * (weight * rounds.tokens).sum() / max(weight.sum(), 1e-300)
+    assert sums == pytest.approx([len(length), truth.tokens.sum(), truth.seconds.sum()], rel=EXACT)
+    assert ratio != pytest.approx(truth.tokens.mean(), rel=1e-4), "the ratio is not unbiased in few rounds"
+
+
+@pytest.mark.parametrize("recorded", [None, FixedLength(1)], ids=["unknown", "wrong"])
+def test_without_the_recorded_policy_only_explored_rounds_count(
+    live: Any, profile: Profile, recorded: StopPolicy | None
+) -> None:
+    trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
+    without = importance_estimate(trace, FixedLength(4), profile, recorded=recorded)
+    known = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])
+    assert len(without.caveats) > len(known.caveats) and without.observed < known.observed
+    explored = read(trace).extra["explored"].numpy()
+    assert without.by_exploration == explored.sum()
+    rounds = observed_rounds(read(trace), FixedLength(4), profile)
+    assert without.tokens.value == pytest.approx(rounds.tokens[explored].mean())
+
+
+@pytest.mark.parametrize("name", ["", "fixed:x", "fixed:-1", "mine", "hub:a/b", "bandit?arms=fixed:1,mine"])
+def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(
+    live: Any, profile: Profile, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a plugin was searched"))
+    trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
+    unnamed = Trace(trace.folder, dataclasses.replace(trace.header, policy=name), trace.rows)
+    estimate = importance_estimate(unnamed, FixedLength(4), profile)
+    assert any("is not built-in" in caveat for caveat in estimate.caveats)
+
+
+def test_estimates_that_a_trace_does_not_allow_are_refused(
+    live: Any, traces: dict[float, Trace], profile: Profile
+) -> None:
+    fixed, tree = FixedLength(2), live(tree="2,1", explore=0.5)
+    for run, noun in (
+        (lambda: importance_estimate(live(LOGGING), FixedLength(4), profile), "only if they explored"),
+        (lambda: importance_estimate(traces[0.7], fixed, profile), "for live traces"),
+        (lambda: importance_estimate(live(), TEST_POLICIES["selecting"], profile), "selects among drawn tokens"),
+        (lambda: importance_estimate(tree, FixedLength(1), profile), "for chains"),
+        (lambda: replay(live(verification="rejection"), fixed, profile), "depends on the policy"),
+        (lambda: evaluate_rounds(trace_arrays(traces[0.7]), fixed, profile), "live traces"),
+    ):
+        with pytest.raises(TraceError, match=noun):
+            run()
+
+
+def test_a_report_on_a_live_trace_values_single_rounds(live: Any, profile: Profile, tmp_path: Path) -> None:
+    trace, policy = live(FixedLength(DEPTH), verification="rejection"), Confidence(0.7, DEPTH)
+    report = evaluate(trace, profile, [policy], out=tmp_path / "out")
+    line, rounds = report[policy.name], evaluate_rounds(single_rounds(trace), policy, profile)
+    assert line.tokens_per_s == pytest.approx(rounds.rate) and report.facts["rounds"] == len(rounds.committed)
+    assert line.block_efficiency == pytest.approx(float(rounds.committed.mean()))
+    assert report["oracle bound"].tokens_per_s >= max(one.tokens_per_s for one in report.lines)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert report.caveats == rounds.caveats and all(caveat in text for caveat in rounds.caveats)
+
+
+def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:
+    trace, recorded = live(TEST_POLICIES["from-anchor"], explore=0.25), TEST_POLICIES["from-anchor"]
+    policies = [FixedLength(2), recorded, FixedLength(4)]
+    section = evaluate(trace, profile, policies).details["importance"]
+    for policy, row in zip(policies, section["rows"], strict=True):
+        expected = importance_estimate(trace, policy, profile, recorded=recorded)
+        assert row[:2] == (policy.name, dataclasses.asdict(expected.to_recorded))
+    assert section["rows"][1][1]["value"] == pytest.approx(1.0, rel=EXACT), "the recorded policy itself"
+    assert "importance" not in evaluate(live(), profile, [FixedLength(2)]).details, "every round has full depth"
+
+
+def test_single_rounds_of_trees_are_as_drawn(live: Any, profile: Profile) -> None:
+    arrays = single_rounds(live(verification="rejection", tree="2,2,1"))
+    whole, early = (evaluate_rounds(arrays, policy, profile) for policy in (FixedLength(3), Confidence(0.5, 3)))
+    assert float(whole.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
+    assert early.committed.sum() < whole.committed.sum() and early.seconds.sum() < whole.seconds.sum()
+
+
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+def test_tokens_that_were_drafted_and_not_sent_are_not_rejected(live: Any, profile: Profile, verification: str) -> None:
+    sent, whole = 2, single_rounds(live(verification=verification))
+    assert int(whole.accepted.max()) > sent
+    # As if the policy had trimmed each draft to two tokens.
+    extra = {name: values.clone() for name, values in whole.extra.items()}
+    for name in ("sent", "observed", "target_prob"):
+        extra[name][:, sent:] = 0
+    path = whole.accepted_nodes() & (torch.arange(DEPTH) < sent)
+    trimmed = dataclasses.replace(whole, extra=extra, path=path, accepted=path.sum(1))
+    for k in range(sent + 1):
+        values = [evaluate_rounds(arrays, FixedLength(k), profile) for arrays in (whole, trimmed)]
+        assert values[0].committed.tolist() == values[1].committed.tolist()
+    with pytest.raises(TraceError, match="did not send"):
+        evaluate_rounds(trimmed, FixedLength(sent + 1), profile)

@@ -1,36 +1,45 @@
-"""Training of policies: folders, options, searches, and held-out prompts."""
+"""Training of policies: folders, options, searches, held-out prompts, rows, labels and achievable estimates."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
+import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import torch
-from conftest import make_prompts
+from conftest import NEW, make_prompts
 from contract_policies import DEPTH
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.models.pair import Pair, join
-from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.profile import Profile
+from specstop.collect import collect
+from specstop.collect.schema import NO_TOKEN
+from specstop.decode import join
+from specstop.decode.hf import generate
+from specstop.policies import FixedLength, InputError, PolicyError, TraceError
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
+from specstop.policies.features import PAST_WEIGHT
 from specstop.policies.storage import load_policy_folder
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.fit.plan import FEATURES, REPORT_SHARE, Plan, TrainOptions, split_report
-from specstop.train.fit.run import fit_policy, train
-from specstop.train.fit.settle import settle_for, unfitted_prompts
+from specstop.train import TraceArrays, make_head, trace_arrays, train
+from specstop.train.evaluate.batches import by_batch
+from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches
+from specstop.train.fit.adapt import adapt_to_profile
+from specstop.train.fit.plan import REPORT_SHARE, Plan, TrainOptions, split_report, without_noise
+from specstop.train.fit.rules import best_of, fixed_grid
+from specstop.train.fit.run import fit_policy
 from specstop.train.fit.tune import TUNE_FOLDS, search
-from specstop.train.heads import make_head
-from specstop.train.replay.arrays import TraceArrays, joined_arrays, trace_arrays
-from specstop.train.replay.run import replay
+from specstop.train.heads import rows as fitting_rows
+from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
+from specstop.train.heads.rows import Visits, conditional_acceptance, fit_rows, visits
+from synthetic import synthetic_trace, telling_trace, with_signal
 
+from specstop import LearnedPolicy, Pair, Profile, Speculator, Trace, deploy, evaluate, load_trace, replay
+
+Sides = tuple[Trace, Trace]
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
 
@@ -44,35 +53,21 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_the_rule_for_batches_keeps_costs_and_acceptance(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    full_profile = full_profile.with_decisions({"logistic?rule=batch": 1e-5})  # else it is timed
-    output = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
-    again = load_policy_folder(tmp_path / "p")
-    assert again.joint and again.rule.to_dict() == {"kind": "batch", "send": "best"}
-    assert full_profile.same_costs(again.metadata.profile) and len(again.metadata.acceptance) == DEPTH
-    arrays = trace_arrays(sides[1])
-    mine, theirs = (replay(arrays, policy, full_profile) for policy in (output, again))
-    assert torch.equal(mine.log, theirs.log)
-    assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
-    report = evaluate(sides[1], dataclasses.replace(full_profile, round_s=full_profile.round_s + 1e-3), [again])
-    assert report[again.name].note == "decides by the costs of this profile"
-
-
 @pytest.mark.parametrize(
     ("head", "rule"),
     [  # every rule with the head that is fitted soonest, and one with each of the others
-        *(("logistic", rule) for rule in ("derived", "survival", "step")),
+        *(("logistic", rule) for rule in ("derived", "survival", "step", "batch")),
         ("mlp", "survival"),
         ("xgboost", "derived"),
     ],
 )
 def test_a_trained_folder_replays_as_the_returned_policy(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str, rule: str
+    sides: Sides, full_profile: Profile, tmp_path: Path, head: str, rule: str
 ) -> None:
     options = {"cross_fit": rule == "derived", "folds": 2, "params": few_epochs(head)}
-    trained = train(sides[0], full_profile, head=head, rule=rule, threshold=0.45, out=tmp_path / "p", **options)
+    options["threshold"] = None if rule == "batch" else 0.45
+    full_profile = full_profile.with_decisions({"logistic?rule=batch": 1e-5})  # else it is timed
+    trained = train(sides[0], full_profile, head=head, rule=rule, out=tmp_path / "p", **options)
     assert trained.path == tmp_path / "p"
     again = load_policy_folder(tmp_path / "p")
     arrays = trace_arrays(sides[1])
@@ -81,20 +76,15 @@ def test_a_trained_folder_replays_as_the_returned_policy(
         assert torch.equal(getattr(mine, name), getattr(theirs, name))
     assert again.metadata == trained.policy.metadata
     assert (again.name, again.head.kind, again.rule.kind, again.max_depth) == (head, head, rule, DEPTH)
-    assert again.features == FEATURES
     facts = again.metadata
     assert (facts.temperature, facts.verification, facts.label) == (0.7, "match", "match")
-    assert facts.pair == dict(sides[0].header.pair)
-    assert len(facts.acceptance) == DEPTH
-    assert full_profile.same_costs(facts.profile)
-    assert (facts.rho > 0) == (rule == "derived")
+    assert facts.pair == dict(sides[0].header.pair) and full_profile.same_costs(facts.profile)
+    assert len(facts.acceptance) == DEPTH and (facts.rho > 0 or rule != "derived")
     assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
 
 
 @pytest.mark.parametrize("head", PLAIN)
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
-) -> None:
+def test_a_seed_determines_the_bytes(sides: Sides, full_profile: Profile, tmp_path: Path, head: str) -> None:
     for number, seed in enumerate((3, 3, 4)):
         train(
             sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, params=few_epochs(head)
@@ -105,54 +95,59 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "noun"),
     [
-        ({"head": "xgbost"}, InputError, "xgboost"),
-        ({"features": ["drawn_porb"]}, PolicyError, "drawn_prob"),
-        ({"rule": "surviva"}, InputError, "survival"),
-        ({"rule": "step", "threshold": 1.5}, PolicyError, "between 0 and 1"),
-        ({"rule": "batch", "threshold": 0.3}, InputError, "threshold"),
-        ({"rule": "derived", "nodes": [4]}, InputError, "nodes"),
-        ({"folds": 1}, InputError, "folds"),
-        ({"report_share": 1.5}, InputError, "report"),
+        ({"head": "xgbost"}, "xgboost"),
+        ({"features": ["drawn_porb"]}, "drawn_prob"),
+        ({"rule": "surviva"}, "survival"),
+        ({"rule": "step", "threshold": 1.5}, "between 0 and 1"),
+        ({"rule": "batch", "threshold": 0.3}, "threshold"),
+        ({"rule": "derived", "nodes": [4]}, "nodes"),
+        ({"folds": 1}, "folds"),
+        ({"report_share": 1.5}, "report"),
+        ({"tune": 0}, "tune"),
+        ({"tune": 1, "head": "xgbost"}, "xgboost"),
+        ({"tune": 1, "threshold": 0.5}, "threshold"),
+        ({"tune": 1, "rule": "gain"}, "gain"),
+        ({"head": ["logistic", "mlp"]}, "tune"),
+        ({"storage": "trials.log"}, "tune"),
+        ({"rule": "gain", "head": "dynasd-soft"}, "hidden states"),
+        ({"rule": "gain", "passes": 0}, "passes"),
+        ({"rule": "gain", "threshold": 0.5}, "threshold"),
+        ({"rule": "gain", "nodes": [0]}, "nodes"),
+        ({"rule": "gain", "cross_fit": False}, "cross_fit"),
     ],
 )
-def test_a_wrong_option_is_refused_with_a_hint_before_anything_is_written(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, options: dict[str, object],
-    error: type[Exception], message: str,
-) -> None:  # fmt: skip
-    with pytest.raises(error, match=message):
+def test_an_invalid_option_is_refused_before_anything_is_written(
+    sides: Sides, full_profile: Profile, tmp_path: Path, options: dict[str, object], noun: str
+) -> None:
+    with pytest.raises((InputError, PolicyError), match=noun):
         train(sides[0], full_profile, out=tmp_path / "p", **options)
     assert not (tmp_path / "p").exists()
 
 
-def test_a_policy_never_replaces_what_it_is_made_from(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
-    place = tmp_path / "place"
-    trace = copy.copy(sides[0])
-    trace.folder = shutil.copytree(sides[0].folder, place / "traces")
-    full_profile.save(place / "profiles" / "p.json")
-    costs = Profile.load(place / "profiles" / "p.json")
-    before = files(place)
-    for out in (place, place / "traces", place / "traces" / "data" / "new", place / "profiles"):
-        with pytest.raises(InputError, match="which the command reads"):
-            train(trace, costs, out=out, overwrite=True)
-    (tmp_path / "work").mkdir()
-    with pytest.raises(InputError, match="which is replaced"):
-        train(trace, costs, out=tmp_path / "work", overwrite=True, tune=1, storage=tmp_path / "work" / "trials.log")
-    assert files(place) == before
+def test_a_policy_never_replaces_what_it_is_made_from(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
+    trace = load_trace(shutil.copytree(sides[0].folder, tmp_path / "traces"))
+    full_profile.save(tmp_path / "profiles" / "p.json")
+    before, work = files(tmp_path), tmp_path / "work"
+    search = {"tune": 1, "storage": work / "trials.log"}
+    for out in (tmp_path, tmp_path / "traces", tmp_path / "traces" / "data" / "new", tmp_path / "profiles", work):
+        options, noun = (search, "which is replaced") if out == work else ({}, "which the command reads")
+        with pytest.raises(InputError, match=noun):
+            train(trace, Profile.load(tmp_path / "profiles" / "p.json"), out=out, overwrite=True, **options)
+    assert files(tmp_path) == before
 
 
-def test_too_few_prompts_are_refused(pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
-    trace = collect(pair, make_prompts(3, "few", 5), tmp_path / "t", depth=3, max_new_tokens=12)
-    with pytest.raises(TraceError, match="at least 4 different prompts"):
-        train(trace, full_profile)
+def test_traces_that_cannot_be_trained_on_are_refused(pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
+    options = {"depth": 3, "max_new_tokens": 12}
+    few = collect(pair, make_prompts(3, "few", 5), tmp_path / "few", **options)
+    live = collect(pair, make_prompts(4, "live", 5), tmp_path / "live", collector="live", policy="fixed:2", **options)
+    for trace, rule, noun in ((few, "derived", "at least 4 different prompts"), (live, "gain", "rule gain")):
+        with pytest.raises(TraceError, match=noun):
+            train(trace, full_profile, rule=rule)
 
 
-def test_a_draft_that_is_never_wrong_can_be_trained_on(
-    pair: Pair, endless_pair: Pair, full_profile: Profile, tmp_path: Path
-) -> None:
+def test_a_draft_that_is_never_wrong(pair: Pair, endless_pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
     """All labels are of one kind: heads are constants, and what cannot be measured is not NaN in the file."""
     twin = join(endless_pair.target, endless_pair.target, pair.tokenizer)
     trace = collect(twin, make_prompts(6, "twin", 5), tmp_path / "t", depth=3, max_new_tokens=20)
@@ -165,7 +160,7 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
+def arrays(sides: Sides) -> TraceArrays:
     return trace_arrays(sides[0])
 
 
@@ -179,28 +174,17 @@ def searched(
 
 
 def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, full_profile: Profile) -> None:
-    plan, rows = searched(arrays, full_profile, 5, rules=("survival", "step"))
-    assert {row["rule"] for row in rows} == {"survival", "step"}
+    """Each head and rule is tried with its defaults, and a seed repeats the search."""
+    plan, rows = searched(arrays, full_profile, 5, heads=("logistic", "xgboost"), rules=("survival", "step"))
+    assert rows == searched(arrays, full_profile, 5, heads=("logistic", "xgboost"), rules=("survival", "step"))[1]
+    defaults = {(row["policy"], row["rule"]) for row in rows if row["parameters"] is None}
+    assert defaults == {(head, rule) for head in ("logistic", "xgboost") for rule in ("survival", "step")}
     complete = [row for row in rows if row["folds"] == 2]
     assert rows[0]["tokens_per_s"] == max(row["tokens_per_s"] for row in complete) > 0
-    assert [row["trial"] for row in rows] == list(range(1, len(rows) + 1))
-    assert (plan.head.form, plan.rule) == ("logistic", rows[0]["rule"])
-    # Two halves by prompt, each replayed by a head of the other one.
-    default = next(row for row in complete if row["parameters"] is None and row["rule"] == "step")
-    names = sorted(set(arrays.clusters))
-    assert default["ratio_to_best_fixed"] == pytest.approx(
-        default["tokens_per_s"] / max(replay(arrays, f"fixed:{k}", full_profile).rate for k in range(arrays.depth + 1)),
-        rel=1e-6,
-    )
-    assert len(names) > 4
-
-
-def test_every_candidate_is_tried_with_its_defaults_first_and_seeds_repeat(
-    arrays: TraceArrays, full_profile: Profile
-) -> None:
-    runs = [searched(arrays, full_profile, 3, heads=("logistic", "xgboost"))[1] for _ in range(2)]
-    assert runs[0] == runs[1]
-    assert {("logistic", None), ("xgboost", None)} <= {(row["policy"], row["parameters"]) for row in runs[0]}
+    assert (plan.head.form, plan.rule) == (rows[0]["policy"], rows[0]["rule"])
+    best = max(replay(arrays, f"fixed:{k}", full_profile).rate for k in range(arrays.depth + 1))
+    for row in complete:
+        assert row["ratio_to_best_fixed"] == pytest.approx(row["tokens_per_s"] / best, rel=1e-6)
 
 
 def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: Profile, tmp_path: Path) -> None:
@@ -220,9 +204,7 @@ def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: 
         trials(2)
 
 
-def test_the_best_head_is_trained_and_saved_with_the_table(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_the_best_head_is_trained_and_saved_with_the_table(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
     trained = train(
         sides[0], full_profile, head=["xgboost", "logistic"], rule="survival", tune=2, out=tmp_path / "p", name="mine",
         seed=1,
@@ -230,38 +212,9 @@ def test_the_best_head_is_trained_and_saved_with_the_table(
     policy, trials = load_policy_folder(tmp_path / "p"), trained.metrics["trials"]
     assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", trials[0]["policy"], "survival")
     assert trials == policy.metadata.metrics["trials"] and {row["folds"] for row in trials} == {TUNE_FOLDS}
-    assert "## Trials" in (tmp_path / "p" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("options", "noun"),
-    [
-        ({"tune": 0}, "tune"),
-        ({"tune": 1, "head": "xgbost"}, "xgboost"),
-        ({"tune": 1, "rule": "surviva"}, "survival"),
-        ({"tune": 1, "threshold": 0.5}, "threshold"),
-        ({"head": ["logistic", "mlp"]}, "tune"),
-        ({"storage": "trials.log"}, "tune"),
-        ({"tune": 1, "rule": "gain"}, "gain"),
-    ],
-)
-def test_options_that_cannot_be_searched_are_refused(
-    sides: tuple[Trace, Trace], full_profile: Profile, options: dict[str, Any], noun: str
-) -> None:
-    with pytest.raises(InputError, match=noun):
-        train(sides[0], full_profile, **options)
-
-
-NAMES = ("top1", "noisy_margin", "depth")
-
-
-def other_report(arrays: TraceArrays, seed: int = 0) -> TraceArrays:
-    """Return the trace with other outcomes of the report prompts."""
-    _, report = split_report(arrays, REPORT_SHARE, seed)
-    assert report is not None
-    mine = torch.tensor([name in set(report.clusters) for name in arrays.clusters])[arrays.owner]
-    accepted = torch.where(mine, 0, arrays.accepted)
-    return dataclasses.replace(arrays, accepted=accepted)
+FEW = ("top1", "noisy_margin", "depth")
 
 
 def decisive_parts(policy: LearnedPolicy) -> list[Any]:
@@ -273,74 +226,213 @@ def decisive_parts(policy: LearnedPolicy) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("head", "rule"),
-    [("logistic", "derived"), ("xgboost", "survival")],
+    ("head", "rule", "tune"),
+    [("logistic", "derived", None), ("xgboost", "survival", None), ("logistic", "survival", 2)],
 )
-def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Profile, head: str, rule: str) -> None:
-    profile = full_profile.with_decisions({head: 1e-5})
-    plan = Plan(make_head(head), rule, NAMES, options=TrainOptions(passes=2, report_share=REPORT_SHARE))
-    one, other = (fit_policy(plan, of, profile)[0] for of in (arrays, other_report(arrays)))
-    assert decisive_parts(one) == decisive_parts(other)
-    figure = "held_out_tokens_per_s"
-    assert one.metadata.metrics[figure] != other.metadata.metrics[figure], "while the figures are of these prompts"
+def test_report_prompts_influence_nothing_but_the_figures(
+    arrays: TraceArrays, sides: Sides, full_profile: Profile, head: str, rule: str, tune: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Compare with training on a trace in which the report prompts have other outcomes."""
+    report = split_report(arrays, REPORT_SHARE, 0)[1]
+    assert report is not None
+    is_report = torch.tensor([name in set(report.clusters) for name in arrays.clusters])[arrays.owner]
+    changed, trained = dataclasses.replace(arrays, accepted=torch.where(is_report, 0, arrays.accepted)), []
+    for source in (arrays, changed):
+        monkeypatch.setattr("specstop.train.fit.run.joined_arrays", lambda *_, source=source: source)
+        trained.append(train(sides[0], full_profile, head=head, rule=rule, features=FEW, tune=tune))
+    one, other = trained
+    assert decisive_parts(one.policy) == decisive_parts(other.policy)
+    assert one.metrics.get("trials") == other.metrics.get("trials")
+    assert one.metrics["held_out_tokens_per_s"] != other.metrics["held_out_tokens_per_s"]
 
 
-def test_a_search_sees_no_report_prompt(
-    sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile = full_profile.with_decisions({"logistic": 1e-5})
-    result = []
-    for changed in (False, True):
-        read = joined_arrays if not changed else lambda *args: other_report(joined_arrays(*args))
-        monkeypatch.setattr("specstop.train.fit.run.joined_arrays", read)
-        trained = train(sides[0], profile, head="logistic", rule="survival", features=NAMES, tune=2)
-        result.append(
-            (trained.metrics["trials"], decisive_parts(trained.policy), trained.metrics["held_out_tokens_per_s"])
-        )
-    assert result[0][:2] == result[1][:2] and result[0][2] != result[1][2]
-
-
-def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    trained = train(sides[0], full_profile, features=NAMES)
-    prompts, arrays = trained.policy.metadata.prompts, trace_arrays(sides[0])
+def test_fit_select_and_report_prompts_are_disjoint(arrays: TraceArrays, sides: Sides, full_profile: Profile) -> None:
+    policy = train(sides[0], full_profile, features=FEW).policy
+    prompts = policy.metadata.prompts
     fit, select = set(prompts["fit"]), set(prompts["select"])
     _, report = split_report(arrays, REPORT_SHARE, 0)
     assert report is not None
     assert not fit & select and not (fit | select) & set(report.clusters)
     assert fit | select | set(report.clusters) == set(arrays.clusters)
     assert set(prompts["report"]) == set(report.clusters)
-    counts = {name: trained.metrics[f"{name}_prompts"] for name in ("fit", "select", "report")}
-    assert counts == {"fit": len(fit), "select": len(select), "report": report.sequences}
-    bare = train(sides[0], full_profile, features=NAMES, report_share=0).metrics
+    bare = train(sides[0], full_profile, features=FEW, report_share=0).metrics
     assert not [name for name in bare if "held_out" in name or name.endswith("_auc")]
-
-
-def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
-    sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
-    arrays, policy = trace_arrays(sides[0]), train(sides[0], full_profile, features=NAMES).policy
-    free = unfitted_prompts(policy, arrays)
-    assert free is not None and set(free.clusters) == set(policy.metadata.prompts["select"])
     costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
-    settled, note = settle_for(policy, arrays, costly)
+    settled, note = adapt_to_profile(policy, arrays, costly)
     assert "that the head was not fitted on" in note
     # Other outcomes of the prompts that the head was fitted on, and of report prompts, change nothing.
-    used = {*policy.metadata.prompts["fit"], *policy.metadata.prompts["report"]}
-    fitted = torch.tensor([name in used for name in arrays.clusters])[arrays.owner]
+    fitted = torch.tensor([name not in select for name in arrays.clusters])[arrays.owner]
     changed = dataclasses.replace(arrays, accepted=torch.where(fitted, 0, arrays.accepted))
-    again, _ = settle_for(policy, changed, costly)
-    assert isinstance(settled, LearnedPolicy) and isinstance(again, LearnedPolicy)
-    assert settled.metadata.rho == again.metadata.rho and settled.rule.to_dict() == again.rule.to_dict()
-    only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in set(policy.metadata.prompts["fit"])])
-    assert settle_for(policy, only, costly)[0] is policy
+    again, _ = adapt_to_profile(policy, changed, costly)
+    assert decisive_parts(settled) == decisive_parts(again)  # type: ignore[arg-type]
+    only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in fit])
+    assert adapt_to_profile(policy, only, costly)[0] is policy
 
 
-def test_evaluation_on_training_prompts_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    policy = train(sides[0], full_profile, features=NAMES).policy
-    profile = full_profile.with_decisions({policy.cost_name: 1e-5})
-    known = len(policy.metadata.prompts["fit"]) + len(policy.metadata.prompts["select"])
-    with pytest.raises(Exception, match=f"{known} of .* prompts are in the training prompts of logistic"):
-        evaluate(sides[0], profile, [policy])
-    with pytest.warns(Warning, match="not held-out"):
-        evaluate(sides[0], profile, [policy], allow_overlap=True)
-    evaluate(sides[1], profile, [policy])
+MIXED = ("top1", "mean_full", "anchor_top1", "depth", "last_accepted")
+ROW_DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def trace() -> TraceArrays:
+    chance = random.Random(1)
+    lengths = [[min(chance.choice((0, 1, 1, 2, 3)), n - t) for t in range(n)] for n in (12, 3, 20, 1)]
+    return synthetic_trace(lengths, ROW_DEPTH, (("anchor_top1",), ("top1", "depth")))
+
+
+# Rows
+Slow = tuple[list[float], int, bool, bool, bool]
+
+
+def slow_rows(trace: TraceArrays, length: int) -> Iterator[Slow]:
+    """Play a fixed length by hand; yield (features, depth, accepted, followed, followed known) of each row."""
+    for s in range(trace.sequences):
+        anchor, past = 1, []
+        while anchor < int(trace.text_tokens[s]):
+            row = int(trace.offset[s]) + anchor - 1
+            accepted = int(trace.accepted[row])
+            weights = [PAST_WEIGHT**i for i in range(len(past))][::-1]
+            total = sum(weights) or 1.0
+            known = {
+                "mean_accepted": sum(w * a for w, a in zip(weights, past, strict=True)) / total,
+                "mean_full": sum(w * (a == length) for w, a in zip(weights, past, strict=True)) / total,
+                "last_accepted": float(past[-1]) if past else 0.0,
+                "last_verified": float(length) if past else 0.0,
+                "anchor_top1": float(trace.columns["anchor_top1"][row]),
+            }
+            for depth in range(ROW_DEPTH + 1):
+                if accepted < depth - 1 or bool(trace.cut[row]):
+                    break
+                current = {n: float(trace.columns[n][row, depth - 1]) if depth else 0.0 for n in ("top1", "depth")}
+                features = [{**known, **current}[name] for name in MIXED]
+                yield features, depth, accepted >= depth, accepted > depth, accepted >= depth and depth < ROW_DEPTH
+            past.append(min(accepted, length))
+            anchor += min(accepted, length) + 1
+
+
+def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> None:
+    lengths = (1, 2, 3)
+    rows = fit_rows(trace, MIXED, visits(trace, [replay(trace, FixedLength(k), profile) for k in lengths]))
+    slow = [row for k in lengths for row in slow_rows(trace, k)]
+    assert len(rows) == len(slow) > 40
+    np.testing.assert_allclose(rows.features.numpy(), [row[0] for row in slow], rtol=1e-5, atol=1e-6)
+    assert rows.depth.tolist() == [row[1] for row in slow]
+    drawn = rows.drawn.tolist()
+    assert drawn == [row[1] > 0 for row in slow]
+    assert rows.known.T.tolist() == [drawn, [row[4] for row in slow]]
+    accept, following = (rows.labels[rows.known[:, at], at] for at in (0, 1))
+    assert accept.tolist() == [row[2] for row, use in zip(slow, drawn, strict=True) if use]
+    assert following.tolist() == [row[3] for row in slow if row[4]]
+
+
+def test_samples_of_a_prompt_are_on_one_side_which_the_seed_decides() -> None:
+    trace = synthetic_trace([[0, 0]] * 20, ROW_DEPTH)
+    trace.prompt_ids[:] = [str(i // 2) for i in range(20)]
+    splits = [fitting_rows.split_prompts(trace, 0.25, seed) for seed in (0, 0, 1)]
+    assert splits[0] == splits[1] != splits[2]
+    for fit, held in splits:
+        assert sorted(fit + held) == list(range(20)) and 4 <= len(held) <= 6
+        assert not {trace.prompt_ids[s] for s in fit} & {trace.prompt_ids[s] for s in held}
+
+
+def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
+    trace = synthetic_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], ROW_DEPTH)
+    folds = prompt_folds(trace, 3, 0)
+    result = on_policy_rounds(trace, folds, [FixedLength(2), FixedLength(1)], profile)
+    for fold, length in enumerate((2, 1, 2)):
+        whole = visits(trace, [replay(trace, FixedLength(length), profile)])
+        mine, expected = (folds.of_rows(trace, part) == fold for part in (result, whole))
+        assert len(result.row[mine]) > 2
+        torch.testing.assert_close(result.row[mine], whole.row[expected])
+        torch.testing.assert_close(result.history[mine], whole.history[expected])
+
+
+def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceArrays, profile: Profile) -> None:
+    visited = visits(trace, [replay(trace, FixedLength(2), profile)])
+    lengths = trace.accepted[visited.row].tolist()
+    expected = [sum(a >= j for a in lengths) / sum(a >= j - 1 for a in lengths) for j in range(1, ROW_DEPTH + 1)]
+    assert conditional_acceptance(trace, visited) == pytest.approx(expected)
+    never = synthetic_trace([[1] * 9], ROW_DEPTH)
+    assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (1.0, 0.0, 0.0)
+    lookup = synthetic_trace([[1, 0, 2, 0, 1, 0]], ROW_DEPTH)
+    lookup.tokens[1::2] = NO_TOKEN
+    every = Visits.once(torch.arange(6))
+    assert conditional_acceptance(lookup, every)[:2] == (1.0, pytest.approx(1 / 3)), "of rounds that have a token"
+
+
+OPTIONS: dict[str, Any] = {"depth": ROW_DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}
+
+
+@pytest.fixture(scope="module")
+def block(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Sides:
+    """Traces of block verification to train on and to evaluate on, of two draws each."""
+    folder = tmp_path_factory.mktemp("block")
+    output = ((24, "fit", 21), (12, "held", 22))
+    return tuple(
+        collect(pair, make_prompts(*args), folder / args[1], verification="block", draws=2, **OPTIONS)
+        for args in output
+    )
+
+
+def rows_of(trace: Trace, chances: bool) -> Any:
+    arrays = trace_arrays(trace, ("top1", "drawn_prob"), fitting_rows.CHANCE_COLUMNS if chances else ())
+    row = (~arrays.cut).nonzero()[:, 0]
+    return fit_rows(arrays, ("top1", "drawn_prob"), Visits(row, torch.zeros(len(row), 4)))
+
+
+def test_labels_are_chances_with_the_same_means_and_less_variance(block: Sides) -> None:
+    assert fitting_rows.label_columns([block[0].header], False) == fitting_rows.CHANCE_COLUMNS
+    soft, hard = rows_of(block[0], True), rows_of(block[0], False)
+    assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
+    assert set(hard.labels.unique().tolist()) == {0.0, 1.0} and hard.labels.dtype == torch.float32
+    for column, use in enumerate(soft.known.T):
+        chance, bit = soft.labels[use, column], hard.labels[use, column]
+        assert abs(float(chance.mean() - bit.mean())) < 4 * float(bit.std()) / len(bit) ** 0.5
+        assert float(chance.std()) < float(bit.std())
+        assert float(np.corrcoef(chance, bit)[0, 1]) > 0.2
+
+
+def test_match_traces_keep_bits(traces: dict[float, Trace], block: Sides) -> None:
+    assert fitting_rows.label_columns([traces[0.7].header], False) == ()
+    assert fitting_rows.label_columns([traces[0.7].header, block[0].header], True) == ("draft_prob", "target_prob")
+    assert without_noise(("top1", "noisy_margin"), traces[0.7].header) == ("top1", "noisy_margin")
+    assert without_noise(("top1", "noisy_margin", "noisy_score"), block[0].header) == ("top1", "drawn_prob")
+
+
+@pytest.mark.usefixtures("module_cache")
+def test_a_head_is_fitted_and_runs_under_its_verification(
+    plain_pair: Pair, block: Sides, full_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = train(block[0], full_profile, out=tmp_path / "p").policy
+    assert (policy.metadata.verification, policy.metadata.label) == ("block", "block")
+    assert "noisy_margin" not in policy.features and "drawn_prob" in policy.features
+    report = evaluate(block[1], full_profile, [policy], train_traces=block[0])
+    assert report.facts["exactness"] == "exact in law, 2 draws of each text" and 8 < report.facts["prompts"] <= 12
+    deploy("hf", tmp_path / "hf", tmp_path / "p")
+    created: list[Speculator] = []
+    monkeypatch.setattr(generate, "Speculator", lambda *a, **k: created.append(Speculator(*a, **k)) or created[-1])
+    options = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 8, "assistant_model": plain_pair.draft}
+    custom = {"custom_generate": str(tmp_path / "hf"), "trust_remote_code": True}
+    plain_pair.target.generate(torch.tensor([[5, 6, 7]]), **custom, **options)
+    assert [speculator.mode.name for speculator in created] == ["block"], "an exported policy, too"
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_achievable_estimate_is_worth_what_the_features_tell(tells: bool) -> None:
+    """A draft step takes a quarter of a second, a verification 4 s and half a second for each token beyond one a stream."""
+    low = CostTable(1.0, (0.25, 0.25), 0.0, tuple(4.0 + 0.5 * n for n in range(5)))
+    many = BatchTable(
+        1.0, ((1, 0.25), (4, 0.25)), {size: ((size, 4.0), (5 * size, 4.0 + 2.0 * size)) for size in (1, 4)}
+    )
+    high, batch = dataclasses.replace(low, context=99.0), BatchCosts(many, dataclasses.replace(many, context=99.0))
+    arrays, profile = telling_trace(12), Profile(low, high, 0.0, 0.0, (0.0, 0.0), batch=batch)
+    if not tells:
+        noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
+        arrays = with_signal(arrays, noise, noise[:, 0])
+    alone = achievable_estimate(arrays, profile, ("entropy", "anchor_entropy", "depth")).rate
+    result = by_batch(arrays, [], profile, [4], estimate=achievable_in_batches(arrays, profile))
+    best, known, bound = (line["to_best_fixed"][0]["value"] for line in result["lines"])
+    assert best == 1.0 and known < bound and result["use"][0] != NAME
+    for gain in (known, alone / best_of(fixed_grid(arrays, profile)).rate):
+        assert gain > 1.08 if tells else gain < 1.03

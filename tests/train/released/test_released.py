@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from commands import cli, model_options
+from commands import cli
 from conftest import NEW
-from specstop.decode import Settings, decode, with_drafter
-from specstop.decode.drafters.folder import load_drafter
-from specstop.decode.models.pair import Pair
-from specstop.policies.contract import DraftStep
-from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.fixed import FixedLength
-from specstop.policies.heads.layers import HARD_FEATURES
+from specstop.decode import decode, load_drafter, with_drafter
+from specstop.policies import FixedLength, InputError, PolicyError
 from specstop.policies.storage import load_policy_folder
 from specstop.train.released import PREFIX, import_medusa, import_weights
 from torch import Tensor, nn
+
+from specstop import Pair, Settings
 
 
 class DecisionModel(nn.Module):
@@ -92,8 +87,6 @@ def test_dynasds_models_answer_as_before(tmp_path: Path, sizes: tuple[int, ...],
     with torch.no_grad():
         torch.testing.assert_close(accept(tmp_path / "p", x), model(x)[:, 0])
     policy = load_policy_folder(tmp_path / "p")
-    assert policy.features == (HARD_FEATURES if sizes[0] == 11 else ())
-    assert policy.sizes == ({} if sizes[0] == 11 else {"draft_hidden": sizes[0]})
     assert policy.rule.to_dict() == {"kind": "any", "threshold": 0.4}
     assert (policy.first, policy.max_depth, policy.metadata.provenance["imported from"]) == (1, 5, "w.pt")
 
@@ -131,8 +124,6 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
     policy = load_policy_folder(tmp_path / "b")
     assert (policy.max_depth, policy.rule.to_dict()["threshold"]) == (9, 0.5)
     assert policy.metadata.provenance["rejection weight taken out"] == 6.0
-    with pytest.raises(InputError, match=r"rejection_weight: d.pt is of the layout dynasd-hard"):
-        import_weights(saved(DecisionModel(11, 4, 1), tmp_path / "d.pt"), tmp_path / "c", rejection_weight=6.0)
 
 
 # What is refused
@@ -148,30 +139,17 @@ class Evil:
         return os.mkdir, (str(self.mark),)
 
 
-def evil_dict(path: Path, mark: Path) -> None:
-    torch.save({"layers.0.weight": Evil(mark)}, path)
-
-
-def evil_pickle(path: Path, mark: Path) -> None:
-    path.write_bytes(pickle.dumps(Evil(mark), protocol=2))
-
-
-def whole_module(path: Path, mark: Path) -> None:
-    torch.save(DecisionModel(11, 4, 1), path)
-
-
-@pytest.mark.parametrize("make", [evil_dict, evil_pickle, whole_module])
-def test_a_pickle_of_more_than_tensors_is_refused_and_nothing_of_it_runs(
-    tmp_path: Path, make: Callable[[Path, Path], None]
-) -> None:
+@pytest.mark.parametrize("form", ["state dict", "pickle", "module"])
+def test_a_pickle_of_more_than_tensors_is_refused_and_nothing_of_it_runs(tmp_path: Path, form: str) -> None:
     path, mark = tmp_path / "w.pt", tmp_path / "mark"
-    make(path, mark)
-    if make is not whole_module:
-        with_care = pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))  # the file does what it is made for
-        assert with_care is None and (tmp_path / "proof").is_dir()
-    with pytest.raises(PolicyError, match=r"w.pt holds more than tensors.*nothing of it was run") as caught:
+    pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
+    assert (tmp_path / "proof").is_dir(), "the object does what it is made for"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(Evil(mark), protocol=2))
+    else:
+        torch.save({"layers.0.weight": Evil(mark)} if form == "state dict" else DecisionModel(11, 4, 1), path)
+    with pytest.raises(PolicyError, match=r"w.pt holds more than tensors.*nothing of it was run"):
         import_weights(path, tmp_path / "p")
-    assert "\n" not in str(caught.value)
     assert not mark.exists() and not (tmp_path / "p").exists()
 
 
@@ -186,7 +164,6 @@ STATES: dict[str, tuple[Any, str]] = {
     "a wrong width": (state(layers__2__weight=torch.zeros(1, 5)), "expected weight.1"),
     "not finite": (state(layers__0__bias=torch.full((4,), float("nan"))), "finite numbers in bias.0"),
     "a list": ([torch.zeros(2)], "holds a list; expected a state dict"),
-    "nothing": ({}, "expected a state dict"),
     "a number": (state(layers__0__bias=3.0), "'layers.0.bias' is no plain tensor"),
     "a giant from one number": (state(layers__0__weight=torch.zeros(1).expand(1 << 20, 1 << 20)), "no plain tensor"),
     "specdec blocks apart": (
@@ -194,14 +171,8 @@ STATES: dict[str, tuple[Any, str]] = {
         | {"model.2.weight": torch.zeros(2, 3), "model.2.bias": torch.zeros(2)},
         "blocks of different shapes",
     ),
-    "a specdec block left out": (
-        {k: v for k, v in AcceptanceHead(3, 3, False).state_dict().items() if "model.1" not in k},
-        "missing: 'model.1.linear.bias'",
-    ),
-    "no last layer": (
-        {k: v for k, v in AcceptanceHead(3, 2).state_dict().items() if "model.2" not in k},
-        "unknown: 'model.0.linear.bias'|missing: 'model",
-    ),
+
+
 }  # fmt: skip
 
 
@@ -215,6 +186,32 @@ def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path: Path, case: 
     assert not (tmp_path / "p").exists()
 
 
+def test_invalid_options_and_paths_are_refused_and_files_are_kept(tmp_path: Path) -> None:
+    hub, full = tmp_path / "hub", tmp_path / "full"
+    for folder in (hub, full, tmp_path / "empty"):
+        folder.mkdir()
+    path = saved(DecisionModel(11, 4, 1), hub / "pytorch_model.bin")
+    (full / "mine").write_text("keep")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for weights, out, options, noun in (
+        (path, "p", {"depth": 0}, "depth: expected 1 to 1024"),
+        (path, "p", {"threshold": 1.5}, "threshold"),
+        (path, "p", {"rejection_weight": 0.0}, "rejection_weight"),
+        (path, "p", {"rejection_weight": 6.0}, "rejection_weight: .* layout dynasd-hard"),
+        (tmp_path / "none.pt", "p", {}, "does not exist"),
+        (tmp_path / "empty", "p", {}, "model.safetensors"),
+        (path, "full", {}, "not empty"),
+        (path, "full", {"overwrite": True}, "mine"),
+        (path, "hub", {"overwrite": True}, "which the command reads"),
+        (path, "hub/pytorch_model.bin", {"overwrite": True}, "which the command reads"),
+        (hub, "hub", {"overwrite": True}, "which the command reads"),
+        (hub, "hub/new", {"overwrite": True}, "which the command reads"),
+    ):
+        with pytest.raises((InputError, PolicyError), match=noun):
+            import_weights(weights, tmp_path / out, **options)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 @pytest.mark.parametrize("raw", [b"", b"\x80", b"PK\x03\x04 no", b"{" * 100, b"\x00" * 64], ids=repr)
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str, raw: bytes) -> None:
@@ -222,70 +219,6 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str, raw: b
     with pytest.raises(PolicyError, match=name) as caught:
         import_weights(tmp_path / name, tmp_path / "p")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"depth": 0}, "depth: expected 1 to 1024, not 0"),
-        ({"threshold": 1.5}, "threshold"),
-        ({"rejection_weight": 0.0}, "rejection_weight"),
-    ],
-    ids=str,
-)
-def test_a_wrong_option_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
-    with pytest.raises((InputError, PolicyError), match=message):
-        import_weights(path, tmp_path / "p", **options)
-    assert not (tmp_path / "p").exists()
-
-
-def test_missing_files_and_full_folders_are_refused(tmp_path: Path) -> None:
-    path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
-    for name in ("hub", "p"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "p" / "mine").write_text("keep")
-    for weights, noun, overwrite in (
-        (tmp_path / "none.pt", "does not exist", False),
-        (tmp_path / "hub", "model.safetensors", False),
-        (path, "not empty", False),
-        (path, "mine", True),
-    ):
-        with pytest.raises(InputError, match=noun):
-            import_weights(weights, tmp_path / "p", overwrite=overwrite)
-    assert [p.name for p in (tmp_path / "p").iterdir()] == ["mine"]
-    import_weights(path, tmp_path / "new")
-    import_weights(path, tmp_path / "new", overwrite=True, threshold=0.25)
-    assert load_policy_folder(tmp_path / "new").rule.to_dict()["threshold"] == 0.25
-
-
-def test_weights_are_never_replaced_by_the_policy_made_of_them(tmp_path: Path) -> None:
-    (tmp_path / "hub").mkdir()
-    path = saved(DecisionModel(11, 4, 1), tmp_path / "hub" / "pytorch_model.bin")
-    before = path.read_bytes()
-    for given, out, message in (
-        (path, path.parent, "which the command reads"),
-        (path, path, "which the command reads"),
-        (path.parent, path.parent, "which the command reads"),
-        (path.parent, path.parent / "new", "which the command reads"),
-    ):
-        with pytest.raises(InputError, match=message):
-            import_weights(given, out, overwrite=True)
-    assert ([p.name for p in path.parent.iterdir()], path.read_bytes()) == ([path.name], before)
-
-
-def test_an_imported_policy_decides_by_forks(tmp_path: Path) -> None:
-    """The published rule on a fork of three: any score above the threshold keeps all of it."""
-    model = DecisionModel(11, 44, 1)
-    import_weights(saved(model, tmp_path / "w.pt"), tmp_path / "p", threshold=0.5)
-    policy = load_policy_folder(tmp_path / "p")
-    x = torch.rand(50, 3, 11) * torch.tensor([6.0] + [1.0] * 10)
-    with torch.no_grad():
-        expected = (model(x)[..., 0] > 0.5).any(1, keepdim=True).expand(-1, 3)
-    alive, parent = np.ones((50, 3), dtype=bool), np.zeros((50, 3), dtype=np.int64)
-    kept, _ = policy.keep(DraftStep(1, alive, parent, x.numpy(), {}, np.arange(50)), None)
-    assert np.array_equal(kept, expected.numpy())
-    assert 0 < int(kept[:, 0].sum()) < 50
 
 
 HEADS = 3
@@ -318,10 +251,8 @@ def test_the_heads_compute_the_released_outputs(plain_pair: Pair, tmp_path: Path
     else:
         file = saved_heads(heads.state_dict(), tmp_path / "released")
         weights = file if form == "file" else file.parent
-    imported = import_medusa(weights, plain_pair, tmp_path / "drafter")
-    loaded = load_drafter(tmp_path / "drafter")
-    assert imported.kind == loaded.kind == "medusa" and "imported from" in loaded.provenance
-    network: Any = loaded.network_for(plain_pair)
+    import_medusa(weights, plain_pair, tmp_path / "drafter")
+    network: Any = load_drafter(tmp_path / "drafter").network_for(plain_pair)
     hidden = torch.randn(5, plain_pair.target.config.hidden_size, dtype=torch.float64)
     for number, head in enumerate(heads):
         expected = head.float()(hidden.float()).double()
@@ -330,35 +261,21 @@ def test_the_heads_compute_the_released_outputs(plain_pair: Pair, tmp_path: Path
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_imported_heads_draft_and_the_text_is_the_targets(
-    pair: Pair, pair_folder: Path, prompt_ids: list[list[int]], tmp_path: Path
-) -> None:
+def test_imported_heads_draft(pair: Pair, pair_folder: Path, prompt_ids: list[list[int]], tmp_path: Path) -> None:
     weights, target = saved_heads(released(pair).state_dict(), tmp_path), pair_folder / "target"
-    answer = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--json", "--dtype", "float64")
-    assert answer.code == 0, answer.err
-    facts = json.loads(answer.out)
-    assert (facts["network"], facts["depth"], facts["provenance: for the target"]) == ("medusa", HEADS, str(target))
-    assert "medusa" in cli("info", tmp_path / "d").out
+    shown = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--dtype", "float64")
+    assert f"--drafter medusa:{tmp_path / 'd'} --depth {HEADS}" in shown.out, shown.err
     drafted = with_drafter(pair, f"medusa:{tmp_path / 'd'}")
     settings = Settings(0.7, NEW, max_depth=HEADS, verification="match")
     drafts = decode(drafted, prompt_ids[:3], FixedLength(HEADS), settings=settings)
     plain = decode(pair, prompt_ids[:3], FixedLength(0), settings=settings)
     assert [one.tokens for one in drafts] == [one.tokens for one in plain]
     assert any(round.drafted == HEADS for one in drafts for round in one.rounds)
-    shown = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--overwrite")
-    assert f"--drafter medusa:{tmp_path / 'd'} --depth {HEADS}" in shown.out, shown.err
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w6 w7 w8"}\n')
-    options = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
-    at = options.index("--draft")
-    options[at : at + 2] = ["--drafter", f"medusa:{tmp_path / 'd'}", "--max-new-tokens", "9"]
-    answer = cli("decode", *options)
-    assert answer.code == 0, answer.err
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"0.0.linear.bias": None}, r"missing: '0.0.linear.bias'"),
         ({"1.1.weight": None}, r"missing: '1.1.weight'"),
         ({"7.0.linear.weight": torch.zeros(1)}, r"unknown: '7.0.linear.weight'"),
         ({f"{i}.0.linear.weight": torch.zeros(1) for i in range(3, 70)}, r"unknown: '64.0.linear.weight'"),
@@ -371,24 +288,10 @@ def test_imported_heads_draft_and_the_text_is_the_targets(
     ],
 )
 def test_other_tensors_are_refused_by_name(
-    plain_pair: Pair, tmp_path: Path, change: dict[str, Tensor | None], message: str
+    plain_pair: Pair, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     state = {**released(plain_pair).state_dict(), **change}
     weights = saved_heads({key: value for key, value in state.items() if value is not None}, tmp_path)
     with pytest.raises((InputError, PolicyError), match=message):
         import_medusa(weights, plain_pair, tmp_path / "d")
-    assert not (tmp_path / "d").exists()
-
-
-def test_an_invalid_command_is_one_line(pair: Pair, pair_folder: Path, tmp_path: Path) -> None:
-    weights, target = saved_heads(released(pair).state_dict(), tmp_path), pair_folder / "target"
-    for command, noun in [
-        ((weights,), "--target"),
-        ((weights, "--target", target, "--threshold", "0"), "--threshold"),
-        ((weights, "--dtype", "bfloat16"), "--dtype"),
-        ((tmp_path / "none", "--target", target), "does not exist"),
-        ((pair_folder, "--target", target), "medusa_lm_head.pt"),
-    ]:
-        answer = cli("import", *command, "--out", tmp_path / "d")
-        assert answer.code == 2 and answer.err.count("\n") == 1 and noun in answer.err, answer.err
     assert not (tmp_path / "d").exists()

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import NEW
+from conftest import NEW, make_prompts
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates, ReadsStates, SelectingByToken
+from hypothesis import HealthCheck, given, settings, strategies as st
 from learned_policies import learned as learned_policy
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.pair import Pair
-from specstop.decode.records import Generation
-from specstop.decode.topology import Topology
-from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.errors import PolicyFailure
+from specstop.collect import Trace, collect, load_trace
+from specstop.decode import Generation, Settings, Speculator, Topology, stream_key
+from specstop.policies import Confidence, FixedLength, PolicyError, State, TraceError
 from specstop.policies.features import HIDDEN_STATES
-from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.profile import Profile
 from specstop.policies.published.kangaroo import MaxProb
 from specstop.policies.published.online import Online
-from specstop.policies.registry import load_policy
 from specstop.policies.rules import Threshold
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.policies.storage import load_policy_folder
+from specstop.train import Rounds, TraceArrays, trace_arrays, train
+from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.replay.arrays import joined_arrays, policy_features
 from specstop.train.replay.bounds import StaticTree
-from specstop.train.replay.rounds import BY_ROUND, Rounds, scaled
+from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
+from specstop.train.replay.rounds import BY_ROUND, scale_costs
 from specstop.train.replay.run import replay, replay_lengths, replay_many
 from synthetic import synthetic_trace
 
+from specstop import Pair, Profile, Prompt, RoundOutcome, SpecstopWarning, StopPolicy, load_policy
+
+Traces = dict[float, Trace]
 TREES = {
     None: None,
     "widths": "3,2,1,1,1",
@@ -80,24 +81,31 @@ CASES = [
     *((spec, (None, "odd")[at % 2], (0.0, 0.7)[at // 2 % 2]) for at, spec in enumerate(SPECS)),
     *((s, ("odd", None)[at % 2], (0.7, 0.0)[at // 2 % 2]) for at, s in enumerate(SPECS) if s.startswith(FOR_TREES)),
 ]
-Trees = Callable[[str | None, float], TraceArrays]
+Recorded = Callable[[str | None, float], Trace]
 Live = Callable[[StopPolicy, str | None, float], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trees:
+def recorded_arrivals(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Collect a dense trace with hidden states, once for each tree and temperature."""
-    folder, done = tmp_path_factory.mktemp("recorded"), {}
+    folder = tmp_path_factory.mktemp("recorded")
 
-    def run(tree: str | None, temperature: float) -> TraceArrays:
-        if (tree, temperature) not in done:
-            options = {"depth": DEPTH, "tree": TREES[tree], "temperature": temperature, "verification": "match"}
-            out = folder / f"{tree}-{temperature}"
-            trace = collect(pair, prompts, out, **options, max_new_tokens=NEW, shards=2, hidden=tuple(HIDDEN_STATES))
-            done[tree, temperature] = trace_arrays(trace)
-        return done[tree, temperature]
+    @functools.cache
+    def run(tree: str | None, temperature: float) -> Trace:
+        options = {"depth": DEPTH, "tree": TREES[tree], "temperature": temperature, "verification": "match"}
+        out = folder / f"{tree}-{temperature}"
+        return collect(pair, prompts, out, **options, max_new_tokens=NEW, shards=2, hidden=tuple(HIDDEN_STATES))
 
     return run
+
+
+Trees = Callable[[str | None, float], TraceArrays]
+
+
+@pytest.fixture(scope="module")
+def by_tree(recorded: Recorded) -> Trees:
+    """The same traces as arrays."""
+    return functools.cache(lambda tree, temperature: trace_arrays(recorded_arrivals(tree, temperature)))
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +132,9 @@ def by_text(rounds: Rounds) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(("name", "tree", "temperature"), CASES)
 def test_rounds_and_seconds_are_those_of_the_live_loop(
-    recorded: Trees, live: Live, profile: Profile, name: str, tree: str | None, temperature: float
+    by_tree: Trees, live: Live, profile: Profile, name: str, tree: str | None, temperature: float
 ) -> None:
-    arrays = recorded(tree, temperature)
+    arrays = by_tree(tree, temperature)
     policy = POLICIES.get(name) or load_policy(name).limited(DEPTH)
     played, generations = replay(arrays, policy, profile), live(policy, tree, temperature)
     assert by_text(played) == live_rounds(generations)
@@ -146,9 +154,7 @@ def test_rounds_and_seconds_are_those_of_the_live_loop(
 
 
 @pytest.mark.parametrize("name", ["fixed:0", "trimming", "adaptive"])
-def test_seconds_of_trees_are_those_that_a_live_policy_observes(
-    recorded: Trees, live: Live, profile: Profile, name: str
-) -> None:
+def test_a_live_policy_observes_the_seconds_of_trees(by_tree: Trees, live: Live, profile: Profile, name: str) -> None:
     observed: list[float] = []
 
     class Listening(type(POLICIES[name])):  # type: ignore[misc]
@@ -158,15 +164,15 @@ def test_seconds_of_trees_are_those_that_a_live_policy_observes(
 
     listening = copy.copy(POLICIES[name])
     listening.__class__ = Listening
-    played = replay(recorded("odd", 0.7), POLICIES[name], profile)
+    played = replay(by_tree("odd", 0.7), POLICIES[name], profile)
     live(listening, "odd", 0.7)
     prompts = profile.prefill_seconds(played.prompt_tokens.numpy())
     by_text = played.by_sequence(torch.tensor(observed, dtype=torch.float64)) + torch.from_numpy(prompts)
     torch.testing.assert_close(played.seconds, by_text, rtol=1e-12, atol=0.0)
 
 
-def test_a_static_tree_is_drafted_live_as_in_replay(recorded: Trees, live: Live, profile: Profile) -> None:
-    arrays = recorded("widths", 0.7)
+def test_a_static_tree_is_drafted_live_as_in_replay(by_tree: Trees, live: Live, profile: Profile) -> None:
+    arrays = by_tree("widths", 0.7)
     policy, children = StaticTree(arrays.tree, [0, 1, 3, 4, 9]), arrays.tree.children
     assert policy.shape.parent == Topology([-1, 0, 0, 1, 1, 3]).parent
     assert policy.drawn.nodes == sum(len(children[row]) for row in (0, 1, 4))
@@ -174,118 +180,71 @@ def test_a_static_tree_is_drafted_live_as_in_replay(recorded: Trees, live: Live,
     assert by_text(played) == live_rounds(live(policy, "widths", 0.7)) and int(played.verified.max()) <= 5
 
 
-@pytest.mark.parametrize(("name", "tree"), [("reads-states", None), ("reads-draft-states", "odd")])
-def test_replay_of_a_live_trace_under_its_policy_has_its_rounds(
-    pair: Pair, prompts: list[Prompt], recorded: Trees, profile: Profile, tmp_path: Path, name: str, tree: str | None
-) -> None:
-    options = {"depth": DEPTH, "tree": TREES[tree], "temperature": 0.7, "max_new_tokens": NEW, "verification": "match"}
-    live = {"collector": "live", "policy": POLICIES[name], "hidden": tuple(HIDDEN_STATES)}
-    arrays = trace_arrays(collect(pair, prompts, tmp_path / "t", **options, **live))
-    dense = replay(recorded(tree, 0.7), POLICIES[name], profile)
-    assert by_text(replay(arrays, POLICIES[name], profile)) == by_text(dense)
-
-
 @pytest.mark.parametrize("tree", [None, "widths"])
-def test_rounds_of_a_text_do_not_depend_on_the_other_texts(recorded: Trees, profile: Profile, tree: str | None) -> None:
-    arrays = recorded(tree, 0.7)
-    for name in ("reads-history", "adaptive", "randomised", "reads-states"):
-        whole, part = (replay(a, POLICIES[name], profile) for a in (arrays, arrays.subset([2, 5]).subset([1, 0])))
-        assert by_text(part) == [by_text(whole)[s] for s in (5, 2)]
-        assert torch.equal(part.seconds, whole.seconds[[5, 2]])
-        assert by_text(whole.subset([5, 2])) == by_text(part)
-        assert torch.equal(whole.subset([5, 2]).seconds, part.seconds)
-
-
-class Recording(StopPolicy):
-    """Drafts to full depth and records the features by depth."""
-
-    features = ("anchor_margin", "mean_full", "top3", "noisy_margin", "last_verified", "depth")
-    name, first, max_depth = "recording", 0, DEPTH
-
-    def __init__(self) -> None:
-        self.seen: dict[int, list[list[float]]] = {depth: [] for depth in range(DEPTH)}
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.seen[step.depth] += step.features[step.alive].tolist()
-        return step.alive, state
-
-
-def test_seen_features_are_what_a_policy_receives(recorded: Trees, profile: Profile) -> None:
-    arrays, policy = recorded(None, 0.7), Recording()
-    played = replay(arrays, policy, profile)
-    row = torch.from_numpy(arrays.find(played.sequence.numpy(), played.anchor.numpy()))
-    table = seen_features(arrays, policy.features, row, played.history)
-    assert table.shape == (len(played), DEPTH + 1, len(policy.features))
-    for depth, features in policy.seen.items():
-        assert sorted(features) == sorted(table[played.decisions > depth, depth].tolist())
-    assert bool((table[:, 0, [1, 4]] > 0).any())
-    assert not table[:, 0, [2, 3, 5]].any(), "depth 0 has ANCHOR and HISTORY features only"
+def test_rounds_of_a_text_do_not_depend_on_the_other_texts(
+    recorded: Recorded, by_tree: Trees, profile: Profile, tree: str | None
+) -> None:
+    """The same in memory and read from files."""
+    arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded_arrivals(tree, 0.7).folder))
+    for name in ("reads-history", "adaptive", "randomised", "reads-states", "reads-draft-states"):
+        whole = replay(arrays, POLICIES[name], profile)
+        assert len({tuple(r[1:]) for rounds in by_text(whole) for r in rounds}) > 2, "the policy decides something"
+        for other in (whole.subset([5, 2]), *(a.subset([2, 5]).subset([1, 0]) for a in (arrays, from_files))):
+            part = other if isinstance(other, Rounds) else replay(other, POLICIES[name], profile)
+            assert by_text(part) == [by_text(whole)[s] for s in (5, 2)]
+            assert torch.equal(part.seconds, whole.seconds[[5, 2]])
 
 
 EXACT = 1e-12
 
 
-def equal(one: Rounds, other: Rounds) -> bool:
-    """Return whether all columns and prices are equal."""
-    names = [name for name in (*BY_ROUND, "tokens", "seconds") if getattr(one, name) is not None]
-    return one.name == other.name and all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
-
-
 @pytest.mark.parametrize("tree", [None, "widths"])
-def test_prices_are_linear_in_the_costs_of_a_profile(recorded: Trees, profile: Profile, tree: str | None) -> None:
-    rounds = replay(recorded(tree, 0.7), Confidence(0.3, DEPTH), profile)
+def test_prices_are_linear_in_the_costs_of_a_profile(by_tree: Trees, profile: Profile, tree: str | None) -> None:
+    rounds = replay(by_tree(tree, 0.7), Confidence(0.3, DEPTH), profile)
     spent = rounds.price(profile)
-    doubled = [rounds.price(scaled(profile, **{part: 2.0})) - spent for part in ("draft", "verify", "decision")]
+    doubled = [rounds.price(scale_costs(profile, **{part: 2.0})) - spent for part in ("draft", "verify", "decision")]
     assert all(float(more.sum()) > 0 for more in doubled)
     torch.testing.assert_close(doubled[2], rounds.decision_seconds(profile), rtol=1e-9, atol=EXACT)
-    everything = rounds.price(scaled(profile, draft=2.0, verify=2.0, decision=2.0))
+    everything = rounds.price(scale_costs(profile, draft=2.0, verify=2.0, decision=2.0))
     torch.testing.assert_close(everything, spent + sum(doubled), rtol=1e-9, atol=EXACT)
     bare = rounds.price(profile, bare=True) + rounds.decision_seconds(profile)
     assert bool((bare <= spent + EXACT).all()), "a larger backlog is not cheaper"
     one = rounds.backlog == 1
     torch.testing.assert_close(bare[one], spent[one], rtol=1e-9, atol=EXACT)
-    no_prompts = dataclasses.replace(rounds, prompt_tokens=torch.zeros_like(rounds.prompt_tokens))
-    torch.testing.assert_close(no_prompts.seconds, rounds.by_sequence(spent), rtol=1e-9, atol=EXACT)
-
-
-SWEEP = [
-    *(Confidence(t, DEPTH) for t in (0.1, 0.4, 0.4, 0.8)),
-    FixedLength(2),
-    *(Online(t, prior, max_depth=DEPTH) for t, prior in ((0.1, 2.0), (0.3, 2.0), (0.02, 2.0), (0.3, 9.0))),
-    Confidence(0.3, 2),
-]
 
 
 @pytest.mark.parametrize("tree", [None, "widths"])
 def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(
-    recorded: Trees, profile: Profile, tree: str | None, monkeypatch: pytest.MonkeyPatch
+    by_tree: Trees, profile: Profile, tree: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep with hidden states is divided into parts."""
-    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", 16 * 4 * 2 * 8)
-    arrays, learned = recorded(tree, 0.7), learned_policy()
-    rules = [learned.with_rule(Threshold("survival", t)) for t in (0.1, 0.3, 0.5)]
-    for sweep in ([*SWEEP, *rules], [ReadsStates(), ReadsStates(), Confidence(0.3, DEPTH)]):
+    monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MAX_HIDDEN_BYTES", 16 * 4 * 2 * 8)
+    arrays, learned = by_tree(tree, 0.7), learned_policy()
+    scalar = [
+        *(Confidence(t, DEPTH) for t in (0.1, 0.4, 0.4, 0.8)), FixedLength(2), Confidence(0.3, 2),
+        *(Online(t, prior, max_depth=DEPTH) for t, prior in ((0.1, 2.0), (0.3, 2.0), (0.02, 2.0), (0.3, 9.0))),
+        *(learned.with_rule(Threshold("survival", t)) for t in (0.1, 0.3, 0.5)),
+    ]  # fmt: skip
+    for sweep in (scalar, [ReadsStates(), ReadsStates(), Confidence(0.3, DEPTH)]):
         for policy, rounds in zip(sweep, replay_many(arrays, sweep, profile), strict=True):
-            assert equal(rounds, replay(arrays, policy, profile)), policy.name
+            alone = replay(arrays, policy, profile)
+            for name in (*BY_ROUND, "tokens", "seconds"):
+                assert getattr(alone, name) is None or torch.equal(getattr(rounds, name), getattr(alone, name)), name
 
 
-def test_known_lengths_have_the_rounds_of_the_policy(recorded: Trees, profile: Profile) -> None:
-    arrays, thresholds = recorded(None, 0.7), (0.2, 0.35, 0.6)
-    assert bool(arrays.ends.any())
+def test_known_lengths_have_the_rounds_of_the_policy(by_tree: Trees, profile: Profile) -> None:
+    arrays, thresholds = by_tree(None, 0.7), (0.2, 0.35, 0.6)
     certain = [(arrays.column("top1") >= threshold).long().cumprod(1).sum(1) for threshold in thresholds]
     drafted = torch.stack([(count + 1).clamp_max(DEPTH) for count in certain])
     for threshold, rounds in zip(thresholds, replay_lengths(arrays, drafted, drafted, profile), strict=True):
         policy = replay(arrays, MaxProb(threshold, max_depth=DEPTH), profile)
         assert torch.equal(rounds.log, policy.log) and torch.equal(rounds.backlog, policy.backlog)
         torch.testing.assert_close(rounds.seconds, policy.seconds, rtol=EXACT, atol=0.0)
-
-
-def test_dropped_tokens_are_drafted_and_not_verified(profile: Profile) -> None:
-    arrays = synthetic_trace([[3, 3, 3, 3, 3, 3, 3]], depth=3)
+    # Tokens that are drafted and not verified: the draft has read the accepted one.
+    arrays = synthetic_trace([[3] * 7], depth=3)
     (rounds,) = replay_lengths(arrays, torch.full((1, 7), 2), torch.full((1, 7), 1), profile)
-    assert rounds.committed.tolist() == [2, 2, 2, 1] and rounds.accepted.tolist() == [1, 1, 1, 1]
-    assert rounds.drafted.tolist() == [2, 2, 2, 2] and rounds.verified.tolist() == [1, 1, 1, 1]
-    assert rounds.backlog[1:].tolist() == [1, 1, 1], "the draft has read the accepted token"
+    assert rounds.log[:, 2:].tolist() == [[2, 1, 1]] * 4 and rounds.committed.tolist() == [2, 2, 2, 1]
+    assert rounds.backlog[1:].tolist() == [1, 1, 1]
 
 
 def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) -> None:
@@ -298,19 +257,144 @@ def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) 
     assert empty.seconds.tolist() == pytest.approx(profile.prefill_seconds(np.array([7])).tolist())
 
 
-class Failing(StopPolicy):
-    name, max_depth = "mine", DEPTH
+# Traces as arrays: what is read, joined and removed, and what is refused.
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        raise SystemExit("bye")
+TEMPERATURES = (0.0, 0.7)
 
 
-def test_a_failure_of_a_policy_names_it_and_the_other_policies_are_reported(
-    traces: dict[float, Trace], profile: Profile
+@pytest.fixture(scope="module")
+def arrays(traces: Traces) -> TraceArrays:
+    return trace_arrays(traces[0.7])
+
+
+@pytest.fixture(scope="module")
+def both(pair: Pair, sides: tuple[Trace, Trace], tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
+    """Traces of the training prompts at temperatures 0.7 and 0."""
+    folder = tmp_path_factory.mktemp("cold")
+    return [sides[0], collect(pair, make_prompts(24, "fit", 21), folder, depth=DEPTH, max_new_tokens=NEW, shards=2)]
+
+
+class ReadsClock(FixedLength):
+    reads_clock = True
+
+
+class OtherSize(ReadsDraftStates):
+    sizes = MappingProxyType({"draft_hidden": 8})
+
+
+def test_policies_that_a_trace_cannot_replay_are_refused(
+    arrays: TraceArrays, traces: Traces, recorded: Recorded, profile: Profile
 ) -> None:
-    with pytest.raises(PolicyFailure, match=r"^mine: keep\(\) failed: SystemExit: bye$"):
-        replay(traces[0.7], Failing(), profile)
-    report = evaluate(traces[0.7], profile.with_decisions({"mine": 1e-5}), [Failing(), FixedLength(2)])
-    (failure,) = report.failed
-    assert failure.policy == "mine" and failure.file == __file__ and failure.line
-    assert report["fixed:2"].tokens_per_s > 0
+    few = trace_arrays(traces[0.7], ["entropy"])
+    whole = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
+    mixed = dataclasses.replace(whole, header=dataclasses.replace(whole.header, mix=0.5))
+    some_states = trace_arrays(recorded_arrivals(None, 0.7), hidden=["target_hidden"])
+    for trace, policy, error, noun in (
+        (arrays, FixedLength(DEPTH + 1), TraceError, "depth"),
+        (arrays, ReadsClock(2), TraceError, "clock"),
+        (few, Confidence(0.4, DEPTH), TraceError, "'drawn_prob'"),
+        (mixed, FixedLength(1), TraceError, "mix"),
+        (arrays, ReadsStates(), TraceError, "draft_hidden, target_hidden"),
+        (some_states, ReadsDraftStates(), TraceError, "draft_hidden"),
+        (trace_arrays(recorded_arrivals(None, 0.7)), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
+    ):
+        with pytest.raises(error, match=noun):
+            replay(trace, policy, profile)
+    with pytest.raises(TraceError, match="'top1'"):
+        policy_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
+    with pytest.raises(TraceError, match="no draft_hidden"):
+        trace_arrays(traces[0.7], hidden=["draft_hidden"])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "noun"),
+    [
+        ("anchor", None, "misses anchors"),
+        ("accepted_length", -1, "accepted lengths"),  # would commit nothing, forever
+        ("accepted_length", DEPTH + 1, "accepted lengths"),
+        ("tokens", None, "without tokens"),
+        ("top1", None, "without top1"),
+    ],
+)
+def test_an_impossible_trace_is_refused(traces: Traces, column: str, value: int | None, noun: str) -> None:
+    trace = traces[0.0]
+    if column == "anchor":
+        rows = trace.rows.select([i for i in range(len(trace.rows)) if i != 3])
+    else:
+        rows = trace.rows.map(lambda row, at: {column: value if at == 3 else row[column]}, with_indices=True)
+    with pytest.raises(TraceError, match=f"traces.*{noun}"):
+        trace_arrays(Trace(trace.folder, trace.header, rows))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataObject) -> None:
+    keep = data.draw(st.lists(st.integers(0, arrays.sequences - 1), min_size=1, max_size=6))
+    part = arrays.subset(keep)
+    rows = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep])
+    assert part.prompt_ids == [arrays.prompt_ids[s] for s in keep]
+    assert torch.equal(part.text_tokens, arrays.text_tokens[keep])
+    for name in ("accepted", "tokens", "ends", "cut", "anchor_by_row", "draft_bound"):
+        assert torch.equal(getattr(part, name), getattr(arrays, name)[rows]), name
+    assert part.find(part.owner.numpy(), part.anchor_by_row.numpy()).tolist() == list(range(len(rows)))
+    assert part.find(np.array([0, 0]), np.array([0, 10_000])).tolist() == [-1, -1], "the first anchor is 1"
+
+
+def test_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
+    part, other = arrays.subset([0, 1]), arrays.subset([2, 3])
+    same_text = dataclasses.replace(part, prompt_ids=["x", "y"])
+    require_disjoint("--traces", part, "--train-traces", other.clusters)
+    for trace in (part, same_text):
+        with pytest.raises(TraceError, match="2 of 2 prompts"):
+            require_disjoint_prompts(trace, part, [])
+        with pytest.warns(SpecstopWarning, match="not held-out"):
+            require_disjoint_prompts(trace, part, [], allow=True)
+
+
+def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Profile) -> None:
+    joined, alone = joined_arrays(both), [trace_arrays(trace) for trace in both]
+    assert joined.sequences == sum(part.sequences for part in alone) > 40
+    together, parts = replay(joined, FixedLength(3), profile), [replay(part, FixedLength(3), profile) for part in alone]
+    for name in ("tokens", "seconds", "anchor", "accepted", "committed", "backlog"):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(part, name) for part in parts])), name
+    folds = prompt_folds(joined, 4, 0)
+    owner: dict[str, int] = {}
+    assert all(owner.setdefault(n, f) == f for n, f in zip(joined.prompt_ids, folds.of.tolist(), strict=True))
+    assert joined.sequences > len(owner) > 20, "a prompt is in one fold at all temperatures"
+
+
+def changed(trace: Trace, **entries: Any) -> Trace:
+    """Return a trace with other entries in its header."""
+    return Trace(trace.folder, dataclasses.replace(trace.header, **entries), trace.rows)
+
+
+def test_traces_that_differ_are_not_joined(both: list[Trace], full_profile: Profile) -> None:
+    changes: list[dict[str, Any]] = [{"pair": {"target": "x"}}, {"max_new_tokens": 9}, {"verification": "rejection"}]
+    for change in changes:
+        with pytest.raises(TraceError, match=f"differ in {next(iter(change))}"):
+            train([both[0], changed(both[1], **change)], full_profile)
+    with pytest.raises(TraceError, match="at least one trace"):
+        joined_arrays([])
+
+
+def test_a_policy_that_reads_the_temperature_decides_live_as_in_replay(
+    pair: Pair, both: list[Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    options = {"features": ("temperature", "depth"), "rule": "step", "threshold": 0.55}
+    train(both, full_profile, **options, out=tmp_path / "p")
+    policy = load_policy_folder(tmp_path / "p")
+    assert policy.metadata.temperature == TEMPERATURES
+    for trace in both:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_fit(policy, trace)
+        log, arrays = replay(trace, policy, full_profile).log.tolist(), trace_arrays(trace)
+        speculator = Speculator(pair, policy, Settings(trace.header.temperature, NEW, verification="match"))
+        for prompt in make_prompts(24, "fit", 21)[:4]:
+            text = speculator.generate(pair.tokenizer(prompt.text)["input_ids"], stream_key(0, prompt.id))
+            s = arrays.prompt_ids.index(prompt.id)
+            live = [[s, r.anchor, r.drafted, r.verified, r.accepted] for r in text.rounds]
+            assert live == [line for line in log if line[0] == s]
+    for entries in ({"temperature": 1.3}, {"verification": "rejection"}, {"pair": {"target": "0"}}):
+        with pytest.warns(SpecstopWarning, match=f"trained for another {next(iter(entries))}"):
+            check_fit(policy, changed(both[0], **entries))

@@ -1,45 +1,35 @@
-"""Heads on hidden states: they learn a known rule, are exported as they were fitted, and decode as published; mixed texts."""
+"""Heads learn a known rule, are exported as they were fitted, and decode as published; mixed texts."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xgboost as xgb
 from conftest import make_prompts
 from contract_policies import DEPTH
 from feature_head import biased
-from specstop.collect.run import collect
-from specstop.collect.store import Trace
-from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.pair import Pair
-from specstop.decode.plain import plain_texts
-from specstop.decode.verify.noise import stream_key
-from specstop.policies.errors import InputError, PolicyError, TraceError
+from specstop.collect import collect
+from specstop.decode import stream_key
+from specstop.policies import InputError, PolicyError, TraceError
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
-from specstop.train.fit.run import Trained, train
-from specstop.train.heads import HEADS, head_class
-from specstop.train.heads.base import HeadEstimator
+from specstop.train import HeadEstimator, TraceArrays, TrainResult, head_class, make_head, trace_arrays, train
+from specstop.train.heads import published
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
-from specstop.train.heads.networks import ResNet, ResNetEstimator, acceptance_loss, flagged_columns
-from specstop.train.heads.published import (
-    DynaSDHardEstimator,
-    DynaSDSoftEstimator,
-    SpecDecEstimator,
-    SpecDecPublishedEstimator,
-    balanced,
-)
+from specstop.train.heads.networks import MLPEstimator, ResNetEstimator, acceptance_loss
 from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Visits, fit_rows, mixed_arrays, mixed_rows
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.run import replay
-from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
+from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 from torch import Tensor
+
+from specstop import Pair, Profile, Settings, Speculator, Trace, replay
 
 DRAFT, TARGET = 8, 6
 LOSS = 0.02  # nats above the truth; a head that learned nothing is 0.1 and more behind
@@ -84,6 +74,11 @@ def scored(head: Head, rows: FitRows, depth: int) -> Tensor:
     return torch.from_numpy(head.scores(rows.features.numpy(), depth, states)).float()
 
 
+def at_their_depths(head: Head, rows: FitRows) -> Tensor:
+    """Return [M, 2] float32, the head's scores of all rows."""
+    return torch.where((rows.depth == 0)[:, None], *(scored(head, rows, depth) for depth in (0, 1)))
+
+
 def fitted(model: HeadEstimator, rows: FitRows, stop_rows: FitRows) -> Head:
     """Return the head of a fitted estimator."""
     return model.fit(rows, stop_rows=stop_rows).export()
@@ -93,43 +88,16 @@ def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
     fit, (held, _, truth) = hidden_rows(14_000, 1)[0], hidden_rows(6_000, 2)
     head, blind = fitted(ResNetEstimator(NAMES, epochs=8), fit, held), fitted(LogisticEstimator(NAMES), fit, held)
     assert dict(head.sizes) == {"draft_hidden": DRAFT, "target_hidden": TARGET}
-    first = (held.depth == 0)[:, None]
-    outputs = [torch.sigmoid(torch.where(first, *(scored(one, held, d) for d in (0, 1)))) for one in (head, blind)]
+    outputs = [torch.sigmoid(at_their_depths(one, held)) for one in (head, blind)]
     for column, use in enumerate(held.known.T):
         labels = held.labels[use, column].numpy()
         loss, without, best = (log_loss(p[use, column].numpy(), labels) for p in (*outputs, truth))
         assert loss < best + LOSS < without - LOSS, "hidden states hold what scalars do not"
 
 
-@pytest.mark.parametrize("names", [NAMES, ()])
-@pytest.mark.parametrize("states", [("draft_hidden",), ("draft_hidden", "target_hidden")])
-def test_the_residual_head_scores_as_its_network(names: tuple[str, ...], states: tuple[str, ...]) -> None:
-    rows = hidden_rows(400, 3)[0]
-    features = rows.features if names else torch.zeros(len(rows), 0)
-    rows = dataclasses.replace(rows, features=features, hidden={name: rows.hidden[name] for name in states})
-    head = fitted(ResNetEstimator(names, epochs=1, width=12, blocks=2, dropout=0.5), rows, rows)
-    t = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
-    network = ResNet([len(names) + 1, *(len(t[f"mean.{name}"]) for name in states)], 12, 2).eval()
-    weights = {"enter.0.weight": t["enter.weight"], "enter.0.bias": t["enter.bias"]}
-    weights |= {f"enter.{at}.weight": t[f"enter.{name}"] for at, name in enumerate(states, 1)}
-    weights |= {f"blocks.layers.{at}.{p}": t[f"block.{p}"][at] for at in range(2) for p in ("weight", "bias")}
-    network.load_state_dict({**weights, "leave.weight": t["leave.weight"], "leave.bias": t["leave.bias"]})
-    for depth in (0, 1):
-        use = rows.drawn == bool(depth)
-        inputs = [
-            (rows.hidden[name][use].float() - t[f"mean.{name}"]) / t[f"scale.{name}"]
-            * (depth > 0 or name == "target_hidden")
-            for name in states
-        ]  # fmt: skip
-        with torch.no_grad():
-            expected = network(flagged_columns(head.basis, rows.subset(use)), *inputs)  # type: ignore[attr-defined]
-        torch.testing.assert_close(scored(head, rows, depth)[use], expected, atol=1e-4, rtol=1e-4)
-
-
 def test_dynasds_soft_model_learns_the_ratio() -> None:
     fit, (held, soft) = published_rows(8_000, 4)[0], published_rows(6_000, 5)
-    head = fitted(DynaSDSoftEstimator(epochs=3), fit, held)
-    assert [tuple(head.tensors()[f"weight.{i}"].shape) for i in range(3)] == [(512, DRAFT), (256, 512), (1, 256)]
+    head = fitted(published.DynaSDSoftEstimator(epochs=3), fit, held)
     chance, truth = torch.sigmoid(scored(head, held, 1)[:, 0])[held.drawn], soft[held.drawn]
     assert float((chance - truth).abs().mean()) < 0.04 and abs(float(chance.mean() - truth.mean())) < MEAN
     first = held.labels[~held.drawn & held.known[:, 1], 1].mean()
@@ -144,29 +112,27 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft:
     hits = (torch.rand(9_000, generator=generator) < chance).float()
     labels, known = torch.stack([chance if soft else hits, hits], 1), torch.tensor([True, False]).expand(9_000, 2)
     rows = FitRows(features, torch.ones(9_000, dtype=torch.int64), labels, known)
-    sample = balanced(rows, 3)
+    sample = published.balanced(rows, 3)
     assert float(sample.labels[:, 0].mean()) == 0.5 and set(sample.labels[:, 0].tolist()) == {0.0, 1.0}
     assert len(sample) == pytest.approx(2 * float((1 - hits).sum()), rel=0.1)
-    assert not torch.equal(sample.features, balanced(rows, 4).features)
-    head = fitted(DynaSDHardEstimator(HARD_FEATURES, epochs=6, learning_rate=5e-3), rows, rows)
+    assert not torch.equal(sample.features, published.balanced(rows, 4).features)
+    head = fitted(published.DynaSDHardEstimator(HARD_FEATURES, epochs=6, learning_rate=5e-3), rows, rows)
     output = torch.sigmoid(scored(head, rows, 1)[:, 0])
     odds = float(hits.mean() / (1 - hits.mean()))
     expected = chance / (chance + odds * (1 - chance))  # the sample has rejected rows `odds` times as often
     assert float((output - expected).abs().mean()) < 0.05 and float((output - chance).abs().mean()) > 0.2
-    flat = dataclasses.replace(rows, labels=torch.ones_like(labels))
-    assert len(balanced(flat, 0)) == len(rows), "rows of one kind are all kept"
 
 
-@pytest.mark.parametrize("published", [False, True])
-def test_the_rejection_weights_bias_stays_in_the_published_head_only(published: bool) -> None:
+@pytest.mark.parametrize("is_published", [False, True])
+def test_the_rejection_weights_bias_stays_in_the_published_head_only(is_published: bool) -> None:
     """With weight w the least loss is at a / (a + w (1 - a)), the mean of which is known here."""
     fit, (held, soft) = published_rows(10_000, 6)[0], published_rows(6_000, 7)
-    build = SpecDecPublishedEstimator if published else SpecDecEstimator
+    build = published.SpecDecPublishedEstimator if is_published else published.SpecDecEstimator
     head = fitted(build(epochs=10, learning_rate=1e-2), fit, held)
-    assert head.lag == 1 and (len(head.tensors()["block.weight"]) == 1) == published
+    assert head.lag == 1 and (len(head.tensors()["block.weight"]) == 1) == is_published
     use = held.drawn
     output = torch.sigmoid(scored(head, held, 2)[use, 0])
-    expected = torch.from_numpy(biased(soft[use].numpy(), 6.0)) if published else soft[use]
+    expected = torch.from_numpy(biased(soft[use].numpy(), 6.0)) if is_published else soft[use]
     assert float(output.mean()) == pytest.approx(float(expected.mean()), abs=MEAN)
     assert float((output - expected).abs().mean()) < 0.05
 
@@ -242,7 +208,7 @@ def costs(profile: Profile) -> Profile:
 @pytest.fixture(scope="module")
 def trained(
     hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Trained]:
+) -> dict[str, TrainResult]:
     folder = tmp_path_factory.mktemp("trained")
     options = {"params": QUICK, "cross_fit": False}
     return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in READS}
@@ -250,7 +216,7 @@ def trained(
 
 @pytest.mark.parametrize("kind", READS)
 def test_a_published_head_decodes_as_it_replays_under_its_rule(
-    pair: Pair, hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
+    pair: Pair, hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, TrainResult], kind: str
 ) -> None:
     features, states, rule = READS[kind]
     policy, build = trained[kind].policy, head_class(kind)
@@ -258,39 +224,22 @@ def test_a_published_head_decodes_as_it_replays_under_its_rule(
     if not build.calibrated:
         assert policy.rule.to_dict()["threshold"] in build.thresholds
         assert (policy.accept.kind, policy.next.kind, policy.survival) == ("identity", "identity", None)
-    prompts, arrays = make_prompts(6, "held", 22), trace_arrays(hidden[1])
-    ids, keys = [pair.tokenizer(p.text)["input_ids"] for p in prompts], [stream_key(0, p.id) for p in prompts]
+    prompts, arrays, live = {p.id: p for p in make_prompts(6, "held", 22)}, trace_arrays(hidden[1]), []
     speculator = Speculator(pair, policy, Settings(0.7, NEW, verification="match"))
-    generations = [speculator.generate(i, k) for i, k in zip(ids, keys, strict=True)]
-    assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, NEW, 0.7).tokens
-    played = dict(zip([p.id for p in prompts], generations, strict=True))
-    live = [
-        [s, r.anchor, r.drafted, r.verified, r.accepted]
-        for s, name in enumerate(arrays.prompt_ids)
-        for r in played[name].rounds
-    ]
+    for s, name in enumerate(arrays.prompt_ids):
+        text = speculator.generate(pair.tokenizer(prompts[name].text)["input_ids"], stream_key(0, name))
+        live += [[s, r.anchor, r.drafted, r.verified, r.accepted] for r in text.rounds]
     log = replay(arrays, policy, costs).log
     assert log.tolist() == live and len(log) > 15
     path = trained[kind].path
     assert isinstance(path, Path) and torch.equal(replay(arrays, load_policy_folder(path), costs).log, log)
 
 
-def test_the_published_thresholds_are_the_papers() -> None:
-    """SpecDec++ stops above h in 0.1 .. 0.9, which is to draft at a survival of 1 - h or more; its example has h = 0.7."""
-    assert sorted(head_class("specdec-published").thresholds) == [0.1, 0.3, 0.5, 0.7, 0.9]
-    assert head_class("specdec-published").thresholds[0] == 0.3
-    assert head_class("dynasd-soft").thresholds == head_class("dynasd-hard").thresholds == (0.4, 0.5)
-    assert {name for name in HEADS.builtin if not head_class(name).calibrated} == {
-        "dynasd-soft", "dynasd-hard", "specdec-published",
-    }  # fmt: skip
-
-
 def test_rules_and_hidden_states_can_be_requested(
     hidden: tuple[Trace, Trace, Trace], sides: tuple[Trace, Trace], costs: Profile
 ) -> None:
     options = {"params": QUICK, "cross_fit": False}
-    for rule in ("derived", "step"):
-        assert train(hidden[0], costs, head="specdec", rule=rule, **options).policy.rule.kind == rule
+    assert train(hidden[0], costs, head="specdec", rule="step", **options).policy.rule.kind == "step"
     policy = train(hidden[0], costs, head="resnet", hidden=["target_hidden"], features=["top1"], **options).policy
     assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
     for kind, requested in (("dynasd-soft", "target_hidden"), ("mlp", "draft_hidden")):
@@ -337,11 +286,79 @@ def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: 
 
 @pytest.mark.parametrize("kind", ["specdec", "dynasd-soft"])
 def test_heads_are_fitted_on_mixed_texts(
-    hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
+    hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, TrainResult], kind: str
 ) -> None:
     mixed_fit = train(hidden[0], costs, head=kind, params=QUICK, cross_fit=False, mixed=hidden[2])
-    assert mixed_fit.policy.max_depth == DEPTH
     first, second = (one.policy.head.tensors() for one in (mixed_fit, trained[kind]))
     assert any(not np.array_equal(first[name], second[name]) for name in first)
     with pytest.raises(TraceError, match="no mixed trace"):
         train(hidden[0], costs, head=kind, mixed=hidden[1])
+
+
+MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order
+COEFFICIENT = 0.08  # over 3 standard errors of a coefficient fitted on the fewest rows, about 0.025
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[FitRows, FitRows]:
+    return synthetic_rows(24_000, 1), synthetic_rows(8_000, 2)
+
+
+def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float, float]]:
+    """Return (loss of the head, of the truth, of the constant) for both outputs."""
+    truth = true_logits(rows.features, rows.depth == 0)
+    result = []
+    for column, (label, use) in enumerate(zip(rows.labels.T, rows.known.T, strict=True)):
+        constant = np.full(int(use.sum()), float(label[use].double().mean()))
+        logits = (head_logits[use, column], truth[use, column])
+        chances = (*(torch.sigmoid(x).numpy() for x in logits), constant)
+        result.append(tuple(log_loss(chance, label[use].numpy()) for chance in chances))
+    return result
+
+
+def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
+    head, first = fitted(LogisticEstimator(NAMES), *parts), parts[1].depth == 0
+    tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
+    weight = tensors["weight"] / tensors["scale"]
+    bias = tensors["bias"] - weight @ (tensors["mean"])
+    torch.testing.assert_close(weight[:2], TRUE_WEIGHT[:2], atol=COEFFICIENT, rtol=0)
+    torch.testing.assert_close(bias[:2], TRUE_BIAS[:2], atol=COEFFICIENT, rtol=0)
+    opening, truth = at_their_depths(head, parts[1])[first, 1], true_logits(parts[1].features, first)[first, 1]
+    torch.testing.assert_close(opening, truth, atol=4 * COEFFICIENT, rtol=0)
+    seen = parts[0].features[parts[0].drawn].numpy()
+    assert [head.tensors()[end][2] for end in ("low", "high")] == [seen[:, 2].min(), seen[:, 2].max()]
+
+
+def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
+    model = make_head("xgboost").set_params(features=NAMES).fit(parts[0], stop_rows=parts[1])
+    head, files = model.export(), model.files_
+    tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
+    x = parts[1].features[:3000].clone()
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.2] = float("nan")
+    split, threshold = tensors["feature"].flatten(), tensors["threshold"].flatten()
+    real = (threshold < np.finfo(np.float32).max).nonzero()[:, 0]
+    on = parts[1].features[: len(real)].clone()[torch.arange(len(real)) % 3000]
+    on[torch.arange(len(real)), split[real]] = threshold[real]  # exactly on a threshold
+    rows = torch.cat([x, on, 3.0 * x[:200]]).numpy()
+    assert len(on) > 500
+    result = head.scores(rows, 1)
+    within = np.clip(rows, tensors["low"].numpy(), tensors["high"].numpy())
+    for column, name in enumerate(("accept.ubj", "next.ubj")):
+        booster = xgb.Booster()
+        booster.load_model(bytearray(files[name]))
+        margin = booster.predict(xgb.DMatrix(within, feature_names=list(NAMES)), output_margin=True)
+        np.testing.assert_allclose(result[:, column], margin, atol=MARGIN, rtol=MARGIN)
+    assert result.std() > 0.5
+    assert np.array_equal(head.scores(within.astype(np.float32), 0), result), "trees know the depth by its feature only"
+
+
+def test_the_mlp_learns_the_truth_and_restores_random_states(parts: tuple[FitRows, FitRows]) -> None:
+    def states() -> list[Any]:
+        numbers = np.random.get_state()[1].tolist()  # noqa: NPY002 - the global state is what this is about
+        return [torch.get_rng_state().tolist(), random.getstate(), numbers]
+
+    before = states()
+    head = fitted(MLPEstimator(NAMES, epochs=4), *parts)
+    assert states() == before
+    for loss, truth, constant in losses(at_their_depths(head, parts[1]), parts[1]):
+        assert loss < truth + LOSS < constant - LOSS

@@ -13,8 +13,8 @@ from ...policies.host import with_costs
 from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
 from ..replay.arrays import TraceArrays
-from .batch_rules import settle_batch, settle_lengths
-from .rules import FIRST, Part, Rates, solve_derived
+from .batch_rules import tune_batch_lengths, tune_batch_rule
+from .rules import FIRST_DEPTHS, Part, Rates, solve_derived
 from .tree_rules import solve_tree
 
 MIN_GAIN_IN_SAMPLE = 0.01
@@ -36,7 +36,7 @@ def solve_rate(
     arrays: TraceArrays,
     profile: Profile,
     acceptance: Sequence[float],
-    firsts: Sequence[int] = FIRST,
+    firsts: Sequence[int] = FIRST_DEPTHS,
     rates: Rates | None = None,
 ) -> tuple[LearnedPolicy, float]:
     """Return a policy with its priced rule solved for a profile, and its tokens per second; see `solve_derived`."""
@@ -45,10 +45,10 @@ def solve_rate(
     return solve_derived(policy, arrays, profile, acceptance, firsts, rates)
 
 
-def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile) -> tuple[StopPolicy, str]:
-    """Return a policy as it decides under a profile, and a note for the reader; "" if nothing had to be done.
+def adapt_to_profile(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile) -> tuple[StopPolicy, str]:
+    """Adapt a policy to the costs of a profile; return it with a note for the reader, "" if nothing changed.
 
-    A rate holds for the costs that it was solved for: under others a rule would stop too early or too late.
+    A rate holds for the costs that it was solved for. Under other costs the rule would stop too early or too late.
 
     Args:
         policy: any; if its rule does not depend on costs it is only limited to the depth of traces and profile.
@@ -61,7 +61,7 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
     if arrays is not None and arrays.tree.is_chain:  # the depth of a tree is always within the range of a profile
         policy = policy.limited(min(arrays.depth, profile.max_depth))
     if isinstance(policy, BatchStop):
-        return _settle_batch_policy(policy, arrays, profile)
+        return _adapt_batch_policy(policy, arrays, profile)
     if not is_priced(policy) or profile.same_costs(policy.metadata.profile):
         return policy, ""
     if arrays is None:
@@ -69,8 +69,8 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
     arrays = unfitted_prompts(policy, arrays)
     if arrays is None:
         return policy, "rho as saved, of another profile: the head was fitted on all prompts of the training traces"
-    # Another first decision must be clearly faster: training chose this one on prompts that its heads had not seen.
-    firsts = (policy.rule.first, *(first for first in FIRST if first != policy.rule.first))
+    # Another first decision must be clearly faster: training chose this one on prompts that its heads were not fitted on.
+    firsts = (policy.rule.first, *(first for first in FIRST_DEPTHS if first != policy.rule.first))
     prompts = len(set(arrays.clusters))
     note = f"rho solved for this profile on {prompts} training prompts that the head was not fitted on"
     return retune(policy, arrays, profile, firsts), note
@@ -86,7 +86,7 @@ def retune(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts:
         firsts: depths of the first decision that are tried.
     """
     solved, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts)
-    retuned = copy.copy(settle_lengths(solved, [Part(arrays)], profile, MIN_GAIN_IN_SAMPLE))
+    retuned = copy.copy(tune_batch_lengths(solved, [Part(arrays)], profile, MIN_GAIN_IN_SAMPLE))
     metrics = {name: value for name, value in policy.metadata.metrics.items() if not name.startswith("held_out_")}
     retuned.metadata = dataclasses.replace(
         policy.metadata, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics
@@ -95,19 +95,19 @@ def retune(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts:
 
 
 def unfitted_prompts(policy: LearnedPolicy, arrays: TraceArrays) -> TraceArrays | None:
-    """Return the prompts that the head was not fitted on, without report prompts; None if there are none."""
+    """Return the prompts that the head was not fitted on, without the report prompts; None if there are none."""
     used = {name for group in ("fit", "report") for name in policy.metadata.prompts.get(group, ())}
     keep = [at for at, name in enumerate(arrays.clusters) if name not in used]
     return arrays.subset(keep) if keep else None
 
 
-def _settle_batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
-    name, is_known = policy.cost_name, profile.same_costs(policy.metadata.profile)
-    if is_known and policy.profile.decision(name) == profile.decision(name):
+def _adapt_batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
+    name, is_same = policy.cost_name, profile.same_costs(policy.metadata.profile)
+    if is_same and policy.profile.decision(name) == profile.decision(name):
         return policy, ""
     unfitted = None if arrays is None else unfitted_prompts(policy, arrays)
     if unfitted is not None and profile.batch is not None:
-        settled = settle_batch(policy, [Part(unfitted)], profile, MIN_GAIN_IN_SAMPLE)
-        return settled, f"{BY_COSTS}, its rates solved for it on the training traces"
-    # If only decisions have another price, the sizes without decisions stay as they were chosen.
-    return for_batches(policy, profile=profile, rule=policy.rule if is_known else None), "" if is_known else BY_COSTS
+        tuned = tune_batch_rule(policy, [Part(unfitted)], profile, MIN_GAIN_IN_SAMPLE)
+        return tuned, f"{BY_COSTS}, its rates solved for it on the training traces"
+    # If only the price of decisions differs, the sizes without decisions stay as they were chosen.
+    return for_batches(policy, profile=profile, rule=policy.rule if is_same else None), "" if is_same else BY_COSTS

@@ -1,4 +1,4 @@
-"""`specstop evaluate`: several traces and profiles, comparison of reports, batch sizes; and `specstop profile`."""
+"""`specstop evaluate` and `profile`; `train`, `deploy` and `train-drafter`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 import yaml
-from commands import COMPACT, cli, model_options, parsed, refused
+from commands import COMPACT, cli, files, model_options, parsed, refused, write_prompts
+from conftest import make_prompts
 from contract_policies import DEPTH
 from specstop.collect.store import Trace
 from specstop.decode.profile.measuring import Effort
@@ -19,9 +20,9 @@ from specstop.policies.fixed import Confidence
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
-from specstop.policies.storage import save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.rounds import scaled
+from specstop.train.replay.rounds import scale_costs
 from timed import timed_profile
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -36,7 +37,7 @@ def place(
     (folder / "fit").symlink_to(sides[0].folder)
     (folder / "held").symlink_to(sides[1].folder)
     full_profile.save(folder / "profile.json")
-    scaled(full_profile, draft=2.0).save(folder / "slow.json")
+    scale_costs(full_profile, draft=2.0).save(folder / "slow.json")
     save_policy(learned, folder / "policy")
     evaluate(sides[1], full_profile, [Confidence(0.6, DEPTH)], out=folder / "report")
     evaluate(sides[1], full_profile, [Confidence(0.3, DEPTH)], out=folder / "other", seed=1)
@@ -95,21 +96,17 @@ def test_policies_are_compared_by_batch_size(full_profile: Profile, tmp_path: Pa
     side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), verify)
     dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "batch.json")
     run = [*HELD[:3], "--profile", tmp_path / "batch.json", "--policy", "confidence:0.5"]
-    text = shown(*run, "--out", tmp_path / "r", "--batch", "1,4")
-    assert "Batch sizes" in text and "By batch size: " in text
+    assert "Batch sizes" in shown(*run, "--out", tmp_path / "r", "--batch", "1,4")
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     batch, texts = report["details"]["batch"], report["facts"]["prompts"]
     assert batch["sizes"] == [1, 4] and batch["requests"] == [texts, 2 * texts], "four batches of four or more"
-    _, *policies, bound = batch["lines"]
-    assert [line["name"] for line in policies] == ["Hugging Face default", "confidence:0.5"]
+    assert [line["name"] for line in batch["lines"][1:3]] == ["Hugging Face default", "confidence:0.5"]
     alone = next(line for line in report["lines"] if line["name"] == "confidence:0.5")
-    assert policies[1]["tokens_per_s"][0] == pytest.approx(alone["tokens_per_s"]), "one stream, as in the report"
-    assert bound["to_best_fixed"][0]["value"] >= policies[1]["to_best_fixed"][0]["value"]
+    assert batch["lines"][2]["tokens_per_s"][0] == pytest.approx(alone["tokens_per_s"]), "one stream, as in the report"
     (tmp_path / "few.json").write_text(json.dumps(list(range(9))))
     for options, noun in (
         (["--batch", "8"], "got 8"), (["--batch", "2", "--arrivals", "-1"], "a rate above 0"),
         (["--batch", "2,4", "--arrivals", tmp_path / "few.json"], f"expected {2 * texts} times"),
-        (["--batch", "2", "--arrivals", tmp_path / "none.json"], "none.json"),
     ):  # fmt: skip
         assert noun in refused(*run, "--out", tmp_path / "refused", "--quiet", *options)
         assert not (tmp_path / "refused").exists()
@@ -133,18 +130,15 @@ def profile_command(pair_folder: Path, tmp_path: Path) -> list[object]:
 def test_decision_costs_are_added_to_a_profile(
     bare: Profile, sides: tuple[Trace, Trace], profile_command: list[object], tmp_path: Path
 ) -> None:
-    bare.save(tmp_path / "p.json")
-    command = [*profile_command, "--repeats", 2]
-    existing = ["--profile", tmp_path / "p.json"]
-    assert "fixed:2 decided nothing" in refused(*command, "--policy", "fixed:2", *existing)
-    assert Profile.load(tmp_path / "p.json") == bare
-    added = [*command, "--policy", "confidence:0.4", *existing]
-    assert cli(*added, "--out", tmp_path / "other.json").code == 0
-    assert Profile.load(tmp_path / "p.json") == bare, "another file was named"
-    assert cli(*added).code == 0
-    priced = Profile.load(tmp_path / "p.json")
+    file = tmp_path / "p.json"
+    bare.save(file)
+    command = [*profile_command, "--repeats", 2, "--profile", file]
+    assert "fixed:2 decided nothing" in refused(*command, "--policy", "fixed:2")
+    assert cli(*command, "--policy", "confidence:0.4", "--out", tmp_path / "other.json").code == 0
+    assert Profile.load(file) == bare, "another file was named"
+    assert cli(*command, "--policy", "confidence:0.4").code == 0
+    priced = Profile.load(file)
     assert priced.decision("confidence") > 0 and priced.same_costs(bare.to_dict())
-    assert {key.of for key in priced.measurements.where(lambda key: key.what == DECISIONS).series} == {"confidence"}
     assert priced.measurements.where(lambda key: key.what != DECISIONS) == bare.measurements
     assert not any("does not price" in text for text in evaluate(sides[1], priced).findings)
 
@@ -163,9 +157,105 @@ def test_a_noisy_profile_is_saved_with_a_warning(
 
 def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: list[object], tmp_path: Path) -> None:
     filters = ["--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--temperature", 0.7]
-    answer = cli(*profile_command, "--repeats", 1, "--depth", 2, *filters, "--out", tmp_path / "p.json")
+    added = ["--policy", "confidence:0.4", "--profile", tmp_path / "p.json"]
+    for options in (["--repeats", 1, "--depth", 2, *filters, "--out", tmp_path / "p.json"], added):
+        answer = cli(*profile_command, *options)
+        assert answer.code == 0, answer.err
+        assert Profile.load(tmp_path / "p.json").sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
+
+
+# Training
+
+TRAIN = ("train", "--traces", "fit", "--profile", "profile.json", "--out")
+
+
+def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path: Path) -> None:
+    options = ("--rule", "survival", "--threshold", 0.99, "--param", "C=0.5", "--quiet")
+    answer = cli(*TRAIN, tmp_path / "p", *options)
+    assert answer.code == 0 and "slower than the best fixed length" in answer.err
+    assert "held_out_ratio_to_best_fixed" in answer.out and "accept_auc" not in answer.out
+    assert load_policy_folder(tmp_path / "p").rule.kind == "survival"
+    assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml", MANIFEST}
+
+
+def test_a_search_lists_its_trials(tmp_path: Path) -> None:
+    answer = cli(*TRAIN, tmp_path / "p", "--tune", 2, "--head", "logistic", "--rule", "step,survival", "--quiet")
     assert answer.code == 0, answer.err
-    sampling = {"top_p": 0.8, "repetition_penalty": 1.2}
-    assert Profile.load(tmp_path / "p.json").sampling == sampling
-    assert cli(*profile_command, "--policy", "confidence:0.4", "--profile", tmp_path / "p.json").code == 0
-    assert Profile.load(tmp_path / "p.json").sampling == sampling
+    trials = answer.out[answer.out.index("\nTrials") :].splitlines()
+    assert [sum(rule in line for line in trials) for rule in ("step", "survival")] == [1, 1]
+
+
+# Other runtimes
+
+
+@pytest.mark.parametrize("target", ["hf", "onnx", "vllm", "sglang", "trtllm", "llama.cpp"])
+def test_an_export_lists_what_is_lost(target: str, tmp_path: Path) -> None:
+    if target == "onnx":
+        pytest.importorskip("onnx")
+    portable, out = target in ("hf", "onnx"), tmp_path / "out"
+    source = () if portable else ("--traces", "fit", "--profile", "profile.json")
+    policy = ("--policy", "policy") if portable or target in ("sglang", "llama.cpp") else ()
+    answer = cli("deploy", "--to", target, *source, *policy, "--out", out, "--quiet")
+    assert answer.code == 0, answer.err
+    assert out.is_file() or "## What is lost" in (out / "README.md").read_text()
+    assert (out / "run.yaml").exists() != portable
+
+
+def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_path: Path) -> None:
+    export = ("deploy", "--to", "vllm", "--traces", "fit", "--profile", "profile.json", "--held-out", "held")
+    assert parsed(*export, "--out", tmp_path / "v") == json.loads((tmp_path / "v" / "figures.json").read_text())
+    assert cli("deploy", "--config", tmp_path / "v/run.yaml", "--out", tmp_path / "w", "--quiet").code == 0
+    before, after = files(tmp_path / "v"), files(tmp_path / "w")
+    del before["run.yaml"], after["run.yaml"]
+    assert before == after
+
+
+# Drafters
+
+
+def test_a_drafter_is_trained_and_used_by_every_command(
+    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for side, count, seed in (("train", 16, 21), ("test", 6, 22)):
+        write_prompts(tmp_path / f"{side}.jsonl", make_prompts(count, side, seed))
+
+    def succeed(command: str, *options: object) -> str:
+        answer = cli(command, *options, "--quiet")
+        assert answer.code == 0, answer.err
+        return answer.out
+
+    target, few = ("--target", pair_folder / "target"), ("--max-new-tokens", 12)
+    fit = ("--prompts", "train.jsonl", "--depth", 3, "--epochs", 2, "--out", "medusa", "--checkpoints", "work")
+    out = succeed("train-drafter", "--kind", "medusa", *target, *few, *fit)
+    assert f"Next: specstop decode PROMPT --target {pair_folder / 'target'} --drafter medusa:medusa" in out
+    facts = parsed("info", "medusa")
+    assert (facts["kind"], facts["network"], facts["depth"], len(facts["target"])) == ("drafter", "medusa", 3, 16)
+    assert all(0.0 <= facts[f"acceptance, depth {depth}"] <= 1.0 for depth in (1, 2, 3)) and facts["hash"]
+    spec = (*target, "--drafter", "medusa:medusa")
+    texts = parsed("decode", "w7 w8 w9", *few, *spec)
+    assert texts["texts"] == parsed("decode", "w7 w8 w9", *target, *few, "--drafter", "suffix")["texts"]
+    assert texts["drafted"] > 0
+    bench = (
+        "bench",
+        *few,
+        *spec,
+        "--prompts",
+        "test.jsonl",
+        "--policy",
+        "fixed:2",
+        "--tree",
+        "2,2",
+        "--temperature",
+        0.7,
+    )
+    lines = json.loads(cli(*bench, "--json").out)["lines"]
+    assert [line["same_text"] for line in lines][:2] == [6, 6], "match"
+    assert not any("assist" in line["name"] for line in lines)
+    for side in ("train", "test"):
+        succeed("collect", *few, *spec, "--prompts", f"{side}.jsonl", "--out", f"traces-{side}", "--depth", 3)
+    measured = ("--prompts", "train.jsonl", "--depth", 3, "--repeats", 1, "--policy", "confidence:0.4")
+    succeed("profile", *spec, *measured, "--out", "costs.json")
+    succeed("train", "--traces", "traces-train", "--profile", "costs.json", "--out", "learned")
+    succeed("evaluate", "--traces", "traces-test", "--policy", "learned", "--profile", "costs.json")
+    assert parsed("decode", "w7 w8 w9", *few, *spec, "--policy", "learned")["texts"] == texts["texts"]

@@ -1,4 +1,8 @@
-"""Logits that are not finite: those of the target end the run with one error, those of the draft do not change the text."""
+"""Outputs of models: logits that are not finite, and hidden states that a policy reads.
+
+Such logits of the target end the run with one error, those of the draft do not change the text. tests/collect compares the
+states of the live loop with those of whole forward passes, and tests/train/replay the decisions of policies that read them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from contract_policies import ReadsDraftStates
 from small_drafters import small_drafter
-from specstop.decode.loop import Request, Settings, Speculator
-from specstop.decode.models.pair import Pair
-from specstop.decode.plain import plain_texts
-from specstop.policies.errors import PairError
-from specstop.policies.fixed import FixedLength
+from specstop.decode import LookupDrafter, Pair, Settings, Speculator, plain_texts
+from specstop.decode.loop import Request
+from specstop.decode.models.outputs import round_states, stored
+from specstop.policies import FixedLength, PairError, PolicyError
 from tape import record_calls
 from transformers import PreTrainedModel
 
@@ -22,15 +26,9 @@ Prompts = list[list[int]]
 
 NEW, LATER = 12, 6
 MODES = {
-    "match": Settings(0.0, NEW, ignore_eos=True),
-    "match, sampled": Settings(0.7, NEW, ignore_eos=True, verification="match"),
-    "match, a tree": Settings(0.7, NEW, ignore_eos=True, tree="3,2,1", verification="match"),
-    "rejection": Settings(0.7, NEW, ignore_eos=True, verification="rejection"),
-    "rejection, a tree": Settings(1.0, NEW, ignore_eos=True, verification="rejection", tree="2,2"),
-    "rejection_replace": Settings(0.7, NEW, ignore_eos=True, verification="rejection_replace", tree="2,2"),
-    "block": Settings(0.7, NEW, ignore_eos=True, verification="block"),
-    "typical": Settings(0.7, NEW, ignore_eos=True, verification="typical"),
-}
+    "match": (0.0, None), "match, sampled": (0.7, None), "match, a tree": (0.7, "3,2,1"), "rejection": (0.7, None),
+    "rejection, a tree": (1.0, "2,2"), "rejection_replace": (0.7, "2,2"), "block": (0.7, None), "typical": (0.7, None),
+}  # fmt: skip
 BAD = {"NaN": (math.nan, slice(7, 8)), "inf": (math.inf, slice(7, 8)), "all at -inf": (-math.inf, slice(None))}
 
 
@@ -61,14 +59,17 @@ def is_refused(role: str) -> Any:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("mode", MODES)
-def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_the_text(
-    pair: Pair, prompt_ids: Prompts, mode: str, value: str
-) -> None:
-    prompt, settings = prompt_ids[3], MODES[mode]
+def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_the_text(pair, prompt_ids, mode, value):
+    prompt, (temperature, tree), name = prompt_ids[3], MODES[mode], mode.partition(",")[0]
+    settings = Settings(temperature, NEW, ignore_eos=True, tree=tree, verification=name)
     late = len(prompt) + LATER
     for role, position in (("target", 0), ("target", late), ("draft", 0)):
         with is_refused(role):
             decode(spoiled_pair(pair, role, position, *BAD[value]), prompt, settings)
+    with is_refused("target"):
+        broken = spoiled_pair(pair, "target", 12, *BAD[value])
+        plain_texts(broken, prompt_ids[:2], [1, 2], 20, settings.temperature, ignore_eos=True)
+    assert 7 not in decode(spoiled_pair(pair, "target", 0, -math.inf), prompt, settings), "a model may ban a token"
     later = spoiled_pair(pair, "draft", late, *BAD[value])
     if not mode.startswith(("match", "typical")):  # the probabilities of the draft matter
         with is_refused("draft"):
@@ -78,29 +79,8 @@ def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_t
     assert len(text) == NEW and (mode == "typical" or text == decode(pair, prompt, settings))
 
 
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_values_that_are_not_finite_end_plain_decoding(
-    pair: Pair, prompt_ids: Prompts, temperature: float, value: str
-) -> None:
-    with is_refused("target"):
-        broken = spoiled_pair(pair, "target", 12, *BAD[value])
-        plain_texts(broken, prompt_ids[:2], [1, 2], 20, temperature, ignore_eos=True)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_may_ban_tokens_by_minus_infinity(pair: Pair, prompt_ids: Prompts, mode: str) -> None:
-    banned, settings = spoiled_pair(pair, "target", 0, -math.inf), MODES[mode]
-    text = decode(banned, prompt_ids[2], settings)
-    assert len(text) == NEW and 7 not in text
-    if mode.startswith("match"):
-        assert [text] == plain_texts(banned, [prompt_ids[2]], [5], NEW, settings.temperature, ignore_eos=True).tokens
-
-
 @pytest.mark.parametrize("kind", ["model", "layer", "ctc", "recorded"])
-def test_the_next_texts_of_a_loop_are_correct(
-    plain_pair: Pair, prompt_ids: Prompts, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_texts_of_a_loop_are_correct(plain_pair, prompt_ids, kind, monkeypatch):
     """Values of a broken text remain in the caches behind masks, where zero times NaN is NaN."""
     if kind == "recorded":
         record_calls(monkeypatch)
@@ -120,3 +100,23 @@ def test_the_next_texts_of_a_loop_are_correct(
             with pytest.raises(PairError):
                 speculator.run([Request([*range(8, 14), *[7] * 9], key) for key in range(2)])
         del speculator
+
+
+def test_states_that_do_not_fit_are_refused(plain_pair):
+    trimming = Speculator(plain_pair, ReadsDraftStates(), Settings(0.7, NEW, tree="3,2,1", verification="rejection"))
+    assert trimming.generate([5, 6]).tokens, "a policy that trims may read states of the draft"
+    for drafter in (LookupDrafter(plain_pair), small_drafter("ctc", plain_pair)):  # a path of CTC has no state
+        with pytest.raises(PolicyError, match=f"reads-draft-states: .*draft_hidden.*{type(drafter).__name__}"):
+            Speculator(plain_pair, ReadsDraftStates(), drafter=drafter)
+    policy = ReadsDraftStates()
+    policy.sizes = {"draft_hidden": 17}  # type: ignore[attr-defined]
+    with pytest.raises(PolicyError, match="draft_hidden of 17 numbers"):
+        Speculator(plain_pair, policy)
+
+
+def test_states_are_rounded_and_clipped_to_float16():
+    states = torch.tensor([1.0 + 2.0**-12, 1e6, -1e6, 1e-9], dtype=torch.float64)
+    assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]
+    assert round_states(states).dtype == torch.float32 and torch.equal(
+        round_states(stored(states)), round_states(states)
+    )

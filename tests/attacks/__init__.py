@@ -1,1 +1,0 @@
-"""Families of damaged and hostile input: each module has `COUNT`, `QUICK` and `attack(count, seed, room)`."""

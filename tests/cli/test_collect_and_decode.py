@@ -1,0 +1,406 @@
+"""`specstop collect`, `decode` and `bench`: prompts, processes, interruptions, sampling, and policies that fail."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from byte_pair import PERSON, byte_pair, is_person
+from commands import COMPACT, cli, during, files, loading_once, model_options, parsed, refused
+from conftest import make_prompts
+from specstop.cli.options import Models, PromptSource
+from specstop.collect import shards
+from specstop.collect.store import Trace, load_trace
+from specstop.decode.verify.modes import MODES
+from specstop.policies.profile import Profile
+from transformers import AutoTokenizer
+
+COUNT = 24
+SHARDS = ("--extra", "shards=4")
+CLOCK = "{% for c in strftime_now('%f') %}w{{ c }} {% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    with loading_once():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
+    """A folder with prompts, and with a pair whose chat template writes the current time."""
+    folder = tmp_path_factory.mktemp("options")
+    prompts = make_prompts(COUNT, "c", 50)
+    lines = [{"id": p.id, "question": [p.text, "more"], "category": f"g{i % 2}"} for i, p in enumerate(prompts)]
+    (folder / "bench.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    shutil.copytree(pair_folder, folder / "clock")
+    for side in ("target", "draft"):
+        tokenizer = AutoTokenizer.from_pretrained(pair_folder / side)
+        tokenizer.chat_template = CLOCK
+        tokenizer.save_policy(folder / "clock" / side)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def collect(home: Path, pair_folder: Path) -> list[object]:
+    return ["collect", *model_options(pair_folder, *COMPACT), "--prompts", home / "bench.jsonl", "--column", "question",
+            "--depth", 2, "--max-new-tokens", 5, "--quiet"]  # fmt: skip
+
+
+def extra(**parameters: object) -> list[str]:
+    return [word for name, value in parameters.items() for word in ("--extra", f"{name}={value}")]
+
+
+def merge_repetitions(*command: object) -> Trace:
+    answer = cli(*command)
+    assert answer.code == 0, answer.err
+    return load_trace(Path(str(command[-1])))
+
+
+@pytest.fixture(scope="module")
+def done(collect: list[object], home: Path) -> Trace:
+    return merge_repetitions(*collect, *SHARDS, "--out", home / "done")
+
+
+def remove_shards(out: Path) -> None:
+    """Leave the trace as an interrupted process does."""
+    for file in out.glob("data/*0000[12]*"):
+        file.unlink()
+
+
+def test_info_describes_a_trace(done: Trace) -> None:
+    facts = parsed("info", done.folder)
+    assert facts["positions"] == done.row_count and [row["depth"] for row in facts["acceptance"]] == [1, 2]
+    assert facts["bytes"] == sum(len(raw) for name, raw in files(done.folder).items() if name.endswith(".parquet"))
+    assert facts["prompts from"] == "bench.jsonl, column question" and facts["groups"][:3] == "2: "
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--depth", 2), "--verification block --depth 2"), (("--tree", "2,1"), "--tree 2,1 --verification match --depth 2"),
+        (("--collector", "live"), "--verification match --depth 2"),
+    ],
+)  # fmt: skip
+def test_the_next_command_times_the_rounds_of_the_trace(
+    collect: list[object], home: Path, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    sampled = ("--temperature", 0.7, "--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--limit", 3)
+    answer = cli(*collect, *sampled, *options, "--out", tmp_path / "t")
+    assert answer.code == 0, answer.err
+    line = next(line for line in answer.out.splitlines() if line.startswith("Next: specstop profile"))
+    tree, _, rest = words.rpartition("--verification")
+    expected = f"--sampling top_p=0.8 --sampling repetition_penalty=1.2 {tree}--verification{rest} --prompts"
+    assert "--temperature 0.7" in line and f"{expected} {home / 'bench.jsonl'} --out profile.json" in line
+    assert load_trace(tmp_path / "t").header.sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
+
+
+def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:
+    texts = [
+        {"prompt_id": "q", "id": name, "prompt": "w7 w8", "answer": f"w{9 + at} w10"} for at, name in enumerate("ab")
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    command = [*collect, "--column", "prompt", "--prompts", tmp_path / "p.jsonl", "--temperature", 0.7]
+    recorded = ["--depth", 1, "--verification", "match", *extra(completions="answer")]
+    rows = merge_repetitions(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
+    assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
+    facts = parsed("info", tmp_path / "a")
+    assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
+    decode = ["decode", *collect[1:7], "--prompts", tmp_path / "p.jsonl", "--temperature", 0.9, "--max-new-tokens", 12]
+    answer = cli(*decode, "--policy", "fixed:1")
+    assert "[1 of 2: q, sample a]" in answer.out and "[2 of 2: q, sample b]" in answer.out, answer.err
+    first, second = parsed(*decode, "--policy", "fixed:1")["texts"]
+    assert first != second
+
+
+def test_a_template_of_the_current_time_is_rendered_once(collect: list[object], home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace"
+    command = [*collect, *model_options(home / "clock"), *extra(shards=3), "--out", out]
+    assert cli(*command, "--chat").code == 0
+    whole = load_trace(out).table()
+    remove_shards(out)
+    assert cli(*command, "--chat", "--resume").code == 0
+    assert load_trace(out).table() == whole
+    remove_shards(out)
+    assert "prompts" in refused(*command, "--resume")
+
+
+def set_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def test_resume_reads_the_stored_prompts_of_a_pipe(
+    collect: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "trace"
+    command = [word for word in collect if word not in ("--column", "question")]
+    set_stdin(monkeypatch, "".join(f"w{n} w{n + 1}\n" for n in range(5, 20)))
+    first = cli(*command, "--prompts", "-", *extra(shards=3), "--out", out)
+    assert first.code == 0 and "--prompts PROMPTS" in first.out, "the pipe is empty for the next command"
+    whole = load_trace(out).table()
+    remove_shards(out)
+    set_stdin(monkeypatch, "")
+    assert cli("collect", "--config", out / "run.yaml", "--resume").code == 0
+    assert load_trace(out).table() == whole
+    remove_shards(out)
+    set_stdin(monkeypatch, "w1\nw2\nw3\n")
+    assert "prompts" in refused("collect", "--config", out / "run.yaml", "--resume", "--limit", 3), "another selection"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "several processes" in refused(*command, "--prompts", "-", "--out", tmp_path / "other")
+
+
+def test_the_prompts_of_the_shipped_pair_are_used_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for side in ("train", "test"):
+        (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
+    monkeypatch.setattr("specstop.train.shipped_pair.shipped_pair", lambda: tmp_path)
+    for side in ("train", "test"):
+        prompts = PromptSource(limit=2).read(Models(), side)
+        assert [prompt.text for prompt in prompts] == [f"{side} 0", f"{side} 1"]
+
+
+def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
+    collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert "process 1 of 2 has ended; 2 of 4 shards exist" in cli(*collect, *SHARDS, "--out", out).out
+    assert "(0, 2)" in refused("info", out, "--check")
+    assert "--overwrite: expected one process" in refused(*collect, "--out", out, "--overwrite")
+    monkeypatch.setenv("RANK", "0")
+    assert merge_repetitions(*collect, *SHARDS, "--out", out).table() == done.table()
+    assert cli("info", out, "--check").code == 0
+
+
+def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
+    collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    during(monkeypatch, shards, "write_shard", 1)
+    answer = cli(*collect, *SHARDS, "--out", out)
+    assert (answer.code, answer.out, answer.err.count("\n")) == (130, "", 1) and "--resume" in answer.err
+    monkeypatch.undo()
+    assert yaml.safe_load((out / "run.yaml").read_text())["command"] == "collect"
+    assert cli("collect", "--config", out / "run.yaml", "--resume").code == 0
+    assert load_trace(out).table() == done.table()
+
+
+def test_trees_live_rounds_mixed_text_and_hidden_states_are_collected(
+    collect: list[object], done: Trace, home: Path
+) -> None:
+    live = ("--collector", "live", "--policy", "confidence:0.3", "--verification", "block", *extra(explore=0.5))
+    tree, rounds, mixed, hidden = (
+        merge_repetitions(*collect, *options, "--out", home / f"kind{at}")
+        for at, options in enumerate(
+            (("--tree", "2,1", "--temperature", 0.7), (*live, "--temperature", 0.7), ("--depth", 1, *extra(mix=0.2)),
+             (*SHARDS, *extra(hidden="target,draft")))
+        )
+    )  # fmt: skip
+    assert tree.header.tree.name == "2,1" and mixed.header.mix == 0.2
+    assert (rounds.header.verification, rounds.header.explore) == ("block", 0.5)
+    assert done.header.hidden == {} and hidden.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
+    facts = parsed("info", hidden.folder)
+    assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
+
+
+# Decoding
+
+PROMPTS = ["w7 w8 w9 w7", "w20 w33 w9"]
+
+
+@pytest.fixture(scope="module")
+def models(pair_folder: Path) -> list[str]:
+    return model_options(pair_folder, "--dtype", "float64", "--max-new-tokens", "14")
+
+
+def decoded(models: list[str], *options: object, prompts: list[str] = PROMPTS) -> dict[str, Any]:
+    return dict(parsed("decode", *prompts, *models, *options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_named_with_its_label_and_the_seed_decides(models: list[str], mode: str) -> None:
+    label = "lossless" if MODES[mode].lossless else "LOSSY"
+    options = ["--verification", mode, *(["--tree", "3,2"] if mode != "block" else []), "--temperature", 0.7]
+    first, second = (decoded(models, *options) for _ in range(2))
+    assert first["verification"] == f"{mode} ({label})" and first["texts"] == second["texts"]
+
+
+def test_sampling_defaults_of_the_target(pair_folder: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(pair_folder / "target", tmp_path / "target")
+    raw = json.loads((target / "generation_config.json").read_text())
+    (target / "generation_config.json").write_text(json.dumps(raw | {"repetition_penalty": 1.7, "top_k": 5}))
+    models = ["--target", target, "--draft", pair_folder / "draft", "--dtype", "float64"]
+    (tmp_path / "p.txt").write_text("w7 w8 w9\nw20 w8\n")
+    texts, sampling = [], []
+    for more in ([], ["--sampling", "model_defaults=false"], ["--sampling", "repetition_penalty=1.0"]):
+        answer = cli("decode", "w7 w8 w9", "w20 w8", *models, "--max-new-tokens", 20, "--json", *more)
+        assert ("repetition_penalty=1.7 (" in answer.err) == (not more), answer.err
+        texts.append(json.loads(answer.out)["texts"])
+        collect = ["collect", *models, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 8, "--depth", 2, "--out"]
+        assert cli(*collect, tmp_path / f"t{len(texts)}", *more).code == 0
+        sampling.append(load_trace(tmp_path / f"t{len(texts)}").header.sampling)
+    assert texts[0] != texts[1] == texts[2]
+    assert sampling == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
+
+
+def test_structured_output(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    pair = byte_pair()
+    for name, model in (("target", pair.target), ("draft", pair.draft_model)):
+        model.save_policy(tmp_path / name)
+        pair.tokenizer.save_policy(tmp_path / name)  # type: ignore[union-attr]
+    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    (tmp_path / "list.ebnf").write_text('root ::= "[" [a-c]{2,4} "]"')
+    (tmp_path / "p.txt").write_text("the name\na tag\n")
+    models = model_options(tmp_path, "--dtype", "float64")
+    schema, grammar = (f"json_schema={tmp_path / 'person.json'}", f"grammar={tmp_path / 'list.ebnf'}")
+    command = ["decode", *models, "the name", "a tag", "--sampling", schema, "--json", "--max-new-tokens"]
+    result = json.loads(cli(*command, 90, "--temperature", 0.7).out)
+    assert all(map(is_person, result["texts"])) and result["incomplete"] == 0
+    answer = cli(*command, 5)
+    assert json.loads(answer.out)["incomplete"] == 2 and "--max-new-tokens" in answer.err
+    command = [*models, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 20, "--quiet"]
+    lines = parsed("bench", *command, "--sampling", grammar, "--policy", "fixed:3")["lines"]
+    assert {line["same_text"] for line in lines} == {2}, "includes the loops of transformers"
+    assert cli("collect", *command, "--sampling", schema, "--out", tmp_path / "t", "--depth", 3).code == 0
+    assert "json-schema" in parsed("info", tmp_path / "t")["filter"]
+    for item, noun in (
+        ("json_schema=.", "directory"), (f"json_schema={tmp_path / 'target/model.safetensors'}", "UTF-8"),
+        (f"json_schema={tmp_path / 'p.txt'}", "JSON"), (f"grammar={tmp_path / 'p.txt'}", "grammar"),
+    ):  # fmt: skip
+        assert noun in refused("decode", *models, "a", "--sampling", item)
+
+
+def test_several_texts_have_headings_and_quiet_omits_the_table(models: list[str]) -> None:
+    command = ["decode", "w7 w8", "w9 w10", *models, "--policy", "fixed:2", "--max-new-tokens", "4", "--batch", 2]
+    texts = json.loads(cli(*command, "--json").out)["texts"]
+    quiet, plain = cli(*command, "--quiet"), cli(*command)
+    alone = f"[1 of 2: 0]\nw7 w8{texts[0]}\n\n[2 of 2: 1]\nw9 w10{texts[1]}\n"
+    assert (quiet.code, quiet.out.replace(" ", "")) == (0, alone.replace(" ", ""))
+    assert plain.out.startswith(quiet.out) and "tokens/s" in plain.out
+
+
+@pytest.mark.parametrize(
+    ("text", "is_terminal", "is_read"),
+    [("w7 w8\nw9\n", False, True), ("w7", True, False), ("", False, False), (" \n", False, False)],
+)
+def test_standard_input(
+    models: list[str], monkeypatch: pytest.MonkeyPatch, text: str, is_terminal: bool, is_read: bool
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(text.encode()))
+    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", stream)
+    if is_read:
+        assert parsed("decode", *models)["texts"] == decoded(models, prompts=["w7 w8\nw9"])["texts"]
+    else:
+        assert "standard input" in refused("decode", *models)
+
+
+# Policies that fail
+
+
+MODULE = """
+from specstop.policies import StopPolicy
+
+class Raiser(StopPolicy):
+    name, features, max_depth = "raiser", ("top1",), 4
+
+    def __init__(self, method="keep", after=0):
+        self.method, self.left = method, after
+
+    def act(self, method):
+        if self.method == "print":
+            print("noise")
+        if method == self.method:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError("boom")
+
+    def keep(self, step, state):
+        self.act("keep")
+        return step.alive, state
+
+    def observe(self, outcome, state):
+        self.act("observe")
+"""
+LINE = next(at for at, line in enumerate(MODULE.splitlines(), 1) if "boom" in line)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The file of an installed plugin."""
+    info = tmp_path / "site" / "raiser-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: raiser\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[specstop.policies]\nraiser = raiser_plugin:Raiser\n")
+    (tmp_path / "site" / "raiser_plugin.py").write_text(MODULE)
+    (tmp_path / "p.txt").write_text("w7 w8\nw9 w20 w8\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    importlib.invalidate_caches()
+    yield str(tmp_path / "site" / "raiser_plugin.py")
+    sys.modules.pop("raiser_plugin", None)
+
+
+@pytest.mark.parametrize("method", ["keep", "observe"])
+def test_a_failing_policy_is_reported_with_its_file_and_line(
+    models: list[str], tmp_path: Path, module: str, method: str
+) -> None:
+    policies = ["--policy", f"raiser?method={method}", "--policy", "fixed:2"]
+    bench = ["bench", *models, *policies, "--prompts", tmp_path / "p.txt", "--no-library", "--quiet"]
+    answer = cli(*bench, "--json")
+    plain, failed, fixed = json.loads(answer.out)["lines"]
+    assert answer.code == 2 and f"{module}:{LINE}" in answer.err
+    assert (failed["failed"], failed["file"], failed["line"], failed["ratio"]) == (True, module, LINE, None)
+    assert not plain["failed"] and not fixed["failed"] and fixed["ratio"] > 0
+    decode = ["decode", "w7 w8", *models, *policies[:2]]
+    answer = cli(*decode, "--json")
+    result = json.loads(answer.out)
+    assert (answer.code, result["failed"], result["line"]) == (0, True, LINE)
+    assert result["texts"] == decoded(models, "--policy", "fixed:0", prompts=["w7 w8"])["texts"]
+    assert "FAILED" in cli(*bench).out and "FAILED" in cli(*decode).out
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_evaluate_leaves_out_a_policy_that_fails(
+    traces: dict[float, Trace], profile: Profile, tmp_path: Path, module: str
+) -> None:
+    profile.with_decisions({"raiser": 1e-5, "confidence": 1e-5}).save(tmp_path / "profile.json")
+    command = ["evaluate", "--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json",
+               "--policy", "raiser", "--policy", "confidence:0.7", "--out"]  # fmt: skip
+    answer = cli(*command, tmp_path / "report", "--json")
+    report = json.loads(answer.out)
+    assert answer.code == 2 and f"{module}:{LINE}" in answer.err
+    assert (report["failed"][0]["file"], report["failed"][0]["line"]) == (module, LINE)
+    names = [entry["name"] for entry in report["lines"]]
+    assert "confidence:0.7" in names and not any("raiser" in name for name in names)
+    assert "raiser" in refused(*command, tmp_path / "other", "--primary", "raiser", "--quiet")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("module")
+def test_a_failing_policy_leaves_no_trace_and_no_profile_and_its_output_goes_to_standard_error(
+    models: list[str], tmp_path: Path
+) -> None:
+    common = [*models[:-2], "--prompts", tmp_path / "p.txt", "--depth", 4, "--quiet"]
+    live = ["--collector", "live", "--policy", "raiser?after=5", "--max-new-tokens", 12, "--out", tmp_path / "live"]
+    assert "raiser: " in refused("collect", *common, *live)
+    assert "raiser: " in refused("profile", *common, "--policy", "raiser", "--repeats", 1, "--out", tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+    for command in (["decode", "w7 w8"], ["bench", "--no-library", "--prompts", tmp_path / "p.txt"]):
+        answer = cli(*command, *models, "--policy", "raiser?method=print", "--json")
+        assert answer.code == 0 and "noise" in answer.err and json.loads(answer.out)
