@@ -46,7 +46,7 @@ def count_round(
     for s in range(sent.shape[0]):
         drafted, verified, decisions, last = 0, 0, 0, -1
         for d in range(steps.shape[1]):
-            steps[s, d, 0] = drafting[s, d]
+            steps[s, d, 0] = drafting[s, d] if steps.shape[1] > 1 else fed[s, 0]
             steps[s, d, 1:] = 0
         for row in range(sent.shape[1]):
             parent_row = parent[row]
