@@ -14,7 +14,7 @@ import numpy as np
 
 from .arguments import LIMITS
 from .contract import Array, StopPolicy
-from .costs import Costs, extend, interpolate
+from .costs import Costs, extrapolate, interpolate
 from .errors import InputError
 from .files import check_values, digest, read_json, write_atomic
 from .measurements import (
@@ -104,7 +104,7 @@ class Profile(Costs):
         # The tokens of one drafter's chain are verified as a chain.
         is_path = ((fed > 0).any(2).sum(1) <= 1) & (fed <= 1).all((1, 2))
         most = int(verified.max(initial=0))
-        calls = np.stack([np.where(is_path, extend(table.verify_s, max(most, self.max_depth) + 1)[verified],
+        calls = np.stack([np.where(is_path, extrapolate(table.verify_s, max(most, self.max_depth) + 1)[verified],
                                    table.tree_verify(most)[verified]) for table in (self.low, self.high)])  # fmt: skip
         out: Array = seconds + interpolate(context, contexts[0], calls)
         return out
