@@ -199,13 +199,13 @@ def quantised(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
                     model.model.set_submodule(name, Integers(module))
 
     model, folder = build_model().to(torch.bfloat16), tmp_path_factory.mktemp("quantised")
-    tokenizer.save_policy(folder)
+    tokenizer.save_pretrained(folder)
     state = {
         name: (64 * weight).round().clamp(-127, 127).to(torch.int8) if name.endswith("proj.weight") else weight
         for name, weight in model.state_dict().items()
     }
     model.config.quantization_config = {"quant_method": "integers"}
-    model.save_policy(folder, state_dict=state)
+    model.save_pretrained(folder, state_dict=state)
     yield folder
     del quantizers.auto.AUTO_QUANTIZER_MAPPING["integers"], quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING["integers"]
 
