@@ -18,21 +18,20 @@ from specstop import Profile
 def routing_trace(texts: int = 24, anchors: int = 60, depth: int = 6, seed: int = 0) -> TraceArrays:
     """Return a trace in which `lookup` accepts everything in spans that `match_length` and `agreement_run` announce.
 
-    The signals are noisy: `agreement_run` begins one token late, and both are on in some spans in which nothing is accepted
-    unless `match_length` is at least 4. `model` accepts about two tokens anywhere.
+    A span is real if `match_length` / 8 and `anchor_top1` are together above 1: in other spans the signals are on, but nothing
+    is accepted. `agreement_run` begins one token late. `model` accepts about two tokens anywhere.
     """
     rng = np.random.default_rng(seed)
     tree = with_drafters(chain(depth), 2)
     rows = texts * anchors
-    copied, length = np.zeros(rows, dtype=bool), np.zeros(rows)
+    copied, length, clear = np.zeros(rows, dtype=bool), np.zeros(rows), rng.random(rows)
     for text in range(texts):
         at = text * anchors
         while at < (text + 1) * anchors:
-            span, real = int(rng.integers(4, 14)), bool(rng.random() < 0.5)
-            stop = min(at + span, (text + 1) * anchors)
-            if rng.random() < 0.6:
-                copied[at:stop] = real
-                length[at:stop] = rng.integers(4, 9) if real else rng.integers(1, 4)
+            stop = min(at + int(rng.integers(4, 14)), (text + 1) * anchors)
+            if rng.random() < 0.7:
+                length[at:stop], clear[at:stop] = rng.integers(1, 9), rng.random()
+                copied[at:stop] = length[at] / 8 + clear[at] > 1.0
             at = stop
     run, left = np.zeros(rows), np.zeros(rows)
     for row in range(rows):
@@ -53,7 +52,7 @@ def routing_trace(texts: int = 24, anchors: int = 60, depth: int = 6, seed: int 
         "match_length": np.stack([length, zeros], 1),
         "match_prob": np.stack([(length > 0) * 0.5 + 0.4 * (length > 5), zeros], 1),
         "agreement_run": np.stack([run, zeros], 1),
-        "anchor_top1": rng.random(rows),
+        "anchor_top1": clear,
     }
     header = Header(
         "", "", {}, 8, (), 0.0, parents(tree), (), ("anchor_top1",), 99, 0, 1, texts, "", drafters=first_drafters(tree),
