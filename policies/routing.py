@@ -46,6 +46,8 @@ class RoutingPolicy(StopPolicy):
         self.stops = self.parts = tuple(stops)
         self.features = tuple(dict.fromkeys([*features, *(name for stop in stops for name in stop.features)]))
         self.max_depth = max(stop.max_depth for stop in stops)
+        observed = [stop for stop in stops if type(stop).observe is not StopPolicy.observe]
+        self.reads_seconds = any(stop.reads_seconds for stop in observed)  # type: ignore[misc]
         self._routed = [self.features.index(name) for name in features]
         self._read = [[self.features.index(name) for name in stop.features] for stop in stops]
 
@@ -222,8 +224,10 @@ class ValueRoute(RoutingPolicy):
 
     def route(self, features: Array, state: State) -> tuple[Array, State]:
         """See `RoutingPolicy`."""
-        options = self.options(np.ascontiguousarray(features.reshape(len(features), -1)[:, self._inputs]))
-        return np.arange(features.shape[1]) == options[:, None], state
+        streams, drafters, width = features.shape
+        flat = features.reshape(streams, drafters * width)
+        options = self.options(np.ascontiguousarray(flat[:, self._inputs]))
+        return np.arange(drafters) == options[:, None], state
 
     def options(self, inputs: Array) -> Array:
         """Return [S] int64, the option that is chosen, given the inputs [S, F'] of the heads."""

@@ -21,6 +21,7 @@ def train(
     traces: list[Path],
     profile: Path,
     out: Path,
+    decide: str = "stop",
     head: str = "",
     rule: str = "",
     threshold: float | None = None,
@@ -39,7 +40,7 @@ def train(
     json: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Fit a stop head on traces and save it as a policy folder.
+    """Fit a stop head, or a route among drafters, on traces and save it as a policy folder.
 
     Example: specstop train --traces traces --profile profile.json --out policy
     """
@@ -54,7 +55,7 @@ def train(
     with progress_bars(quiet or json) as progress:
         trained = run(
             traces, costs, head=head.split(",") if head else None, out=out, rule=rule.split(",") if rule else None,
-            threshold=threshold, features=feature or None, hidden=hidden or None, seed=seed, report_share=report_share,
+            decide=decide, threshold=threshold, features=feature or None, hidden=hidden or None, seed=seed, report_share=report_share,
             params=params, trainer=arguments, mixed=mixed, host=host, nodes=sizes, tune=tune,
             storage=storage, overwrite=overwrite, progress=progress,
         )  # fmt: skip
@@ -77,6 +78,9 @@ def show_trained(trained: TrainResult, out: Path) -> None:
             "Trials, replayed on prompts left out, the best first", [name.replace("_", " ") for name in names],
             [[plain(row.get(name)) for name in names] for row in trials], wide=True,
         )  # fmt: skip
+    if routes := metrics.get("routes"):
+        names = [*routes[0]]
+        table("Routes, replayed on the select prompts", names, [[plain(row[name]) for name in names] for row in routes])
     ratio = metrics.get("held_out_ratio_to_best_fixed", 1.0)
     if ratio < 1.0:
         print_stderr(

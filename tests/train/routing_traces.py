@@ -18,8 +18,8 @@ from specstop import Profile
 def routing_trace(texts: int = 24, anchors: int = 60, depth: int = 6, seed: int = 0) -> TraceArrays:
     """Return a trace in which `lookup` accepts everything in spans that `match_length` and `agreement_run` announce.
 
-    A span is real if `match_length` / 8 and `anchor_top1` are together above 1: in other spans the signals are on, but nothing
-    is accepted. `agreement_run` begins one token late. `model` accepts about two tokens anywhere.
+    A span is real if `match_length` / 8 and `anchor_top1` are together above 1: in other spans the signals are on, but
+    nothing is accepted. `agreement_run` begins one token late. `model` accepts about two tokens anywhere.
     """
     rng = np.random.default_rng(seed)
     tree = with_drafters(chain(depth), 2)

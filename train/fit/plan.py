@@ -22,6 +22,8 @@ from ..replay.arrays import TraceArrays, temperatures
 
 RULES = ("derived", *THRESHOLD_RULES, "batch", "gain")
 
+DECISIONS = ("stop", "route", "both")
+
 TUNED_HEADS = ("logistic", "tokens", "mlp", "xgboost")
 TUNED_RULES = ("derived", "survival", "step")
 
@@ -68,6 +70,7 @@ class TrainOptions:
         nodes: with rule "gain", sizes of the sub-trees that are tried, of which the fastest is kept; none = as recorded.
         tune: number of trials of a search over heads, hyper-parameters and rules (`tune.search`).
         storage: journal file of optuna that keeps the trials; a search continues from it.
+        decide: "stop", when to stop drafting; "route", which of several drafters drafts, with fixed lengths; or "both".
 
     Raises:
         InputError: a value out of range, or options that cannot be combined.
@@ -91,6 +94,7 @@ class TrainOptions:
     nodes: Sequence[int] = ()
     tune: int | None = None
     storage: str | Path | None = None
+    decide: str = "stop"
 
     def __post_init__(self) -> None:
         check_limits(
@@ -105,6 +109,13 @@ class TrainOptions:
         excluded = (self.mixed, self.host, self.tune, self.threshold, self.hidden)
         if "gain" in self.rules and (not self.cross_fit or any(value is not None for value in excluded)):
             raise InputError("--rule gain: leave out --mixed, --for, --tune, --threshold, --hidden and cross_fit=False")
+        if self.decide not in DECISIONS:
+            raise InputError(f"--decide: expected {', '.join(DECISIONS)}, not {self.decide!r}")
+        if self.decide != "stop" and (any(excluded) or self.rule not in (None, "derived") or len(self.heads) > 1):
+            raise InputError(
+                "--decide: leave out --rule, --threshold, --hidden, --mixed, --for and --tune, and give one --head, to learn "
+                "which drafter drafts"
+            )
         if self.tune is not None and (self.threshold is not None or self.hidden or self.mixed is not None):
             raise InputError("--tune: leave out --threshold, --hidden and --mixed; a search chooses thresholds itself")
 
@@ -187,7 +198,7 @@ def make_plans(options: TrainOptions, traces: Sequence[Trace]) -> list[Plan]:
     requested = None if options.hidden is None else as_list(options.hidden)
     defaults, plans = default_features(traces), []
     for rule, kind in itertools.product(options.rules, options.heads):
-        head = _make_head(options, kind) if isinstance(kind, str) else kind
+        head = head_of(options, kind) if isinstance(kind, str) else kind
         hidden: tuple[str, ...] = ()
         if rule == "gain":
             names = tuple(features or tree_features(head))
@@ -201,8 +212,8 @@ def make_plans(options: TrainOptions, traces: Sequence[Trace]) -> list[Plan]:
     return plans
 
 
-def _make_head(options: TrainOptions, kind: str) -> HeadEstimator:
-    """Return the head of a name. Of several heads each receives the parameters that it has."""
+def head_of(options: TrainOptions, kind: str) -> HeadEstimator:
+    """Return the head of a name, not fitted. Of several heads each receives the parameters that it has."""
     params, trainer = options.params, options.trainer
     if len(options.heads) > 1:
         names = head_class(kind).param_names()

@@ -107,11 +107,11 @@ def fit_route(
     rest, report = split_report(arrays, options.report_share, options.seed)
     folds = prompt_folds(rest, options.folds, options.seed)
     fit, select = (rest.subset(folds.sequences(0, inside)) for inside in (False, True))
-    probe = ValueRoute("route", names, (), 0, [FixedLength(1)] * drafters)
-    profile = add_decisions(profile, [probe], arrays.header.vocabulary, arrays.header.hidden)
     progress("rules", 0, 1)
     rules = tuned_rules(fit, profile)
     rules += [with_stops(rule, stops) for rule in rules if stops]
+    priced = [rule for rule in rules if isinstance(rule, ThresholdRoute)]
+    profile = add_decisions(profile, priced, arrays.header.vocabulary, arrays.header.hidden)
     progress("rules", 1, 1)
     rates = {id(rule): replay(select, rule, profile).rate for rule in rules}
     tried = [(rule, rates[id(rule)]) for rule in rules]
@@ -120,6 +120,8 @@ def fit_route(
     for number in range(passes):
         progress("routes", number, passes)
         current = _fit_heads(current, names, fit, select, profile, rho, head, options.seed + number)
+        current.name = options.name or "route"
+        profile = add_decisions(profile, [current], arrays.header.vocabulary, arrays.header.hidden)
         rate = replay(select, current, profile).rate
         tried.append((current, rate))
         rho = max(rho, rate)

@@ -26,6 +26,7 @@ from ...policies.features import HISTORY_FEATURES
 from ...policies.files import prepare_output_dir
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile, load_profile
+from ...policies.routing import RoutingPolicy
 from ...policies.rules import Derived, Rule
 from ...policies.storage import save_policy
 from ..heads.calibration import auc, calibrate, log_loss
@@ -35,7 +36,7 @@ from ..replay.arrays import TraceArrays, joined_arrays, temperatures, trace_arra
 from ..replay.checks import check_whole, load_traces, warn_other_rounds
 from ..replay.run import replay
 from .batch_rules import tune_batch_lengths, tune_batch_rule
-from .plan import Plan, TrainOptions, make_plans, make_rule, split_report, training_prompts
+from .plan import Plan, TrainOptions, head_of, make_plans, make_rule, split_report, training_prompts
 from .rules import (
     THRESHOLDS,
     Part,
@@ -50,6 +51,9 @@ from .tree_rules import choose_tree
 
 REFERENCE_LENGTHS = 5
 """Fixed lengths near the best one: the first heads are fitted on their rounds."""
+
+ROUTE_HEAD = "xgboost"
+"""Default head of routes."""
 
 MIN_ROUNDS = 5000
 """Rounds of the policy below which those of fixed lengths are added."""
@@ -69,7 +73,7 @@ class TrainResult:
             `trials` of a search.
     """
 
-    policy: LearnedPolicy
+    policy: LearnedPolicy | RoutingPolicy
     path: Path | None
     metrics: dict[str, Any]
 
@@ -84,7 +88,7 @@ def train(
     progress: Progress = shown,
     **changes: Any,
 ) -> TrainResult:
-    """Fit a stop head on traces, calibrate it, and choose its stop rule.
+    """Fit a stop head on traces, calibrate it, and choose its stop rule; or a route among drafters (`TrainOptions.decide`).
 
     The prompts are split by a hash of their text into three sets. The saved head is fitted on the first. Early stopping,
     calibration, thresholds and rho use the second; with `cross_fit` both sets change places fold by fold, so that all of
@@ -112,7 +116,10 @@ def train(
     if not opened:
         raise TraceError("--traces: expected at least one trace")
     warn_other_rounds(profile, opened[0].header)
-    plans, folder = make_plans(options, opened), None
+    several, folder = opened[0].header.tree.drafters > 1, None
+    if several and options.decide == "stop":
+        raise InputError("--decide: expected route or both for traces of several drafters")
+    plans = [] if options.decide == "route" else make_plans(_stop_options(options), opened)
     sources = [trace.folder for trace in (*opened, mixed) if trace is not None]
     if out is not None:
         if options.storage is not None and Path(out).resolve() in Path(options.storage).resolve().parents:
@@ -120,7 +127,35 @@ def train(
                 f"--storage: {options.storage} is in the folder --out, which is replaced; choose another file"
             )
         folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*sources, profile.source])
-    arrays, metrics = _read(opened, plans), {}
+    metrics: dict[str, Any] = {}
+    policy: LearnedPolicy | RoutingPolicy
+    if options.decide != "stop":
+        policy, files = _fit_route(options, plans, opened, profile, progress), {}
+    else:
+        policy, files = _fit_stop(options, plans, opened, profile, mixed, metrics, progress)
+    solved, sampled_at = policy.metadata, temperatures(opened)
+    provenance = {"traces": ", ".join(map(str, sources)), **solved.provenance, "seed": options.seed}
+    policy.metadata = dataclasses.replace(
+        solved,
+        temperature=sampled_at[0] if len(sampled_at) == 1 else sampled_at,
+        metrics={**solved.metrics, **metrics},
+        provenance={**provenance, "specstop": version("specstop")},
+    )
+    path = None if folder is None else save_policy(policy, folder, files)
+    return TrainResult(policy, path, dict(policy.metadata.metrics))
+
+
+def _fit_stop(
+    options: TrainOptions,
+    plans: Sequence[Plan],
+    opened: Sequence[Trace],
+    profile: Profile,
+    mixed: Trace | None,
+    metrics: dict[str, Any],
+    progress: Progress,
+) -> tuple[LearnedPolicy, dict[str, bytes]]:
+    """Return `fit_policy` of the plan, or of the best one of a search, whose trials are added to `metrics`."""
+    arrays = _read(opened, plans)
     if not options.features and arrays.only_positions:  # their rounds have no earlier ones
         plans = [
             dataclasses.replace(plan, features=tuple(n for n in plan.features if n not in HISTORY_FEATURES))
@@ -134,17 +169,35 @@ def train(
         training, _ = split_report(arrays, options.report_share, options.seed)
         plan, metrics["trials"] = search(plans, training, profile, fit_policy, progress=progress)
     mixed_rows = None if mixed is None else mixed_arrays(mixed, opened[0], plan.features, plan.hidden)
-    policy, files = fit_policy(plan, arrays, profile, mixed_rows, progress)
-    solved, sampled_at = policy.metadata, temperatures(opened)
-    provenance = {"traces": ", ".join(map(str, sources)), **solved.provenance, "seed": options.seed}
-    policy.metadata = dataclasses.replace(
-        solved,
-        temperature=sampled_at[0] if len(sampled_at) == 1 else sampled_at,
-        metrics={**solved.metrics, **metrics},
-        provenance={**provenance, "specstop": version("specstop")},
-    )
-    path = None if folder is None else save_policy(policy, folder, files)
-    return TrainResult(policy, path, dict(policy.metadata.metrics))
+    return fit_policy(plan, arrays, profile, mixed_rows, progress)
+
+
+def _stop_options(options: TrainOptions) -> TrainOptions:
+    """Return the options of the stop policies: with `decide` "both", `features` are those of the route."""
+    if options.decide == "stop":
+        return options
+    return dataclasses.replace(options, decide="stop", features=None, name=None)
+
+
+def _fit_route(
+    options: TrainOptions, plans: Sequence[Plan], opened: Sequence[Trace], profile: Profile, progress: Progress
+) -> RoutingPolicy:
+    """Return a route, with learned stop policies if there is a plan for them."""
+    from .route import fit_route
+
+    if len(opened) > 1:
+        raise InputError("--decide route: expected one trace")
+    extra = label_columns([trace.header for trace in opened], any(plan.head.soft for plan in plans))
+    arrays = trace_arrays(opened[0], None if plans else options.features, extra)
+    check_whole(arrays, "collect dense traces")
+    kind = options.heads[0] if options.head else ROUTE_HEAD
+    head = head_of(options, kind) if isinstance(kind, str) else kind
+    stops = []
+    for own, costs in zip(arrays.each_drafter, (profile, *profile.others), strict=False):
+        for plan in plans:
+            single = dataclasses.replace(costs, others=(), batch=None)  # lengths for batches would be of one drafter
+            stops.append(fit_policy(plan, own, single, None, progress)[0])
+    return fit_route(arrays, profile, head, options, stops, progress)
 
 
 def _read(traces: Sequence[Trace], plans: Sequence[Plan]) -> TraceArrays:
