@@ -55,8 +55,8 @@ def train(
     with progress_bars(quiet or json) as progress:
         trained = run(
             traces, costs, head=head.split(",") if head else None, out=out, rule=rule.split(",") if rule else None,
-            decide=decide, threshold=threshold, features=feature or None, hidden=hidden or None, seed=seed, report_share=report_share,
-            params=params, trainer=arguments, mixed=mixed, host=host, nodes=sizes, tune=tune,
+            decide=decide, threshold=threshold, features=feature or None, hidden=hidden or None, seed=seed,
+            report_share=report_share, params=params, trainer=arguments, mixed=mixed, host=host, nodes=sizes, tune=tune,
             storage=storage, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:

@@ -77,4 +77,5 @@ def routing_profile() -> Profile:
     free = Profile(low, dataclasses.replace(low, context=80.0), 0.0, 1.0e-4, (5.0e-3, 1.0e-4))
     table = dataclasses.replace(low, draft_s=(1.0e-3, 1.1e-3), draft_token_s=2.0e-5)
     model = dataclasses.replace(free, low=table, high=dataclasses.replace(table, context=80.0))
-    return dataclasses.replace(free, others=(model,))
+    names = ("route", "always-lookup", "always-model", "route-agreement-run", "route-match-prob", "route-match-length")
+    return dataclasses.replace(free, others=(model,)).with_decisions(dict.fromkeys(names, 1.0e-5))

@@ -109,9 +109,10 @@ def fit_route(
     fit, select = (rest.subset(folds.sequences(0, inside)) for inside in (False, True))
     progress("rules", 0, 1)
     rules = tuned_rules(fit, profile)
-    rules += [with_stops(rule, stops) for rule in rules if stops]
-    priced = [rule for rule in rules if isinstance(rule, ThresholdRoute)]
-    profile = add_decisions(profile, priced, arrays.header.vocabulary, arrays.header.hidden)
+    for rule in [*rules] if stops else ():
+        rules.append(with_stops(rule, stops))
+        rules[-1].name = f"learned-stop-{rule.name}"  # their decisions have another price
+    profile = add_decisions(profile, rules, arrays.header.vocabulary, arrays.header.hidden)
     progress("rules", 1, 1)
     rates = {id(rule): replay(select, rule, profile).rate for rule in rules}
     tried = [(rule, rates[id(rule)]) for rule in rules]

@@ -1,0 +1,138 @@
+"""Routes among drafters: fitting, folders, specs, and the oracle bound."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from routing_traces import routing_profile, routing_trace
+from specstop.collect.schema import drafter_of
+from specstop.policies.errors import PolicyError
+from specstop.policies.registry import load_policy
+from specstop.policies.routing import ThresholdRoute, ValueRoute
+from specstop.policies.storage import content_digest, save_policy
+from specstop.train import TraceArrays
+from specstop.train.evaluate.comparison import Job, Setting, compare_texts
+from specstop.train.evaluate.pricing import ProfileBootstrap
+from specstop.train.evaluate.statistics import form_clusters
+from specstop.train.fit.plan import TrainOptions
+from specstop.train.fit.route import anchor_values, fit_route, tuned_rules
+from specstop.train.fit.rules import best_of, fixed_grid
+from specstop.train.heads import make_head
+from specstop.train.replay.bounds import oracle_plan, planned_rounds
+from specstop.train.replay.run import replay
+
+PROFILE = routing_profile()
+
+
+@functools.cache
+def fitted() -> ValueRoute:
+    route = fit_route(routing_trace(texts=40, depth=4), PROFILE, make_head("logistic"), TrainOptions(passes=2))
+    assert isinstance(route, ValueRoute)
+    return route
+
+
+def test_a_learned_route_beats_each_drafter_and_each_rule_on_other_prompts() -> None:
+    unseen = routing_trace(texts=40, depth=4, seed=5)
+    rate = replay(unseen, fitted(), PROFILE).rate
+    assert rate > 1.02 * best_of(fixed_grid(unseen, PROFILE)).rate
+    assert rate > max(replay(unseen, rule, PROFILE).rate for rule in tuned_rules(unseen, PROFILE))
+
+
+def test_the_result_is_the_fastest_candidate_on_the_select_prompts() -> None:
+    tried = fitted().metadata.metrics["routes"]
+    assert round(fitted().metadata.rho, 2) == max(row["select tokens/s"] for row in tried)
+
+
+def learned_route() -> ValueRoute:
+    return fitted()
+
+
+def rule() -> ThresholdRoute:
+    policy = load_policy("agreement:2?lengths=4+3")
+    assert isinstance(policy, ThresholdRoute)
+    return policy
+
+
+@pytest.mark.parametrize("build", [learned_route, rule])
+def test_a_saved_route_plays_the_same_rounds(tmp_path: Path, build: object) -> None:
+    arrays, route = routing_trace(texts=4, depth=4, seed=9), build()  # type: ignore[operator]
+    again = load_policy(save_policy(route, tmp_path / "policy"))
+    assert content_digest(again) == content_digest(route)  # type: ignore[arg-type]
+    rounds, same = (replay(arrays, policy, PROFILE) for policy in (route, again))
+    assert torch.equal(rounds.log, same.log) and torch.equal(rounds.drafting, same.drafting)
+
+
+def test_values_are_those_of_decoding_the_rest_of_the_text() -> None:
+    arrays, route, rho = routing_trace(texts=3, anchors=20, depth=4), rule(), 300.0
+    values = anchor_values(arrays, route, ("agreement_run",), PROFILE, rho).values
+    played = replay(arrays, route, PROFILE)
+    total = played.by_sequence(played.committed - rho * played.price(PROFILE)).numpy()
+    first = values[arrays.offset.numpy()]
+    chosen = np.where(played.drafting.numpy().any(1), played.drafting.numpy().argmax(1), 2)
+    begins = np.searchsorted(played.sequence.numpy(), np.arange(3))
+    # The first round of a text reads the prompt, which the values leave out.
+    late = rho * (played.price(PROFILE).numpy()[begins] - played.price(PROFILE, bare=True).numpy()[begins])
+    assert np.abs(first[np.arange(3), chosen[begins]] - total).max() < 1.0 + np.abs(late).max()
+
+
+def brute_force(arrays: TraceArrays, text: int) -> float:
+    """Return the least seconds of a text, over all drafters and lengths of all rounds."""
+    count, depth = int(arrays.rows[text]), arrays.depth
+    prompt, first = int(arrays.prompt_tokens[text]), int(arrays.first_anchor[text])
+
+    @functools.cache
+    def seconds(at: int) -> float:
+        if at >= count:
+            return 0.0
+        best, row = np.inf, int(arrays.offset[text]) + at
+        for drafter, own in enumerate(arrays.each_drafter):
+            for length in range(depth + 1):
+                fed = np.zeros((1, 2, depth), dtype=np.int64)
+                fed[0, drafter, :length] = 1
+                size, zero = np.array([length]), np.array([0])
+                backlog = np.ones((1, 2), dtype=np.int64)
+                cost = PROFILE.round_seconds(np.array([prompt + first + at]), size, size, backlog, zero, 0.0, fed)
+                end = at + min(int(own.accepted[row]), length) + 1
+                best = min(best, float(cost[0]) + seconds(end))
+        return best
+
+    return seconds(0) + float(PROFILE.prefill_seconds(np.array([prompt]))[0])
+
+
+def test_the_bound_of_several_drafters_is_the_best_of_all_drafters_and_lengths() -> None:
+    arrays = routing_trace(texts=5, anchors=12, depth=3, seed=2)
+    plan = oracle_plan(arrays, PROFILE)
+    expected = [brute_force(arrays, text) for text in range(5)]
+    np.testing.assert_allclose(plan.seconds.numpy(), expected, rtol=1e-12)
+    rounds = planned_rounds(arrays, plan)
+    np.testing.assert_allclose(rounds.text_seconds(plan.profile).numpy(), expected, rtol=1e-12)
+    for played in fixed_grid(arrays, PROFILE):
+        assert (played.seconds >= plan.seconds - 1e-12).all()
+
+
+def test_the_baseline_is_the_best_drafter_at_its_best_length() -> None:
+    arrays = routing_trace(texts=24, depth=4)
+    clusters = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist())
+    setting = Setting(arrays, ProfileBootstrap(PROFILE), clusters)
+    compared = compare_texts(setting, [Job("rule", "rule", "", rule())])
+    lines, fastest = {line.name: line for line in compared.lines}, best_of(fixed_grid(arrays, PROFILE))
+    assert lines["best fixed"].note.startswith(fastest.name) and "@" in fastest.name
+    assert lines["best fixed"].tokens_per_s == pytest.approx(fastest.rate)
+    assert sum(lines["rule"].drafters.values()) <= 1.0 and not compared.below_bound
+    hindsight, bound = lines["best drafter by text"], lines["oracle bound"]
+    assert fastest.rate <= hindsight.tokens_per_s <= bound.tokens_per_s
+
+
+def test_a_policy_uses_the_drafter_after_the_at_sign() -> None:
+    arrays = routing_trace(texts=4, depth=4)
+    assert drafter_of(arrays.header) == "lookup+model"
+    for index, name in enumerate(("lookup", "model")):
+        rounds = replay(arrays, load_policy(f"fixed:3@{name}"), PROFILE)
+        assert rounds.drafting[:, index].any() and not rounds.drafting[:, 1 - index].any()
+    for spec in ("agreement:1@model", "agreement:1?lengths=a", "match:2"):
+        with pytest.raises(PolicyError):
+            load_policy(spec)
