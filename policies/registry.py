@@ -24,6 +24,7 @@ from .errors import InputError, PolicyError, SpecstopWarning, close_match
 from .failures import error_text, plugin_errors
 from .features import PLUGIN_SWITCH
 from .host import validate_policy
+from .learned import LearnedPolicy
 from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
 
@@ -285,8 +286,10 @@ def _load_batch_policy(folder: str, options: dict[str, Any], where: str) -> Stop
     """Return the policy of a folder under the rule `batch`, the only one that can be chosen without training."""
     policy = load_policy_folder(Path(folder).expanduser())
     rule, profile, send = (str(options.pop(name, "")) for name in ("rule", "profile", "send"))
-    if options or rule != "batch":
-        raise PolicyError(f"{where}: expected rule=batch after the folder, and perhaps profile=FILE or send=all")
+    if options or rule != "batch" or not isinstance(policy, LearnedPolicy):
+        raise PolicyError(
+            f"{where}: expected rule=batch after the folder of a stop policy, and perhaps profile=FILE or send=all"
+        )
     try:
         return for_batches(policy, send, Profile.load(profile) if profile else None)
     except InputError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,21 @@ class RoutingPolicy(StopPolicy):
             state: of the route, see `start_route`.
         """
         raise TypeError(f"{type(self).__name__} does not implement route()")
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for display: what it reads, stop policies, conditions of the training, provenance and metrics."""
+        trained = self.metadata
+        return {
+            "kind": "policy that routes",
+            "name": self.name,
+            "features": ", ".join(self.features),
+            "stop policies of the drafters": ", ".join(stop.name for stop in self.stops),
+            "max depth": self.max_depth,
+            "temperature": trained.temperature,
+            "verification": trained.verification,
+            "rho (tokens/s)": trained.rho,
+            **training_facts(trained.provenance, trained.metrics),
+        }
 
     def start_route(self, streams: int, keys: Array) -> State:
         """Return the state of `route` for new texts."""
@@ -148,8 +163,8 @@ class ThresholdRoute(RoutingPolicy):
         super().__init__(stops, [feature])
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for display."""
-        return describe_route(self, {"rule": f"{self.feature} of at least {self.level:g}"})
+        """See `RoutingPolicy`."""
+        return {**super().describe(), "rule": f"{self.feature} of at least {self.level:g}"}
 
     def route(self, features: Array, state: State) -> tuple[Array, State]:
         """See `RoutingPolicy`."""
@@ -218,14 +233,8 @@ class ValueRoute(RoutingPolicy):
         self._inputs, _ = input_features(self.route_features, len(self.stops))
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for display."""
-        return describe_route(
-            self,
-            {
-                "heads": ", ".join(dict.fromkeys(head.kind for head in self.heads)) or "none",
-                "features": ", ".join(self.route_features),
-            },
-        )
+        """See `RoutingPolicy`."""
+        return {**super().describe(), "heads": ", ".join(dict.fromkeys(head.kind for head in self.heads)) or "none"}
 
     def route(self, features: Array, state: State) -> tuple[Array, State]:
         """See `RoutingPolicy`."""
@@ -257,19 +266,3 @@ def input_features(features: Sequence[str], drafters: int) -> tuple[Array, tuple
             columns.append(drafter * len(features) + at)
             names.append(name)
     return np.array(columns, dtype=np.int64), tuple(names)
-
-
-def describe_route(policy: RoutingPolicy, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts of a policy that routes for display."""
-    trained = policy.metadata
-    return {
-        "kind": "policy that routes",
-        "name": policy.name,
-        **facts,
-        "stop policies of the drafters": ", ".join(stop.name for stop in policy.stops),
-        "max depth": policy.max_depth,
-        "temperature": trained.temperature,
-        "verification": trained.verification,
-        "rho (tokens/s)": trained.rho,
-        **training_facts(trained.provenance, trained.metrics),
-    }

@@ -267,7 +267,8 @@ class _Stages:
                 self.traces["train"], self.costs, head=kind, out=path, seed=self.seed, report_share=0,
                 progress=self.within(kind),
             )  # fmt: skip
-        policies = [load_policy_folder(path) for path in paths.values()]
+        loaded = map(load_policy_folder, paths.values())
+        policies = [policy for policy in loaded if isinstance(policy, LearnedPolicy)]
         timings = loop_decisions(
             self.models, policies, self.ids["train"], self.settings, effort=self.sizes.decision_effort,
             progress=self.within("decisions"),

@@ -130,7 +130,7 @@ def train(
     metrics: dict[str, Any] = {}
     policy: LearnedPolicy | RoutingPolicy
     if options.decide != "stop":
-        policy, files = _fit_route(options, plans, opened, profile, progress), {}
+        policy, files = _fit_route(options, plans, opened, profile, progress), dict[str, bytes]()
     else:
         policy, files = _fit_stop(options, plans, opened, profile, mixed, metrics, progress)
     solved, sampled_at = policy.metadata, temperatures(opened)
