@@ -180,7 +180,7 @@ def agreement(level: float = 1, lengths: int | str = "8+4") -> ThresholdRoute:
         level: number of such tokens.
         lengths: draft length of each drafter, separated by +.
     """
-    return ThresholdRoute("agreement_run", validate_number("agreement", "level", level, 0.0), _fixed_lengths(lengths))
+    return _rule("agreement", "agreement_run", validate_number("agreement", "level", level, 0.0), lengths)
 
 
 def match(level: float = 0.5, lengths: int | str = "8+4") -> ThresholdRoute:
@@ -190,14 +190,16 @@ def match(level: float = 0.5, lengths: int | str = "8+4") -> ThresholdRoute:
         level: smallest probability of that continuation.
         lengths: draft length of each drafter, separated by +.
     """
-    return ThresholdRoute("match_prob", validate_number("match", "level", level, 0.0, 1.0), _fixed_lengths(lengths))
+    return _rule("match", "match_prob", validate_number("match", "level", level, 0.0, 1.0), lengths)
 
 
-def _fixed_lengths(lengths: int | str) -> list[FixedLength]:
+def _rule(name: str, feature: str, level: float, lengths: int | str) -> ThresholdRoute:
     words = str(lengths).split("+")
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise PolicyError(f"lengths: expected one for each drafter, such as 8+4, not {lengths!r}")
-    return [FixedLength(int(word)) for word in words]
+        raise PolicyError(f"{name}: lengths: expected one for each drafter, such as 8+4, not {lengths!r:.80}")
+    rule = ThresholdRoute(feature, level, [FixedLength(int(word)) for word in words])
+    rule.name = f"{name}:{level:g}"
+    return rule
 
 
 class ValueRoute(RoutingPolicy):
