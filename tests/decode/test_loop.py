@@ -223,7 +223,7 @@ def test_a_round_that_was_interrupted_does_not_spoil_later_ones(pair, prompt_ids
             return super().propose(round, depth, rows)
 
     settings = Settings(0.0, NEW, tree="2,1,1")
-    loop = Speculator(pair, load_policy("eagle:4"), settings, drafter=Interrupted(pair), batch=2)
+    loop = Speculator(pair, load_policy("eagle:4"), settings, drafters=[Interrupted(pair)], batch=2)
     with pytest.raises(KeyboardInterrupt):
         loop.run([Request(prompt_ids[3]), Request(prompt_ids[4])])
     with warnings.catch_warnings():
