@@ -85,7 +85,7 @@ class DraftingRun:
         return [by_row.get(i, []) for i in range(len(sampled))]
 
 
-@pytest.mark.parametrize("spec", ["model", "lookup", "suffix", "suffix+model"])
+@pytest.mark.parametrize("spec", ["model", "lookup", "suffix"])
 def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec, monkeypatch):
     """Requests are preempted, moved, aborted, trimmed and read in chunks; the cache grows in the runs with names."""
     events, reference = Counter[str](), find_drafters(spec, plain_pair)[0]
@@ -233,7 +233,7 @@ def load(drafter: str, target: Path, draft: str = "") -> Drafter:
 
 def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
     (tmp_path / "code.txt").write_text("a b c", encoding="utf-8")
-    for spec in ("lookup", f"suffix:{tmp_path / 'code.txt'}", "suffix+model", "model"):
+    for spec in ("lookup", f"suffix:{tmp_path / 'code.txt'}", "model"):
         draft = str(pair_folder / "draft") if spec.endswith("model") else ""
         drafter = load(spec, tmp_path if spec == "model" else pair_folder / "target", draft)
         drafter.reserve(2, 64)
@@ -242,7 +242,9 @@ def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
         assert drafter.propose(new_round([0, 20], chain(K)), 0, [(1, [0])]).dense(48).shape == (1, 48)
         assert (drafter.readable < 1 << 20) == bool(draft)
     with pytest.raises(InputError, match="hidden"):
-        load("suffix+ctc:heads", pair_folder / "target")
+        load("ctc:heads", pair_folder / "target")
+    with pytest.raises(InputError, match="one drafter"):
+        load("suffix+model", pair_folder / "target", str(pair_folder / "draft"))
     with pytest.raises(PairError, match="target"):
         load("lookup", tmp_path)
 
@@ -315,7 +317,7 @@ def test_features_that_engines_do_not_provide_are_named(features, temperature, h
 @pytest.mark.parametrize(
     ("raw", "noun"),
     [
-        (None, "object"), ({"specstop": {"drafter": "suffix+model"}}, "draft"), ({"specstop": {"polcy": "x"}}, "policy"),
+        (None, "object"), ({"specstop": {"drafter": "model"}}, "draft"), ({"specstop": {"polcy": "x"}}, "policy"),
         ({"specstop": {"draft": 3}}, "draft"), ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature"),
         ({"specstop": {"draft": "d", "rows": 0}}, "rows"), ({"specstop": {"draft": "d", "rows": True}}, "rows"),
     ],
