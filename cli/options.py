@@ -76,7 +76,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "import target": "Target of Medusa's heads, which become a drafter, or of records. Default: import a policy.",
         "draft": "Draft model with the same tokenizer: a folder or a hub name.",
         "drafter": "Source of the candidates: model (the draft model), lookup, suffix, medusa:PATH, hydra:PATH, ctc:PATH, "
-        "ctc-released:PATH, layer:PATH, a plugin, or two, such as suffix+model.",
+        "ctc-released:PATH, layer:PATH, a plugin, or several, such as suffix+model.",
         "deploy drafter": "hf: the drafter, as in `specstop decode`. Default: that of --traces or of the training.",
         "device": "Device of the models: cpu, cuda, cuda:1, ...",
         "device_map": "Placement of the target's layers by accelerate: auto, a device, or a JSON object of devices by "

@@ -130,7 +130,7 @@ def check_drafter(name: str) -> None:
             names = DRAFTERS.names()
             match = "" if part.name in names else close_match(part.name, names)
             raise InputError(
-                f"--drafter: expected one of {', '.join(map(_form, names))}, or two such as suffix+model, not "
+                f"--drafter: expected one of {', '.join(map(_form, names))}, or several such as suffix+model, not "
                 f"{part.text!r}{match}; options are written NAME?key=value"
             )
 

@@ -32,7 +32,7 @@ from ...policies.arguments import LIMITS
 from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
-from ..drafters.spec import check_drafter, find_drafters, needs_draft
+from ..drafters.spec import check_drafter, needs_draft
 from ..loop import Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
@@ -101,10 +101,10 @@ def specstop_generate(
     settings = Settings(
         temperature, new_tokens, verification=verification, tree=tree, sampling=sampling, stops=stops
     ).for_policy(rule)
-    pair = dataclasses.replace(join(model, draft_model), eos=eos)
+    pair = dataclasses.replace(join(model, draft_model), eos=eos, drafter=drafter)
     warn_if_untrained(rule, settings, config=generation_config)
     warn_if_unmeasured(profile, [rule], settings, drafter)
-    speculator = Speculator(pair, rule, settings, profile, drafters=find_drafters(drafter, pair), batch=len(input_ids))
+    speculator = Speculator(pair, rule, settings, profile, batch=len(input_ids))
     prefill = Prefill(speculator.target.model, input_ids, model_kwargs, getattr(generation_config, "_mask_length", -1))
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does; a streamer may skip the prompt

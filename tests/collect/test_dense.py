@@ -179,7 +179,7 @@ def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkey
 SHORT = 3
 SPECS = (
     *("lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer"),
-    *("suffix?confidence=0.3+model", "lookup?confidence=0.9+medusa"),
+    *("suffix+model", "lookup+medusa"),
 )
 
 
@@ -221,8 +221,8 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
 
 @pytest.mark.parametrize(
     ("kind", "temperature", "tree"),
-    [("suffix", 0.0, None), ("hydra", 0.7, "2,2,1"), ("suffix?confidence=0.3+medusa", 0.7, None),
-     ("suffix?confidence=0.3+medusa", 0.7, "2,2,1")],
+    [("suffix", 0.0, None), ("hydra", 0.7, "2,2,1"), ("suffix+medusa", 0.7, None),
+     ("suffix+medusa", 0.7, "2,2,1")],
 )  # fmt: skip
 def test_texts_side_by_side_give_the_rows_of_each_alone(
     pair: Pair, folders: Path, prompt_ids: list[list[int]], kind: str, temperature: float, tree: str | None

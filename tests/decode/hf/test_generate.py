@@ -409,7 +409,7 @@ def trained_with(drafter: str, folder: Path, **pair: str) -> Path:
     return save_policy(policy, folder)
 
 
-@pytest.mark.parametrize("prefix", ["", "suffix?confidence=0.6+"])
+@pytest.mark.parametrize("prefix", ["", "suffix+"])
 def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
     prefix, pair, prompt_ids, hydra, out, tmp_path
 ):

@@ -62,8 +62,8 @@ def test_texts_are_those_of_the_host_and_rounds_wait_once_a_level(pairs, kind, m
     requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
 
     def loop(pair: Pair, **options: Any) -> Speculator:
-        drafter = None if kind == "model" else small_drafter(kind, pair, **options)
-        return Speculator(pair, FixedLength(4), settings, batch=batch, drafter=drafter)
+        drafters = [] if kind == "model" else [small_drafter(kind, pair, **options)]
+        return Speculator(pair, FixedLength(4), settings, batch=batch, drafters=drafters)
 
     expected = loop(pairs[0]).run(requests)
     with Accelerator() as device, torch.no_grad():
@@ -253,8 +253,8 @@ def test_the_text_is_that_of_plain_decoding(source, temperature, prompt_ids):
     expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]
     for policy, tree, batch in itertools.product([FixedLength(3), *thresholds], (None, "2,2,1"), (1, 3)):
         settings = Settings(temperature, 24, tree=tree, verification="match")
-        drafter = small_drafter(source, pair) if drafts else None
-        speculator = Speculator(pair, policy, settings, batch=batch, drafter=drafter)
+        drafters = [small_drafter(source, pair)] if drafts else []
+        speculator = Speculator(pair, policy, settings, batch=batch, drafters=drafters)
         requests = [Request(prompt, key) for key, prompt in enumerate(prompts)]
         assert [list(text.tokens) for text in speculator.run(requests)] == expected
         assert any(call.play for call in speculator._source.target._memory.calls.values()), "recorded"

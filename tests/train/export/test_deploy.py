@@ -203,11 +203,12 @@ def test_a_policy_that_vllm_cannot_run_is_not_written(traces: Traces, profile: P
     header = dataclasses.replace(traces[0.0].header, facts={"drafter": "suffix+hydra:heads"})
     assert "hidden states" in vllm_obstacle(load_policy("fixed:2"), drafter_of(header))
     assert vllm_obstacle(load_policy("fixed:0"), "model") == "it never drafts"
+    assert "several drafters" in vllm_obstacle(load_policy("fixed:2"), "suffix+model")
 
 
 @pytest.mark.parametrize(
     ("drafter", "named"),
-    [("suffix", ""), ("suffix?confidence=0.8+model", ""), ("suffix:notes.txt", "suffix:{folder}/notes.txt")],
+    [("suffix", ""), ("model", ""), ("suffix:notes.txt", "suffix:{folder}/notes.txt")],
 )
 def test_vllm_runs_the_policy_with_the_drafter_of_the_traces(
     drafter: str, named: str, traces: Traces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
