@@ -210,7 +210,8 @@ def scale_costs(profile: Profile, draft: float = 1.0, verify: float = 1.0) -> Pr
             tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
         )
 
-    return dataclasses.replace(profile, low=table(profile.low), high=table(profile.high))
+    others = tuple(scale_costs(one, draft, verify) for one in profile.others)
+    return dataclasses.replace(profile, low=table(profile.low), high=table(profile.high), others=others)
 
 
 _MAX_BACKLOG = 2
