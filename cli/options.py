@@ -53,13 +53,18 @@ _TEXTS: dict[str, dict[str, str]] = {
     "Arguments": {
         "decode text": "Prompts. Default: standard input, or --prompts.",
         "import source": "Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of vLLM: a .jsonl "
-        "file of responses.",
+        "file of responses. Or with --lengths a table: a .parquet, .csv or .jsonl file with a row for each text.",
         "info path": "Folder of a trace, a policy, a drafter or a model, or a profile.",
     },
     "Prompts": {
         "prompts": 'A .jsonl, .csv or .parquet file with a column "prompt" (also "id", "group"), a .txt file with a '
         "prompt per line, a folder with a data set, hf:org/name[:config], or - for standard input.",
         "column": "Column with the prompt: text, turns, or chat messages.",
+        "import column": "Column of the table as key=NAME; repeatable. Keys: id, prompt_tokens, tokens (ids of the text), "
+        "group, sample. Default: the name of the key.",
+        "lengths": "Drafter and column as NAME=COLUMN; repeatable. The column has a list for each text: how many tokens of "
+        "the drafter the target accepts at each position.",
+        "bonus": "Lengths include the token that the target adds in each round.",
         "limit": "Use only the first prompts, at most this number.",
         "chat": "Apply the tokenizer's chat template to the prompts.",
         "traces": f"{_TRACE}; repeatable, such as for several temperatures.",
@@ -77,6 +82,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "draft": "Draft model with the same tokenizer: a folder or a hub name.",
         "drafter": "Source of the candidates: model (the draft model), lookup, suffix, medusa:PATH, hydra:PATH, ctc:PATH, "
         "ctc-released:PATH, layer:PATH, a plugin, or two, such as suffix+model.",
+        "free": "Drafter of --lengths that reads nothing before a round, such as lookup; repeatable.",
         "deploy drafter": "hf: the drafter, as in `specstop decode`. Default: that of --traces or of the training.",
         "device": "Device of the models: cpu, cuda, cuda:1, ...",
         "device_map": "Placement of the target's layers by accelerate: auto, a device, or a JSON object of devices by "
@@ -95,7 +101,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "train profile": f"{_PROFILE}.",
         "profile profile": "Existing profile: only the decisions of --policy are timed and added to it.",
         "depth": "Draft length of the recorded or timed rounds; policies trained on them stop there.",
-        "import depth": "Deepest draft. Default: 5 (DynaSD), 20 (SpecDec++).",
+        "import depth": "Deepest draft. Default: 5 (DynaSD), 20 (SpecDec++), the largest length of a table.",
         "train-drafter depth": "Number of tokens that it learns to propose.",
         "tree": "Draft trees: children by depth (4,2,2,1), fork:4x5, medusa-63, ctc-released or parents:-1,-1,0. Default: "
         "the policy's tree, or a chain.",
