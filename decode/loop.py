@@ -275,4 +275,5 @@ def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: f
         round.decisions, round.read_backlog, round.cut,
     )  # fmt: skip
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    return {s: Round._make([*rows[s], *shares, len(streams), int(deepest[s])]) for s in streams}
+    alone = np.where(round.drafting.sum(1) == 1, round.drafting.argmax(1), -1).tolist()
+    return {s: Round._make([*rows[s], *shares, len(streams), int(deepest[s]), alone[s]]) for s in streams}

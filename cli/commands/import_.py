@@ -56,7 +56,7 @@ def import_(
         }  # fmt: skip
         if name := next((name for name, is_set in of_policy.items() if is_set), None):
             raise InputError(f"--{name}: a drafter has none; leave it out, or --target to import a policy")
-        _import_drafter(source, out, options.Models(target, drafter="lookup", dtype=dtype), overwrite)
+        _import_drafter(source, out, options.Models(target, drafter=["lookup"], dtype=dtype), overwrite)
     elif dtype != "float32":
         raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
     else:
