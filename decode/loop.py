@@ -82,12 +82,13 @@ class Speculator:
         kernels.load(silent, policy)  # compile before the first text, not within it
         self.pair, self.settings, self.batch = pair, (settings or Settings()).for_pair(pair), batch
         tree, temperature = self.settings.topology, self.settings.temperature
-        self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
-        check_mode(self.mode, policy, tree)
         self._drafters = list(drafters or find_drafters(pair.drafter, pair))
         if not policy.routes:
-            self._drafters = [self._drafters[drafter_index(policy, drafter_names(pair.drafter))]]
-            tree = tree.trees[drafter_index(policy, drafter_names(pair.drafter))] if tree.drafters > 1 else tree
+            index = drafter_index(policy, drafter_names(pair.drafter))
+            self._drafters = [self._drafters[index]]
+            tree = tree.trees[index] if tree.drafters > 1 else tree
+        self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
+        check_mode(self.mode, policy, tree)
         self.topology = with_drafters(tree.limited(policy.max_depth), len(self._drafters))
         pair.check_topology(self.topology)
         chain = self.topology.is_chain

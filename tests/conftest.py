@@ -140,8 +140,8 @@ def pair_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
     folder = tmp_path_factory.mktemp("pair")
     target = build_model()
     for name, model in (("target", target), ("draft", build_draft(target))):
-        model.save_policy(folder / name)
-        tokenizer.save_policy(folder / name)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     return folder
 
 

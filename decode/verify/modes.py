@@ -424,7 +424,11 @@ def check_mode(mode: Verification, policy: StopPolicy, topology: Topology) -> No
         PolicyError: the policy reads features that the mode does not have, or would bias the output.
     """
     drafted = _drafted(topology, policy)
-    if mode.chains_only and (policy.joins or not all(tree.is_chain for tree in drafted.trees)):
+    if mode.chains_only and policy.joins:
+        raise PolicyError(
+            f"{policy.name}: may verify several drafters together, which {mode.name} cannot; use rejection"
+        )
+    if mode.chains_only and not all(tree.is_chain for tree in drafted.trees):
         raise InputError(f"--verification {mode.name}: expected a chain, not the tree {topology.name}; use rejection")
     noisy = [name for name in base_features(policy.features) if name.startswith("noisy_")]
     if noisy and mode.name != Match.name:

@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
     for side in ("target", "draft"):
         tokenizer = AutoTokenizer.from_pretrained(pair_folder / side)
         tokenizer.chat_template = CLOCK
-        tokenizer.save_policy(folder / "clock" / side)
+        tokenizer.save_pretrained(folder / "clock" / side)
     return folder
 
 
@@ -262,8 +262,8 @@ def test_structured_output(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     pair = byte_pair()
     for name, model in (("target", pair.target), ("draft", pair.draft_model)):
-        model.save_policy(tmp_path / name)
-        pair.tokenizer.save_policy(tmp_path / name)  # type: ignore[union-attr]
+        model.save_pretrained(tmp_path / name)
+        pair.tokenizer.save_pretrained(tmp_path / name)  # type: ignore[union-attr]
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
     (tmp_path / "list.ebnf").write_text('root ::= "[" [a-c]{2,4} "]"')
     (tmp_path / "p.txt").write_text("the name\na tag\n")

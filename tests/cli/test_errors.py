@@ -54,8 +54,8 @@ def place(
     full_profile.save(here / "profile.json")
     save_policy(learned, here / "policy")
     evaluate(sides[1], full_profile, [], out=here / "report")
-    build_model().save_policy(here / "words")
-    tokenizer.save_policy(here / "words")
+    build_model().save_pretrained(here / "words")
+    tokenizer.save_pretrained(here / "words")
     vocabulary = here / "words" / "tokenizer.json"
     vocabulary.write_text(vocabulary.read_text().replace('"w7"', '"v7"'))
     for name, text in {

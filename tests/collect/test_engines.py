@@ -25,7 +25,7 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, Header, PromptTask, chain
 from specstop.collect.store import Trace
-from specstop.decode.drafters import find_drafter
+from specstop.decode.drafters import find_drafters
 from specstop.decode.engines.drafting import Drafting, EngineDraft, Options
 from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
@@ -64,7 +64,7 @@ def serve(
     proposer = cast(Proposer, SimpleNamespace(drafting=None))
     options = Options(3, K, 128, pair.vocabulary)
     recorder = RoundRecorder(proposer, options)
-    proposer.drafting = drafting = Drafting(find_drafter("model", pair), chosen, options, observer=recorder)
+    proposer.drafting = drafting = Drafting(find_drafters("model", pair)[0], chosen, options, observer=recorder)
     engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
 
     def propose(sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:

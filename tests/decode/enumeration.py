@@ -11,7 +11,7 @@ from deciders import DECIDERS
 from joint_policies import JOINT
 from oracle import Law, oracle_pair
 from small_drafters import DRAFTERS, small_drafter
-from specstop.decode.drafters import find_drafter
+from specstop.decode.drafters import find_drafters
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.records import Generation
@@ -145,10 +145,12 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
             proof.shared += len(round.target_rows) > 1
 
     def build() -> Speculator:
-        drafter = (small_drafter if case.drafter in DRAFTERS else find_drafter)(case.drafter, pair)
+        drafters = (
+            [small_drafter(case.drafter, pair)] if case.drafter in DRAFTERS else find_drafters(case.drafter, pair)
+        )
         policy = (DECIDERS.get(case.decider) or JOINT[case.decider])()
         return Speculator(
-            pair, policy, settings, source=open_source, drafter=drafter, hooks=[Counts()], batch=1 + beside
+            pair, policy, settings, source=open_source, drafters=drafters, hooks=[Counts()], batch=1 + beside
         )
 
     def open_source(key: int, window: int) -> Any:

@@ -11,7 +11,7 @@ from cases import SHAPINGS, Case, shaped
 from contract_policies import SelectingByToken, Trimming, TrimmingSelecting
 from deciders import DECIDERS
 from oracle import Law, oracle_pair
-from specstop.decode.drafters import find_drafter
+from specstop.decode.drafters import find_drafters
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.records import Generation
 from specstop.policies.contract import StopPolicy
@@ -73,9 +73,9 @@ def speculate_on_noise(what: NoiseCase) -> Generation:
     settings = Settings(
         case.temperature, case.new, tree=case.tree, sampling=SHAPINGS[case.sampling], verification="match"
     )
-    drafter = find_drafter(case.drafter, pair)
+    drafters = find_drafters(case.drafter, pair)
     policy = NOISE_POLICIES[case.decider]()
-    speculator = Speculator(pair, policy, settings, source=lambda key, window: Table(noise), drafter=drafter)
+    speculator = Speculator(pair, policy, settings, source=lambda key, window: Table(noise), drafters=drafters)
     return speculator.generate(case.prompt, key=3)
 
 

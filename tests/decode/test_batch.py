@@ -9,7 +9,7 @@ from conftest import NEW, VOCABULARY, build_model
 from joint_policies import JOINT, MOST
 from oracle import Law, oracle_pair
 from small_drafters import DRAFTERS, small_drafter
-from specstop.decode.drafters import find_drafter
+from specstop.decode.drafters import find_drafters
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
@@ -41,8 +41,8 @@ def same_in_batches(
     requests = [Request(p, 7 * at - 3, sampling=s) for at, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
 
     def loop(batch: int) -> Speculator:
-        proposer = small_drafter(drafter, pair) if drafter in DRAFTERS else find_drafter(drafter, pair)
-        return Speculator(pair, policy, settings, drafter=proposer, batch=batch)
+        proposers = [small_drafter(drafter, pair)] if drafter in DRAFTERS else find_drafters(drafter, pair)
+        return Speculator(pair, policy, settings, drafters=proposers, batch=batch)
 
     alone = loop(1).run(requests)
     for batch, orders in ((2, (1,)), (3, (1, -1)), (len(requests), (-1,))):
@@ -66,7 +66,7 @@ def test_a_text_is_the_same_in_any_batch(pair, prompt_ids, mode, tree, temperatu
 @pytest.mark.parametrize(
     ("spec", "tree", "drafter"),
     [*((spec, tree, "model") for spec in ("confidence:0.3", "adaedl") for tree in (None, "3,2,1")),
-     *(("fixed:3", "2,1,1", drafter) for drafter in ("lookup", "suffix?confidence=0.4+model", *DRAFTERS))],
+     *(("fixed:3", "2,1,1", drafter) for drafter in ("lookup", "suffix+model", *DRAFTERS))],
 )  # fmt: skip
 def test_a_text_is_the_same_in_any_batch_with_every_drafter_and_stopping_policy(
     plain_pair, prompt_ids, spec, tree, drafter

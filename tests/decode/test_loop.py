@@ -223,7 +223,7 @@ def test_a_round_that_was_interrupted_does_not_spoil_later_ones(pair, prompt_ids
             return super().propose(round, depth, rows)
 
     settings = Settings(0.0, NEW, tree="2,1,1")
-    loop = Speculator(pair, load_policy("eagle:4"), settings, drafter=Interrupted(pair), batch=2)
+    loop = Speculator(pair, load_policy("eagle:4"), settings, drafters=[Interrupted(pair)], batch=2)
     with pytest.raises(KeyboardInterrupt):
         loop.run([Request(prompt_ids[3]), Request(prompt_ids[4])])
     with warnings.catch_warnings():
@@ -308,7 +308,7 @@ def test_a_prompt_is_a_text_or_token_ids_where_each_is_expected(pair, prompts):
     speculator = Speculator(pair, FixedLength(2), settings)
     on_ids = functools.partial(plain_texts, pair, keys=[0], max_new_tokens=4)
     for function in (speculator.run, lambda one: speculator.run([Request(one)]), speculator.generate, on_ids):
-        with pytest.raises(InputError, match="prompts: expected"):
+        with pytest.raises(InputError, match=r"(prompts|requests): expected"):
             function(text)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from specstop.decode.benchmark import bench
-from specstop.decode.drafters import find_drafter
+from specstop.decode.drafters import find_drafters
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.plain import plain_texts
 from specstop.decode.prompts import encode_prompts
@@ -52,14 +52,14 @@ def test_the_type_of_a_prompt_changes_neither_text_nor_rounds(pair, drafter, kin
         return [(text.tokens, [(one.drafted, one.accepted) for one in text.rounds]) for text in texts]
 
     def run(given):
-        return Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair)).run(
+        return Speculator(pair, policy, settings, drafters=find_drafters(drafter, pair)).run(
             [Request(ids) for ids in given]
         )
 
     expected = counted(run(prompts))
     assert sum(drafted for _, rounds in expected for drafted, _ in rounds)
     assert counted(run(converted)) == expected
-    speculator = Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair))
+    speculator = Speculator(pair, policy, settings, drafters=find_drafters(drafter, pair))
     assert counted([speculator.generate(ids) for ids in converted]) == expected
     options = {"settings": settings, "drafter": drafter}
     assert counted(decode(pair, converted, policy, **options)) == counted(decode(pair, prompts, policy, **options))

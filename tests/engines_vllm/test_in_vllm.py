@@ -76,8 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     """A pair with heads of the width that vLLM's attention requires on a CPU."""
     where, target = tmp_path_factory.mktemp("pair"), build_model(hidden_size=128, initializer_range=0.1)
     for name, model in (("target", target), ("draft", build_draft(target, 0.01))):
-        model.float().save_policy(where / name)
-        tokenizer.save_policy(where / name)
+        model.float().save_pretrained(where / name)
+        tokenizer.save_pretrained(where / name)
     return where
 
 

@@ -1,4 +1,4 @@
-"""Learned policies on chains and trees of branches: calibration, survival read_curve parents, stop rules, recalibration."""
+"""Learned policies on chains and trees of branches: calibration, survival along parents, stop rules, recalibration."""
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ import torch
 from commands import cli
 from small_drafters import CLASSES, TRAINED, new_round, proposed, small_network
 from specstop.decode.drafters import (
-    FallbackDrafter,
     LookupDrafter,
     ModelDrafter,
     SuffixDrafter,
     TrainedDrafter,
-    find_drafter,
+    find_drafters,
     save_drafter,
     with_drafter,
 )
@@ -28,6 +27,7 @@ from specstop.decode.drafters.folder import DRAFTER_FILE, load_drafter
 from specstop.decode.drafters.spec import (
     DRAFTERS,
     change_paths,
+    drafter_names,
     needs_draft,
     parse_spec,
     spec_paths,
@@ -101,7 +101,7 @@ def pair(plain_pair):
     ("spec", "names", "moved"),
     [
         ("lookup+suffix+model", ["lookup", "suffix", "model"], ""),
-        ("suffix:a+b.txt?confidence=0.6+hydra:c+v2", ["suffix", "hydra"], "suffix:/x/a+b.txt?confidence=0.6+hydra:/x/c+v2"),
+        ("suffix:a+b.txt?keep=1+hydra:c+v2", ["suffix", "hydra"], "suffix:/x/a+b.txt?keep=1+hydra:/x/c+v2"),
         ("hydra:/a/llama+hydra-v2", ["hydra"], "hydra:/x//a/llama+hydra-v2"),
         ("suffix:a+model", ["suffix", "model"], "suffix:/x/a+model"),
         ("suffix?path=a+b.txt&keep=1", ["suffix"], "suffix:/x/a+b.txt?keep=1"),
@@ -115,19 +115,17 @@ def test_a_plus_sign_joins_drafters_or_is_part_of_a_path(spec, names, moved):
 
 def test_drafters_by_spec(pair, tmp_path):
     (tmp_path / "c++.txt").write_text("w7 w8 w11")
-    drafter = find_drafter(f"suffix:{tmp_path}/c++.txt?keep=1&confidence=0.7+lookup:4+model", pair)
-    assert isinstance(drafter, FallbackDrafter) and isinstance(drafter._first, SuffixDrafter)
-    assert (drafter.carries, len(drafter._first._file), drafter._min_confidence) == (True, 3, 0.7)
-    other = drafter._other
-    assert isinstance(other, FallbackDrafter) and isinstance(other._first, LookupDrafter)
-    assert other._first._indexes[0].longest == 4 and isinstance(other._other, ModelDrafter)
+    suffix, lookup, model = find_drafters(f"suffix:{tmp_path}/c++.txt?keep=1+lookup:4+model", pair)
+    assert isinstance(suffix, SuffixDrafter) and (suffix.carries, len(suffix._file)) == (True, 3)
+    assert isinstance(lookup, LookupDrafter) and isinstance(model, ModelDrafter)
+    assert lookup._indexes[0].longest == 4
+    assert drafter_names("layer:a+lookup+layer:b+suffix+layer:c") == ("layer", "lookup", "layer2", "suffix", "layer3")
 
 
 def test_drafters_that_draft_differently_have_different_fingerprints(pair, tmp_path):
-    specs = [f"suffix?confidence={value}+model" for value in (0.5, 0.6)]
-    names = ["suffix+model", *specs, "suffix+lookup", "lookup+model", "model"]
+    names = ["suffix+model", "model+suffix", "suffix?keep=1+model", "suffix+lookup", "lookup+model", "model"]
     hashes = [with_drafter(pair, name).fingerprint["draft"] for name in names]
-    assert hashes[0] == hashes[1] and len(set(hashes)) == len(names) - 1
+    assert len(set(hashes)) == len(names)
     assert [with_drafter(pair, name).draft is None for name in names] == [not needs_draft(name) for name in names]
 
     def fingerprint(name: str, text: str, spec: str) -> str:
@@ -145,18 +143,17 @@ def test_drafters_that_draft_differently_have_different_fingerprints(pair, tmp_p
         *((spec, "one of model, lookup") for spec in ("lookup:", "model:3", "medusa", "suffix+modle", "")),
         *((spec, "longest") for spec in ("lookup:0", "lookup:x", "lookup?longest=2.5", "lookup:4?longest=4")),
         *((spec, "keep") for spec in ("suffix?keep=false", "suffix?keep=2", "suffix?keep=1&keep=0")),
-        *((f"suffix?confidence={value}+model", "confidence") for value in ("2", "much", "", "nan")),
         ("lookup?length=4", "length"), ("suffix?confidence=0.5", "confidence"), ("suffix:none.txt", "none.txt"),
-        ("suffix:~nobody-here/x.txt", "nobody-here"), ("model+suffix", "draft model"), ("model+model", "draft model"),
+        ("suffix:~nobody-here/x.txt", "nobody-here"),
         # Of a package
         ("copycat?length=5", "length"), ("copycat?longest=9", "too long"), ("copycat?longest", "key=value"),
         ("copycat:5", "copycat"), ("copycats", "did you mean 'copycat'"), ("missing", "no_such_module"), ("nothing", "int"),
-        ("unsure", "needs_draft"), ("second+model", "draft model"),
+        ("unsure", "needs_draft"),
     ],
 )  # fmt: skip
 def test_an_invalid_spec_is_refused_with_the_reason(pair, spec, noun):
     with pytest.raises(InputError, match=f"^drafter.*{noun}"):
-        find_drafter(spec, pair)
+        find_drafters(spec, pair)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +189,13 @@ def test_drafters_of_packages_are_listed_called_with_their_options_and_may_use_t
     assert {"model", "lookup", "suffix", "medusa", "hydra", "ctc", "layer"} < set(listed)
     assert "longest, share" in listed["copycat"].what and not listed["copycat"].problem
     assert "no_such_module" in listed["missing"].problem
-    drafter: Any = find_drafter("suffix+copycat?longest=5&share=0.5", pair)._other
+    drafter: Any = find_drafters("suffix+copycat?longest=5&share=0.5", pair)[1]
     assert (drafter._indexes[0].longest, drafter.share) == (5, 0.5)
     for name, expected in (("copycat", False), ("second", True), ("suffix+second", True), ("suffix+copycat", False)):
         assert needs_draft(name) == expected == (with_drafter(pair, name).draft is not None)
     assert with_drafter(pair, "second").fingerprint["draft"] == f"second+{pair.fingerprint['draft']}"
     with pytest.raises(InputError, match="needs a draft model"):
-        find_drafter("second", dataclasses.replace(pair, draft=None))
+        find_drafters("second", dataclasses.replace(pair, draft=None))
 
 
 def test_what_drafters_read_of_a_text():
@@ -230,7 +227,7 @@ def test_a_folder_is_read_as_it_was_written(pair, tmp_path, kind):
     for name in ("kind", "target", "provenance", "metrics"):
         assert getattr(read, name) == getattr(written, name)
     torch.testing.assert_close(read.network.state_dict(), written.network.state_dict(), rtol=0, atol=0)
-    assert type(find_drafter(f"{kind}:{tmp_path / 'drafter'}", pair)) is CLASSES[kind]
+    assert type(find_drafters(f"{kind}:{tmp_path / 'drafter'}", pair)[0]) is CLASSES[kind]
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert kind in card and "0.500 0.250 0.125" in card and written.target in card
 
@@ -242,7 +239,7 @@ def test_a_drafter_belongs_to_its_target_in_any_engine(pair_folder, tmp_path):
         save_drafter(trained(pairs[0], kind), tmp_path / kind)
         rows = []
         for pair in pairs:
-            drafter: Any = find_drafter(f"{kind}:{tmp_path / kind}", pair)
+            drafter: Any = find_drafters(f"{kind}:{tmp_path / kind}", pair)[0]
             drafter.reserve(1, 32)
             with torch.inference_mode():
                 drafter.committed(0, [5, 6, 7], torch.linspace(-1.0, 1.0, 48).view(3, 16))
@@ -257,7 +254,7 @@ def test_another_target_kind_or_place_is_refused(pair, folder):
         (f"medusa:{folder}", other, "target"), (f"hydra:{folder}", pair, "medusa"), (f"hydra:{folder}/none", pair, "none"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"^drafter.*{noun}"):
-            find_drafter(spec, used)
+            find_drafters(spec, used)
 
 
 def edit(folder: Path, has_checksum: bool = True, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lookup, suffix, model and combined drafters: what they propose, and the backlog of a round."""
+"""Lookup, suffix and model drafters: what they propose, and the backlog of a round."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEW
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from small_drafters import new_round, proposed
 from specstop.decode.drafters import (
-    FallbackDrafter,
     LookupDrafter,
     ModelDrafter,
     SuffixDrafter,
-    find_drafter,
+    find_drafters,
 )
 from specstop.decode.drafters.suffix import START, SuffixAutomaton
 from specstop.decode.hooks import Hook
@@ -61,7 +61,9 @@ def test_lookup_counts_what_followed_the_longest_suffix(pair):
     for longest, expected in ((3, [20]), (2, [20, 21]), (1, [20, 21, 22])):
         assert list(weights(LookupDrafter(pair, longest), text)[0]) == expected
     assert weights(LookupDrafter(pair), [4, 5, 6, 7], [4]) == [{}, {}]
-    (first, *_) = Speculator(pair, FixedLength(4), Settings(0.0, 3), drafter=LookupDrafter(pair)).generate([40]).rounds
+    (first, *_) = (
+        Speculator(pair, FixedLength(4), Settings(0.0, 3), drafters=[LookupDrafter(pair)]).generate([40]).rounds
+    )
     assert (first.drafted, first.verified, first.accepted, first.committed) == (0, 0, 0, 1)
 
 
@@ -150,32 +152,12 @@ def test_earlier_texts_and_files_are_searched_on_request(pair, tmp_path):
     drafter.reset()
     assert drafter.carries and best(drafter, [20, 7, 8]) is None
     (tmp_path / "code.txt").write_text("w7 w8 w11\nw7 w8 w11")
-    drafter = find_drafter(f"suffix:{tmp_path}/code.txt", pair)
+    (drafter,) = find_drafters(f"suffix:{tmp_path}/code.txt", pair)
     assert best(drafter, [20, 7, 8]) == 11
     drafter.reserve(1, 64)
     assert best(drafter, [20, 7, 8, 12, 20, 7, 8]) == 12, "the match within the text is longer"
     drafter.reset()
     assert best(drafter, [20, 7, 8]) == 11, "the file stays"
-
-
-@torch.inference_mode()
-def test_a_fallback_drafter_uses_its_first_drafter_where_it_is_confident(pair):
-    """In a batch, the rows of both drafters keep the order of the streams."""
-    repeats, fresh = [5, 8, 30, 31, 5, 8], [5, 8, 30, 31, 6, 7]
-
-    def rows(drafter: Any, *texts: list[int]) -> list[torch.Tensor]:
-        begun(drafter, *texts)
-        round = new_round([text[-1] for text in texts], chain(2), {1: 30})
-        return [*torch.stack([proposed(drafter, round, row) for row in (0, 1)], 1)]
-
-    (suffix,), (model,) = rows(SuffixDrafter(pair), repeats), rows(ModelDrafter(pair), fresh)
-    confidence = float(suffix[0].softmax(-1).max())
-    for texts in ([repeats], [fresh], [fresh, repeats, fresh]):
-        drafter = FallbackDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), confidence)
-        for text, row in zip(texts, rows(drafter, *texts), strict=True):
-            torch.testing.assert_close(row, suffix if text is repeats else model, atol=1e-9, rtol=0)
-    (row,) = rows(FallbackDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), confidence + 1e-3), repeats)
-    torch.testing.assert_close(row, *rows(ModelDrafter(pair), repeats), atol=1e-9, rtol=0)
 
 
 # Backlog
@@ -197,15 +179,16 @@ class Spy(ModelDrafter):
 
 
 class Lengths(StopPolicy):
-    """Drafts varying lengths, also none."""
+    """Drafts varying lengths with varying drafters, also none."""
 
-    name, max_depth, first = "lengths", 3, 0
+    name, max_depth, first, routes, joins = "lengths", 3, 0, True, True
 
     def start(self, streams: int, keys: Array) -> State:
         return keys % 1000
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.depth < (state * 7919 // 11 % 4)[:, None]), state
+        kept = step.alive & (step.depth < state * 7919 // 11 % 4)[:, None]
+        return kept & (state[:, None] >> (np.arange(kept.shape[1]) + 1) & 1 == 1) if step.depth == 0 else kept, state
 
     def observe(self, outcome: Any, state: State) -> State:
         return state + outcome.active * 13
@@ -225,9 +208,9 @@ def test_the_backlog_is_what_a_round_reads(pair, prompt_ids, tree, batch, three)
                     backlogs.append(record.backlog)
                     reads.append(read)
 
-    other = FallbackDrafter(pair, LookupDrafter(pair), spy, 0.9) if three else spy
-    drafter = FallbackDrafter(pair, SuffixDrafter(pair), other, 0.4)
-    run = Speculator(pair, Lengths(), Settings(0.7, NEW, 3, tree=tree), drafter=drafter, hooks=[Compare()], batch=batch)
+    drafters = [SuffixDrafter(pair), *([LookupDrafter(pair)] if three else []), spy]
+    settings = Settings(0.7, NEW, 3, tree=tree)
+    run = Speculator(pair, Lengths(), settings, drafters=drafters, hooks=[Compare()], batch=batch)
     run.run([Request([*ids, *ids], key * 31) for key, ids in enumerate(prompt_ids)])
     assert backlogs == reads
     assert backlogs.count(0) > 3 and max(backlogs) > 10 and len(set(backlogs)) > 4

@@ -14,7 +14,7 @@ from small_drafters import new_round, proposed, small_drafter, small_network
 from specstop.decode.drafters import (
     LookupDrafter,
     TrainedDrafter,
-    find_drafter,
+    find_drafters,
     save_drafter,
     with_drafter,
 )
@@ -59,7 +59,7 @@ class Layers(LookupDrafter):
 def test_a_drafter_receives_the_layers_that_it_requests_of_every_committed_token(plain_pair, prompt_ids, tree):
     drafter = Layers(plain_pair)
     drafter.pair = plain_pair
-    text = Speculator(plain_pair, FixedLength(3), Settings(0.0, NEW, tree=tree), drafter=drafter).generate(
+    text = Speculator(plain_pair, FixedLength(3), Settings(0.0, NEW, tree=tree), drafters=[drafter]).generate(
         prompt_ids[3]
     )
     assert sum(r.accepted for r in text.rounds) > 0
@@ -213,7 +213,7 @@ def test_released_ctc_drafts_fewer_nodes_than_medusas_tree(plain_pair, prompt_id
     assert len(drafted) > 1 and max(drafted) < SYMBOLS.nodes
     assert pair.fingerprint["draft"] != with_drafter(plain_pair, f"ctc:{folder}").fingerprint["draft"]
     with pytest.raises(InputError, match="kind ctc"):
-        find_drafter(f"medusa:{folder}", plain_pair)
+        find_drafters(f"medusa:{folder}", plain_pair)
 
 
 # The output layer

@@ -21,7 +21,7 @@ import torch
 from conftest import VOCABULARY
 from simulated_engine import Engine, Request
 from small_drafters import new_round, proposed
-from specstop.decode import Pair, find_drafter, plain_texts
+from specstop.decode import Pair, find_drafters, plain_texts
 from specstop.decode.drafters import Drafter
 from specstop.decode.engines import drafting as drafting_module
 from specstop.decode.engines.drafters import load_engine_drafter
@@ -88,11 +88,11 @@ class DraftingRun:
 @pytest.mark.parametrize("spec", ["model", "lookup", "suffix", "suffix+model"])
 def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec, monkeypatch):
     """Requests are preempted, moved, aborted, trimmed and read in chunks; the cache grows in the runs with names."""
-    events, reference = Counter[str](), find_drafter(spec, plain_pair)
+    events, reference = Counter[str](), find_drafters(spec, plain_pair)[0]
     for seed, initial in ((0, 256), (1, 4)):
         monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", initial)
         policy = load_policy(f"confidence:{LEAST}")
-        run = DraftingRun(find_drafter(spec, pair), policy, seed, requests, named=bool(seed))
+        run = DraftingRun(find_drafters(spec, pair)[0], policy, seed, requests, named=bool(seed))
         events.update(run.engine.counts)
         assert all(draft == alone(reference, text) for text, draft in run.drafts[:: 2 if spec == "lookup" else 9])
         assert len({len(draft) for _, draft in run.drafts}) > 2
@@ -126,7 +126,7 @@ def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, reques
 
     policy = Observing()
     policy.first = first
-    run = DraftingRun(find_drafter("model", pair), policy, 5, requests)
+    run = DraftingRun(find_drafters("model", pair)[0], policy, 5, requests)
     assert type(run.drafting.policy) is Observing, "its assertion did not fail"
     expected: Counter[tuple[int, int]] = Counter()
     for request in run.engine.finished:
@@ -141,7 +141,7 @@ def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, reques
 
 def drafting(pair: Pair, policy: Any, rows: int = 1, readable: int = 128, **more: Any) -> Drafting:
     policy = load_policy(policy) if isinstance(policy, str) else policy
-    return Drafting(find_drafter("model", pair), policy, Options(rows, K, readable, pair.vocabulary, **more))
+    return Drafting(find_drafters("model", pair)[0], policy, Options(rows, K, readable, pair.vocabulary, **more))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -186,7 +186,7 @@ def test_a_request_keeps_its_state_until_its_row_is_needed(pair, named):
 def test_limits_of_a_draft(pair, plain_pair):
     """An end of text, the maximum length of a text, the number of rows, and a policy of length 0."""
     text = [20, 21, 22]
-    tokens = alone(find_drafter("model", plain_pair), text, 0.0)
+    tokens = alone(find_drafters("model", plain_pair)[0], text, 0.0)
     for options, expected in (
         ({"eos": (tokens[1],)}, tokens[: tokens.index(tokens[1]) + 1]),
         ({"readable": len(text) + K}, tokens), ({"readable": len(text) + K - 1}, []),
@@ -208,14 +208,14 @@ def test_a_policy_that_fails_is_replaced_with_one_warning(pair, requests, method
     }
     policy = type("Broken", (StopPolicy,), methods)()
     with pytest.warns(SpecstopWarning, match="7.*fixed:2") as caught:
-        run = DraftingRun(find_drafter("model", pair), policy, 1, requests[:5], fallback=2)
+        run = DraftingRun(find_drafters("model", pair)[0], policy, 1, requests[:5], fallback=2)
     assert len(caught) == 1 and run.drafting.policy.name == "fixed:2"
     assert {len(draft) for _, draft in run.drafts[-4:]} == {2}
 
 
 @pytest.mark.parametrize(("method", "calls"), [("keep_prefix", 5), ("committed", 7), ("backlog", 8), ("propose", 8)])
 def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pair, requests, method, calls):
-    drafter = find_drafter("lookup", pair)
+    drafter = find_drafters("lookup", pair)[0]
     failing = Mock(wraps=getattr(drafter, method), side_effect=[*[DEFAULT] * calls, RuntimeError("no words left")])
     setattr(drafter, method, failing)
     with pytest.warns(SpecstopWarning, match="drafter failed .*no words left") as caught:
@@ -272,7 +272,7 @@ def test_requests_that_commit_nothing_have_no_draft(pair_folder, plain_pair):
     drafts = proposer.propose([[23], [], [26]], np.array([4, 4, 4]), tokens, slot_mappings=None)
     assert drafts[1] == []
     for row in (0, 2):
-        expected = alone(find_drafter("model", plain_pair), tokens[row, :4].tolist(), 0.0)
+        expected = alone(find_drafters("model", plain_pair)[0], tokens[row, :4].tolist(), 0.0)
         assert drafts[row] == expected[: len(drafts[row])] and (len(drafts[row]) == 3 or drafts[row][-1] == 16)
     with pytest.raises(PairError, match=r"48 .*4000"):
         Proposer(vllm_config(pair_folder, vocabulary=4000)).load_model(None)

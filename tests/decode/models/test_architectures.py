@@ -69,8 +69,8 @@ def test_a_draft_and_an_attention_that_are_not_supported_are_refused_by_name():
 
 def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path, tokenizer):
     model = table.build("gemma2", torch.float32, "eager")
-    model.save_policy(tmp_path)
-    tokenizer.save_policy(tmp_path)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     pair, prompt = load_pair(tmp_path, tmp_path), [5, 6, 7, 8]
     expected = [table.plain(model, prompt, 9)]
     assert table.compare(pair.target, pair, FixedLength(3), "2,2", [prompt], expected, 9).equal == 1

@@ -33,8 +33,8 @@ def originals(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempP
     root = tmp_path_factory.mktemp("originals")
     for kind in KINDS:
         attention = "eager" if kind in random_models.EAGER_ONLY else "sdpa"
-        random_models.build(kind, torch.float64, attention).save_policy(root / kind)
-        tokenizer.save_policy(root / kind)
+        random_models.build(kind, torch.float64, attention).save_pretrained(root / kind)
+        tokenizer.save_pretrained(root / kind)
     return root
 
 

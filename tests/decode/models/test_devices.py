@@ -62,8 +62,8 @@ def test_texts_are_those_of_the_host_and_rounds_wait_once_a_level(pairs, kind, m
     requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
 
     def loop(pair: Pair, **options: Any) -> Speculator:
-        drafter = None if kind == "model" else small_drafter(kind, pair, **options)
-        return Speculator(pair, FixedLength(4), settings, batch=batch, drafter=drafter)
+        drafters = [] if kind == "model" else [small_drafter(kind, pair, **options)]
+        return Speculator(pair, FixedLength(4), settings, batch=batch, drafters=drafters)
 
     expected = loop(pairs[0]).run(requests)
     with Accelerator() as device, torch.no_grad():
@@ -199,13 +199,13 @@ def quantised(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
                     model.model.set_submodule(name, Integers(module))
 
     model, folder = build_model().to(torch.bfloat16), tmp_path_factory.mktemp("quantised")
-    tokenizer.save_policy(folder)
+    tokenizer.save_pretrained(folder)
     state = {
         name: (64 * weight).round().clamp(-127, 127).to(torch.int8) if name.endswith("proj.weight") else weight
         for name, weight in model.state_dict().items()
     }
     model.config.quantization_config = {"quant_method": "integers"}
-    model.save_policy(folder, state_dict=state)
+    model.save_pretrained(folder, state_dict=state)
     yield folder
     del quantizers.auto.AUTO_QUANTIZER_MAPPING["integers"], quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING["integers"]
 
@@ -253,8 +253,8 @@ def test_the_text_is_that_of_plain_decoding(source, temperature, prompt_ids):
     expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]
     for policy, tree, batch in itertools.product([FixedLength(3), *thresholds], (None, "2,2,1"), (1, 3)):
         settings = Settings(temperature, 24, tree=tree, verification="match")
-        drafter = small_drafter(source, pair) if drafts else None
-        speculator = Speculator(pair, policy, settings, batch=batch, drafter=drafter)
+        drafters = [small_drafter(source, pair)] if drafts else []
+        speculator = Speculator(pair, policy, settings, batch=batch, drafters=drafters)
         requests = [Request(prompt, key) for key, prompt in enumerate(prompts)]
         assert [list(text.tokens) for text in speculator.run(requests)] == expected
         assert any(call.play for call in speculator._source.target._memory.calls.values()), "recorded"

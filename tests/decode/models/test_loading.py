@@ -101,12 +101,12 @@ def test_vocabularies_may_differ_by_padding_or_further_tokens(folder, tokenizer)
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["<extra>"])
     for role in ("target", "draft"):
-        larger.save_policy(folder / role)
+        larger.save_pretrained(folder / role)
         pair = load(folder)
         assert Speculator(pair, FixedLength(2), Settings(0.0, 6)).generate([5, 6]).tokens
         with pytest.raises(InputError, match="token id 48"):
             Speculator(pair, FixedLength(2)).generate([5, 48])
-        tokenizer.save_policy(folder / role)
+        tokenizer.save_pretrained(folder / role)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> peft.PeftModel:
 def adapters(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     for name, config in (CONFIGS | OUTSIDE_THE_LAYERS).items():
-        adapted(base_model(pair_folder), config).save_policy(folder / name)
+        adapted(base_model(pair_folder), config).save_pretrained(folder / name)
     return folder
 
 

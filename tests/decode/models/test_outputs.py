@@ -91,8 +91,8 @@ def test_the_next_texts_of_a_loop_are_correct(plain_pair, prompt_ids, kind, monk
     good = [Request([token for token in ids[:4] if token != 7], key) for key, ids in enumerate(prompt_ids[:2])]
     expected = None
     for _ in range(2):  # if calls are recorded, the second loop takes over the memory of the first
-        drafter = None if kind in ("model", "recorded") else small_drafter(kind, pair)
-        speculator = Speculator(pair, FixedLength(3), Settings(0.0, NEW, ignore_eos=True), batch=2, drafter=drafter)
+        drafters = [] if kind in ("model", "recorded") else [small_drafter(kind, pair)]
+        speculator = Speculator(pair, FixedLength(3), Settings(0.0, NEW, ignore_eos=True), batch=2, drafters=drafters)
         for _ in range(2):
             texts = [text.tokens for text in speculator.run(good)]
             expected = expected or texts
@@ -107,7 +107,7 @@ def test_states_that_do_not_fit_are_refused(plain_pair):
     assert trimming.generate([5, 6]).tokens, "a policy that trims may read states of the draft"
     for drafter in (LookupDrafter(plain_pair), small_drafter("ctc", plain_pair)):  # a path of CTC has no state
         with pytest.raises(PolicyError, match=f"reads-draft-states: .*draft_hidden.*{type(drafter).__name__}"):
-            Speculator(plain_pair, ReadsDraftStates(), drafter=drafter)
+            Speculator(plain_pair, ReadsDraftStates(), drafters=[drafter])
     policy = ReadsDraftStates()
     policy.sizes = {"draft_hidden": 17}  # type: ignore[attr-defined]
     with pytest.raises(PolicyError, match="draft_hidden of 17 numbers"):

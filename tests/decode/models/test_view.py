@@ -42,8 +42,8 @@ def assert_threads_agree(
     requests = [Request(prompt, key) for key, prompt in enumerate(PROMPTS * 2)]
 
     def decode(part: Sequence[Request]) -> list[tuple[int, ...]]:
-        drafter_ = drafter and drafter(pair)
-        speculator = Speculator(pair, load_policy(policy), LOOPS[policy], drafter=drafter_, batch=3)
+        drafters = [drafter(pair)] if drafter else []
+        speculator = Speculator(pair, load_policy(policy), LOOPS[policy], drafters=drafters, batch=3)
         return [text.tokens for text in speculator.run(part)]
 
     expected = expected or decode(requests)

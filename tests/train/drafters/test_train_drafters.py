@@ -12,7 +12,7 @@ import torch
 from conftest import make_prompts
 from scaled_models import SCALED, scaled_model
 from small_drafters import TRAINED, new_round, proposed, small_drafter, small_network
-from specstop.decode import find_drafter, join, load_drafter
+from specstop.decode import find_drafters, join, load_drafter
 from specstop.decode.drafters.ctc import Prefixes
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength, InputError
@@ -165,9 +165,9 @@ def test_a_drafter_learns_its_target(target: Pair, items: Items, tmp_path: Path,
         before = drafter_loss(new_network(target, kind, DEPTH), batch, *ends(target))
         assert float(drafter_loss(drafter.network, batch, *ends(target))) < 0.95 * float(before)
     loaded = load_drafter(tmp_path / "drafter")
-    live = find_drafter(f"{kind}:{tmp_path / 'drafter'}", target)
+    live = find_drafters(f"{kind}:{tmp_path / 'drafter'}", target)
     settings = Settings(0.0, NEW, max_depth=DEPTH)
-    rounds = Speculator(target, FixedLength(DEPTH), settings, drafter=live).generate(items[-1][1]).rounds
+    rounds = Speculator(target, FixedLength(DEPTH), settings, drafters=live).generate(items[-1][1]).rounds
     accepted = np.array([r.accepted for r in rounds if r.drafted == DEPTH])
     shares = [float((accepted >= depth).mean()) for depth in range(1, DEPTH + 1)]
     assert loaded.metrics["acceptance"] == pytest.approx(shares) and drafter.metrics == loaded.metrics
