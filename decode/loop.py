@@ -87,6 +87,7 @@ class Speculator:
             index = drafter_index(policy, drafter_names(pair.drafter))
             self._drafters = [self._drafters[index]]
             tree = tree.trees[index] if tree.drafters > 1 else tree
+        profile = profile and profile.of_policy(policy, drafter_names(pair.drafter))
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
         self.topology = with_drafters(tree.limited(policy.max_depth), len(self._drafters))
