@@ -120,8 +120,8 @@ def read_plain(path: Path, max_bytes: int) -> bytes:
         return file.read(max_bytes)
 
 
-def read_signed_json(path: Path, schema: int, keys: Collection[str]) -> dict[str, Any]:
-    """Return the JSON object in a file, with the entries `schema`, `sha256` and `keys`.
+def read_signed_json(path: Path, schema: int, keys: Callable[[Mapping[str, Any]], Collection[str]]) -> dict[str, Any]:
+    """Return the JSON object in a file, with the entries `schema`, `sha256` and those that `keys` returns for it.
 
     Raises:
         PolicyError: the file is not such an object, or was changed after it was written.
@@ -137,7 +137,7 @@ def read_signed_json(path: Path, schema: int, keys: Collection[str]) -> dict[str
         raise PolicyError(f"{path.name}: expected a JSON object, not {type(raw).__name__}")
     if type(raw.get("schema")) is not int or raw["schema"] != schema:
         raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {schema}; train it again")
-    if unexpected := sorted(set(raw) ^ {"schema", "sha256", *keys}):
+    if unexpected := sorted(set(raw) ^ {"schema", "sha256", *keys(raw)}):
         raise PolicyError(f"{path.name} has keys missing or unknown: {', '.join(map(repr, unexpected))}")
     if digest(raw) != raw["sha256"]:
         raise PolicyError(f"{path.name} {_CHANGED}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .arguments import validate_int, validate_number
@@ -21,6 +23,18 @@ class FixedLength(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep every branch above the length."""
         return step.alive & (step.depth < self.max_depth), state
+
+
+def fixed_lengths(depth: int, drafters: Sequence[str]) -> list[FixedLength]:
+    """Return plain decoding, then every length 1..`depth`, by drafter if there are several."""
+    policies = [FixedLength(0)]
+    for drafter in drafters:
+        for length in range(1, depth + 1):
+            policy = FixedLength(length)
+            if len(drafters) > 1:
+                policy.drafter, policy.name = drafter, f"{policy.name}@{drafter}"
+            policies.append(policy)
+    return policies
 
 
 class FeatureThreshold(StopPolicy):

@@ -1,5 +1,7 @@
 """Policies by name: `fixed:4`, `name?key=value`, a folder, `folder?rule=batch`, `hub:owner/name`.
 
+Of several drafters a policy uses the first one, or the one after an @: `fixed:4@model`.
+
 `Registry` also finds the drafters of `decode.drafters.spec`. Built-ins are declared like the entry points of plugins.
 """
 
@@ -48,6 +50,8 @@ BUILTINS = {
     "adaptive-verification": "published.adaptive_verification:AdaptiveVerification",
     "load": "published.load:LoadLength",
     "smartspec": "published.smartspec:SmartSpec",
+    "agreement": "routing:agreement",
+    "match": "routing:match",
 }
 """The policies of specstop: `module:object` by name."""
 
@@ -234,6 +238,13 @@ def _load(text: str) -> StopPolicy:
     where = f"--policy: {text!r}"
     if _is_folder(text):
         return load_policy_folder(Path(text).expanduser())
+    spec, at, drafter = text.rpartition("@")
+    if at and NAME.fullmatch(drafter):
+        policy = _load(spec)
+        if policy.routes:
+            raise PolicyError(f"{where}: {spec} chooses among the drafters itself; leave out @{drafter}")
+        object.__setattr__(policy, "drafter", drafter)  # a plugin may be a frozen dataclass
+        return policy
     if mark and _is_folder(folder):
         return _load_batch_policy(folder, split_spec(text.removeprefix(folder), where)[2], where)
     name, value, options = split_spec(text, where)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from .arguments import validate_number
 from .contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from .display import training_facts
 from .errors import PolicyError
+from .features import Kind, feature
+from .fixed import FixedLength
+from .heads.base import Head
+from .learned import TrainingMetadata
 
 
 class RoutingPolicy(StopPolicy):
@@ -22,9 +29,13 @@ class RoutingPolicy(StopPolicy):
 
     Raises:
         PolicyError: a stop policy selects, trims, reads hidden states, or weighs streams against each other.
+
+    Attributes:
+        metadata: of the training; empty for rules.
     """
 
     routes = True
+    metadata = TrainingMetadata()
 
     def __init__(self, stops: Sequence[StopPolicy], features: Sequence[str] = ()) -> None:
         for stop in stops:
@@ -126,10 +137,130 @@ class ThresholdRoute(RoutingPolicy):
 
     def __init__(self, feature: str, level: float, stops: Sequence[StopPolicy]) -> None:
         self.name, self.level = f"route-{feature.replace('_', '-')}:{level:g}", np.float32(level)
+        self.feature = feature
         super().__init__(stops, [feature])
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for display."""
+        return describe_route(self, {"rule": f"{self.feature} of at least {self.level:g}"})
 
     def route(self, features: Array, state: State) -> tuple[Array, State]:
         """See `RoutingPolicy`."""
         passes = features[..., 0] >= self.level  # [S, D]
         passes[:, -1] = True
         return np.arange(passes.shape[1]) == passes.argmax(1)[:, None], state
+
+
+def agreement(level: float = 1, lengths: int | str = "8+4") -> ThresholdRoute:
+    """Use the first drafter while it would have predicted the last tokens of the text, and else the last drafter.
+
+    Args:
+        level: number of such tokens.
+        lengths: draft length of each drafter, separated by +.
+    """
+    return ThresholdRoute("agreement_run", validate_number("agreement", "level", level, 0.0), _fixed_lengths(lengths))
+
+
+def match(level: float = 0.5, lengths: int | str = "8+4") -> ThresholdRoute:
+    """Use the first drafter while its best continuation is likely enough, and else the last drafter.
+
+    Args:
+        level: smallest probability of that continuation.
+        lengths: draft length of each drafter, separated by +.
+    """
+    return ThresholdRoute("match_prob", validate_number("match", "level", level, 0.0, 1.0), _fixed_lengths(lengths))
+
+
+def _fixed_lengths(lengths: int | str) -> list[FixedLength]:
+    words = str(lengths).split("+")
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise PolicyError(f"lengths: expected one for each drafter, such as 8+4, not {lengths!r}")
+    return [FixedLength(int(word)) for word in words]
+
+
+class ValueRoute(RoutingPolicy):
+    """Chooses the drafter, or plain decoding, with the largest predicted value of the round and of what follows it.
+
+    The options are the D drafters and, last, plain decoding. One option is the reference. Each other one has a head, which
+    predicts its gain over the reference in tokens, with seconds counted as tokens at the rate rho: gain g is the probability
+    0.5 + g / (2 span), so that an option is better than the reference if its logit is positive.
+
+    Args:
+        name: of the policy.
+        features: known before drafting. Heads read those of all drafters (`input_features`).
+        heads: of each option but the reference, in their order. Without any, the reference is always chosen.
+        reference: index of the reference.
+        stops: the stop policy of each drafter.
+        metadata: of the training.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        features: Sequence[str],
+        heads: Sequence[Head],
+        reference: int,
+        stops: Sequence[StopPolicy],
+        metadata: TrainingMetadata | None = None,
+    ) -> None:
+        self.name, self.heads, self.reference = name, tuple(heads), reference
+        self.route_features, self.metadata = tuple(features), metadata or TrainingMetadata()
+        super().__init__(stops, self.route_features)
+        if len(self.heads) not in (0, len(self.stops)) or not 0 <= reference <= len(self.stops):
+            raise PolicyError(f"{name}: expected as many heads as drafters, and a reference among the options")
+        self._inputs, _ = input_features(self.route_features, len(self.stops))
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for display."""
+        return describe_route(
+            self,
+            {
+                "heads": ", ".join(dict.fromkeys(head.kind for head in self.heads)) or "none",
+                "features": ", ".join(self.route_features),
+            },
+        )
+
+    def route(self, features: Array, state: State) -> tuple[Array, State]:
+        """See `RoutingPolicy`."""
+        options = self.options(np.ascontiguousarray(features.reshape(len(features), -1)[:, self._inputs]))
+        return np.arange(features.shape[1]) == options[:, None], state
+
+    def options(self, inputs: Array) -> Array:
+        """Return [S] int64, the option that is chosen, given the inputs [S, F'] of the heads."""
+        if not self.heads:
+            return np.full(len(inputs), self.reference)
+        gains = np.stack([head.scores(inputs, 1)[:, 0] for head in self.heads], 1)
+        gains = np.insert(gains, self.reference, 0.0, axis=1)  # [S, D + 1]
+        out: Array = gains.argmax(1)
+        return out
+
+
+def input_features(features: Sequence[str], drafters: int) -> tuple[Array, tuple[str, ...]]:
+    """Return what the heads of a `ValueRoute` read of features [S, D, F]: ANCHOR ones once, the others of all drafters.
+
+    Returns:
+        [F'] int64 columns of the features as [S, D * F], and the F' names.
+    """
+    columns, names = [], []
+    for at, name in enumerate(features):
+        once = feature(name).kind is Kind.ANCHOR or name == "prompt_tokens"
+        for drafter in range(1 if once else drafters):
+            columns.append(drafter * len(features) + at)
+            names.append(name)
+    return np.array(columns, dtype=np.int64), tuple(names)
+
+
+def describe_route(policy: RoutingPolicy, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts of a policy that routes for display."""
+    trained = policy.metadata
+    return {
+        "kind": "policy that routes",
+        "name": policy.name,
+        **facts,
+        "stop policies of the drafters": ", ".join(stop.name for stop in policy.stops),
+        "max depth": policy.max_depth,
+        "temperature": trained.temperature,
+        "verification": trained.verification,
+        "rho (tokens/s)": trained.rho,
+        **training_facts(trained.provenance, trained.metrics),
+    }

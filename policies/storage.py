@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from .batch_rules import for_batches
-from .contract import Array
+from .contract import Array, StopPolicy
 from .display import markdown_cell, markdown_table
 from .errors import PolicyError
 from .features import feature
@@ -33,6 +33,7 @@ from .files import (
     write_atomic,
     write_json,
 )
+from .fixed import FixedLength
 from .heads import build_head
 from .learned import (
     Calibrator,
@@ -44,6 +45,7 @@ from .learned import (
     build_rule,
     sampling_text,
 )
+from .routing import RoutingPolicy, ThresholdRoute, ValueRoute, input_features
 from .rules import BatchRule
 from .tree_rules import TreeRule
 
@@ -63,7 +65,7 @@ class _Calibration:
 
 @dataclass(frozen=True)
 class _Record:
-    """Entries of `policy.json` that determine decisions. The others are the fields of `TrainingMetadata`."""
+    """Entries of `policy.json` that determine decisions. The others are `files` and the fields of `TrainingMetadata`."""
 
     kind: Literal["learned"]
     name: str
@@ -72,13 +74,36 @@ class _Record:
     head: str
     calibration: tuple[_Calibration, _Calibration]
     rule: dict[str, Any]
-    files: dict[str, str]
 
 
-_KEYS = [field.name for kind in (_Record, TrainingMetadata) for field in dataclasses.fields(kind)]
+@dataclass(frozen=True)
+class _RouteRecord:
+    """The same of a policy that routes.
+
+    Attributes:
+        features: that the route reads.
+        heads: kinds of the heads of a `ValueRoute`; `reference` is its reference.
+        level: of a `ThresholdRoute`; None of a `ValueRoute`.
+        stops: of each drafter, a fixed length, or a learned policy as `policy.json` has it.
+    """
+
+    kind: Literal["route"]
+    name: str
+    features: list[str]
+    heads: list[str]
+    reference: int
+    level: float | None
+    stops: list[int | dict[str, Any]]
 
 
-def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
+_RECORDS: dict[str, type[_Record | _RouteRecord]] = {"learned": _Record, "route": _RouteRecord}
+_METADATA = [field.name for field in dataclasses.fields(TrainingMetadata)]
+
+Saved = LearnedPolicy | RoutingPolicy
+"""What a policy folder holds."""
+
+
+def save_policy(policy: Saved, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
     """Write a policy folder, whole or not at all.
 
     Args:
@@ -88,6 +113,7 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
 
     Raises:
         InputError: the folder contains files that specstop did not write.
+        PolicyError: a policy that routes is no built-in, or has a stop policy that is neither learned nor a fixed length.
     """
     check_side_names(extra or {})
     raw, files = _pack(policy, extra or {})
@@ -99,29 +125,63 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
     return Path(path)
 
 
-def content_digest(policy: LearnedPolicy) -> str:
+def content_digest(policy: Saved) -> str:
     """Return a digest of the policy, which saving and loading do not change."""
     return digest(_pack(policy, {})[0])
 
 
-def _pack(policy: LearnedPolicy, extra: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _pack(policy: Saved, extra: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the contents of `policy.json` and the other files."""
-    maps = (policy.accept, policy.next)
-    tensors = {f"head.{name}": array for name, array in policy.head.tensors().items()}
-    tensors |= {name: calibrator.knots for name, calibrator in zip(_KNOTS, maps, strict=True)}
-    if policy.survival is not None:
-        tensors[_SURVIVAL] = policy.survival.tables
+    raw, tensors = _entries(policy)
     weights = safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
     files = {WEIGHTS_FILE: weights, **extra}
-    record = _Record(
-        "learned", policy.name, list(policy.features), policy.max_depth, policy.head.kind,
-        (_Calibration(maps[0].kind, maps[0].temperature), _Calibration(maps[1].kind, maps[1].temperature)),
-        policy.rule.to_dict(), {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-    )  # fmt: skip
-    return {"schema": POLICY_SCHEMA, **dataclasses.asdict(record), **dataclasses.asdict(policy.metadata)}, files
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    return {"schema": POLICY_SCHEMA, **raw, "files": digests}, files
 
 
-def from_pretrained(name: str | Path, revision: str | None = None) -> LearnedPolicy:
+def _entries(policy: Saved) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return the entries of `policy.json` of a policy, and its tensors."""
+    record: _Record | _RouteRecord
+    if isinstance(policy, LearnedPolicy):
+        maps = (policy.accept, policy.next)
+        tensors = {f"head.{name}": array for name, array in policy.head.tensors().items()}
+        tensors |= {name: calibrator.knots for name, calibrator in zip(_KNOTS, maps, strict=True)}
+        if policy.survival is not None:
+            tensors[_SURVIVAL] = policy.survival.tables
+        record = _Record(
+            "learned", policy.name, list(policy.features), policy.max_depth, policy.head.kind,
+            (_Calibration(maps[0].kind, maps[0].temperature), _Calibration(maps[1].kind, maps[1].temperature)),
+            policy.rule.to_dict(),
+        )  # fmt: skip
+    else:
+        record, tensors = _route_record(policy)
+    return {**dataclasses.asdict(record), **dataclasses.asdict(policy.metadata)}, tensors
+
+
+def _route_record(policy: RoutingPolicy) -> tuple[_RouteRecord, dict[str, Array]]:
+    if not isinstance(policy, ThresholdRoute | ValueRoute):
+        raise PolicyError(f"{policy.name}: expected a route of specstop, which can be saved")
+    tensors: dict[str, Array] = {}
+    stops: list[int | dict[str, Any]] = []
+    for index, stop in enumerate(policy.stops):
+        if isinstance(stop, LearnedPolicy):
+            raw, own = _entries(stop)
+            stops.append(raw)
+            tensors |= {f"stop.{index}.{name}": array for name, array in own.items()}
+        elif isinstance(stop, FixedLength):
+            stops.append(stop.max_depth)
+        else:
+            raise PolicyError(f"{policy.name}: expected a learned policy or a fixed length to save, got {stop.name}")
+    if isinstance(policy, ThresholdRoute):
+        return _RouteRecord("route", policy.name, [policy.feature], [], 0, float(policy.level), stops), tensors
+    for index, head in enumerate(policy.heads):
+        tensors |= {f"head.{index}.{name}": array for name, array in head.tensors().items()}
+    kinds = [head.kind for head in policy.heads]
+    names = list(policy.route_features)
+    return _RouteRecord("route", policy.name, names, kinds, policy.reference, None, stops), tensors
+
+
+def from_pretrained(name: str | Path, revision: str | None = None) -> Saved:
     """Load a policy from a folder, or from the Hugging Face hub.
 
     Args:
@@ -151,7 +211,7 @@ def from_pretrained(name: str | Path, revision: str | None = None) -> LearnedPol
         return load_policy_folder(folder)
 
 
-def load_policy_folder(path: str | Path) -> LearnedPolicy:
+def load_policy_folder(path: str | Path) -> Saved:
     """Load a policy folder.
 
     Raises:
@@ -161,13 +221,10 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
 
     path = Path(path)
     try:
-        raw = read_signed_json(path / POLICY_FILE, POLICY_SCHEMA, _KEYS)
-        # From text, because strict validation of Python objects would not convert lists to tuples.
-        text = json.dumps(raw)
-        record = TypeAdapter(_Record).validate_json(text, strict=True)
-        metadata = TypeAdapter(TrainingMetadata).validate_json(text, strict=True)
-        files = read_files(path, POLICY_FILE, record.files)
-        policy = _build(record, metadata, safetensors.numpy.load(files[WEIGHTS_FILE]))
+        raw = read_signed_json(path / POLICY_FILE, POLICY_SCHEMA, _keys)
+        digests = TypeAdapter(dict[str, str]).validate_python(raw.pop("files"), strict=True)
+        files = read_files(path, POLICY_FILE, digests)
+        policy = _read(raw, safetensors.numpy.load(files[WEIGHTS_FILE]))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error.command_line}") from None
     except ValidationError as error:
@@ -182,18 +239,71 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
     return policy
 
 
-def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Array]) -> LearnedPolicy:
-    name, depth, rule = record.name, record.max_depth, build_rule(record.rule)
-    features = tuple(feature(each).name for each in record.features)
-    if len(features) > MAX_FEATURES or len(set(features)) < len(features):
-        raise PolicyError(f"features: expected at most {MAX_FEATURES}, each once")
-    if not 1 <= depth <= MAX_DEPTH:
-        raise PolicyError(f"max_depth: expected 1 to {MAX_DEPTH}, not {depth}")
-    if metadata.temperature == ():
-        raise PolicyError("temperature: expected a number or a list of numbers, not an empty list")
+def _keys(raw: Mapping[str, Any]) -> set[str]:
+    """Return the expected entries of `policy.json`, or of a stop policy in it, without the schema and the signature."""
+    record = _RECORDS.get(str(raw.get("kind")), _Record)
+    return {*(field.name for field in dataclasses.fields(record)), *_METADATA, "files"}
+
+
+def _read(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> Saved:
+    """Return the policy of the entries of `policy.json`."""
+    from pydantic import TypeAdapter
+
     for key, tensor in tensors.items():
         if tensor.dtype not in (np.float32, np.int64, np.bool_) or tensor.ndim > MAX_DIMENSIONS:
             raise PolicyError(f"weights: {key} has an unexpected type {tensor.dtype} or {tensor.ndim} dimensions")
+    # From text, because strict validation of Python objects would not convert lists to tuples.
+    text = json.dumps(raw)
+    metadata = TypeAdapter(TrainingMetadata).validate_json(text, strict=True)
+    if metadata.temperature == ():
+        raise PolicyError("temperature: expected a number or a list of numbers, not an empty list")
+    if raw["kind"] != "route":
+        return _build(TypeAdapter(_Record).validate_json(text, strict=True), metadata, tensors)
+    return _build_route(TypeAdapter(_RouteRecord).validate_json(text, strict=True), metadata, tensors)
+
+
+def _part(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    """Return the tensors with names that begin with a prefix, without it."""
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def _build_route(
+    record: _RouteRecord, metadata: TrainingMetadata, tensors: Mapping[str, Array]
+) -> ThresholdRoute | ValueRoute:
+    stops: list[StopPolicy] = []
+    for index, entry in enumerate(record.stops):
+        if isinstance(entry, dict) and entry.get("kind") != "learned":
+            raise PolicyError("stops: expected learned policies and fixed lengths")
+        stop = FixedLength(entry) if isinstance(entry, int) else _read(entry, _part(tensors, f"stop.{index}."))
+        _check_depth(stop.max_depth, 0)
+        stops.append(stop)
+    features = _features(record.features)
+    policy: ThresholdRoute | ValueRoute
+    if record.level is not None:
+        policy = ThresholdRoute(features[0], record.level, stops)
+        policy.name, policy.metadata = record.name, metadata
+        return policy
+    _, names = input_features(features, len(stops))
+    heads = [build_head(kind, names, _part(tensors, f"head.{at}.")) for at, kind in enumerate(record.heads)]
+    return ValueRoute(record.name, features, heads, record.reference, stops, metadata)
+
+
+def _features(names: Sequence[str]) -> tuple[str, ...]:
+    features = tuple(feature(each).name for each in names)
+    if len(features) > MAX_FEATURES or len(set(features)) < len(features):
+        raise PolicyError(f"features: expected at most {MAX_FEATURES}, each once")
+    return features
+
+
+def _check_depth(depth: int, low: int = 1) -> None:
+    if not low <= depth <= MAX_DEPTH:
+        raise PolicyError(f"max_depth: expected {low} to {MAX_DEPTH}, not {depth}")
+
+
+def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Array]) -> LearnedPolicy:
+    name, depth, rule = record.name, record.max_depth, build_rule(record.rule)
+    features = _features(record.features)
+    _check_depth(depth)
     of_head = {key.removeprefix("head."): t for key, t in tensors.items() if key not in (*_KNOTS, _SURVIVAL)}
     head = build_head(record.head, features, of_head)
     accept, next_ = (
@@ -210,18 +320,11 @@ def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Ar
     return for_batches(policy, rule=rule) if isinstance(rule, BatchRule) else policy
 
 
-def _card(policy: LearnedPolicy) -> str:
+def _card(policy: Saved) -> str:
     """Return the README of the folder."""
     metadata = policy.metadata
-    depths = [] if policy.survival is None else policy.survival.changed
-    rows = {
-        "head": policy.head.kind,
-        "rule": policy.rule.kind,
-        "batches without decisions": policy.rule.undecided or None,
-        "features": ", ".join(policy.features),
-        "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()) or "none",
-        "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
-        "survival recalibrated at depths": ", ".join(map(str, depths)) or "none",
+    rows = _learned_facts(policy) if isinstance(policy, LearnedPolicy) else _route_facts(policy)
+    rows |= {
         "deepest draft": policy.max_depth,
         "trained for": f"{metadata.verification}, {sampling_text(metadata.temperature, metadata.sampling)}",
         "assumed rate (rho)": f"{metadata.rho:.1f} tokens/s",
@@ -235,8 +338,30 @@ def _card(policy: LearnedPolicy) -> str:
             tables += f"## {name.replace('_', ' ').capitalize()}\n\n{table}\n"
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, stop-policy]\n---\n\n"
-        f"# {markdown_cell(policy.name)}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It "
-        f"never changes the text, only its speed.\n\n{markdown_table(['', ''], rows.items())}\n{tables}"
+        f"# {markdown_cell(policy.name)}\n\nA specstop policy for speculative decoding. It never changes the "
+        f"text, only its speed.\n\n{markdown_table(['', ''], rows.items())}\n{tables}"
         "Use: `specstop decode --policy <this folder>`, or `specstop evaluate` to see what it gains on other traces or "
         "hardware.\n"
     )
+
+
+def _learned_facts(policy: LearnedPolicy) -> dict[str, Any]:
+    depths = [] if policy.survival is None else policy.survival.changed
+    return {
+        "head": policy.head.kind,
+        "rule": policy.rule.kind,
+        "batches without decisions": policy.rule.undecided or None,
+        "features": ", ".join(policy.features),
+        "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()) or "none",
+        "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
+        "survival recalibrated at depths": ", ".join(map(str, depths)) or "none",
+    }
+
+
+def _route_facts(policy: RoutingPolicy) -> dict[str, Any]:
+    heads = [head.kind for head in policy.heads] if isinstance(policy, ValueRoute) else []
+    return {
+        "heads": ", ".join(dict.fromkeys(heads)) or "none",
+        "features": ", ".join(policy.features),
+        "stop policies of the drafters": ", ".join(stop.name for stop in policy.stops),
+    }

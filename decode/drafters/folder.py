@@ -148,7 +148,7 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
     try:
         if not (folder / DRAFTER_FILE).exists():
             raise InputError(f"expected the folder of a drafter with the file {DRAFTER_FILE}, which does not exist")
-        raw = read_signed_json(folder / DRAFTER_FILE, 1, DrafterFile.__dataclass_fields__)
+        raw = read_signed_json(folder / DRAFTER_FILE, 1, lambda _: DrafterFile.__dataclass_fields__)
         header = pydantic.TypeAdapter(DrafterFile).validate_json(json.dumps(raw))
         if kind not in (None, header.kind):
             raise InputError(f"it is a drafter of the kind {header.kind}; write {header.kind}:{path}")

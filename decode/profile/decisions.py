@@ -27,7 +27,7 @@ from ..records import Generation, Round
 from ..round_state import DraftScores, RoundState
 from ..settings import Settings
 from ..texts import Anchor, Text
-from ..topology import Topology, chain
+from ..topology import Topology, chain, with_drafters
 from ..verify.modes import check_mode, find_mode
 from ..verify.sampling import SamplingParams
 from .measuring import Case, Effort, Seconds, measure
@@ -221,6 +221,8 @@ class _RoundWithoutModels:
     ) -> None:
         if tree is None or tree.deepest <= policy.first:  # a tree without decisions
             tree = chain(policy.first + min(CALLS, max(policy.max_depth - policy.first, 1)))
+        if policy.routes and tree.drafters == 1:
+            tree = with_drafters(tree, len(policy.parts) or 1)
         self._tree, self._first, self._vocabulary = tree, policy.first, vocabulary
         self.calls = min(CALLS, tree.deepest - policy.first)
         sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
@@ -235,7 +237,8 @@ class _RoundWithoutModels:
         self._reader = FeatureReader(policy, tree, temperature, sizes)
         # As in the live loop, a round is priced, and its outcome passed, only for policies that read them.
         reads_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
-        self._host = PolicyHost(policy, profile=profile if reads_seconds else None)
+        costs = profile if reads_seconds else None
+        self._host = PolicyHost(policy, profile=costs, drafters=tree.drafters)
         self._host.start(np.arange(1))
         self._observes = self._host.observes or bool(Layout(policy.features).history)
         self._timer = Timer(self._scratch.device)
@@ -258,7 +261,7 @@ class _RoundWithoutModels:
                 continue
             # Reads 9 MB with little arithmetic, like a model call that reads its weights.
             self._scratch @ self._scratch[:8].T
-            alive = np.ones((1, len(self._tree.levels[depth])), dtype=bool)
+            alive = np.ones((1, len(self._tree.levels[depth]) if depth else self._tree.drafters), dtype=bool)
             mark = timer.mark()
             host.keep(reader.step(depth, alive, host.history))
             timer.add("policy", mark)

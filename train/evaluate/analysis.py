@@ -85,7 +85,9 @@ def details(
         "per_prompt": per_prompt(replays, boot),
         "stops": stops,
         "time": [time_share(name, arrays, played, profile) for name, played in replays.compared.items()],
-        "reliability": [reliability(name, arrays, played, seed) for name, played in learned.items()],
+        "reliability": [
+            reliability(name, arrays.of_policy(played.policy), played, seed) for name, played in learned.items()
+        ],
         "groups": by_group(replays, seed),
         "prompts": by_prompt(replays, replays.policies[subject], seed),
     }

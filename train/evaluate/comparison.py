@@ -17,7 +17,7 @@ import torch
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
-from ...policies.fixed import FixedLength
+from ...policies.fixed import FixedLength, fixed_lengths
 from ..replay.arrays import TraceArrays
 from ..replay.bounds import best_static_tree, isolate_subtree, oracle_plan, planned_rounds
 from ..replay.rounds import Rounds
@@ -106,11 +106,12 @@ class Comparison:
         priced: seconds of P replays: the fixed lengths, the policies, and the oracle bound if `has_bound`.
         jobs: the policies.
         counts: of each fixed length, then of each policy.
+        fixed: the fixed lengths, with each drafter.
         has_bound: see `priced`.
 
     Attributes:
-        fixed: [K + 1] tokens/s of each fixed length in the sample.
-        best_at: the best of them.
+        by_length: [K + 1] tokens/s of each fixed length in the sample, with the drafter for which it is fastest.
+        best_at: the best of `fixed`.
         bound: [1 + R] tokens/s of the oracle; NaN without.
         pace: [1 + R, P] seconds over those without the profile's uncertainty.
         logs: of the rules and learned policies against their rivals; None without any.
@@ -124,21 +125,24 @@ class Comparison:
         priced: PricedReplays,
         jobs: Sequence[Job],
         counts: Sequence[Counts],
+        fixed: Sequence[StopPolicy],
         *,
         has_bound: bool,
     ) -> None:
-        self._boot, self._setting, self._jobs, self._counts = boot, setting, jobs, counts
+        self._boot, self._setting, self._jobs, self._counts, self._fixed = boot, setting, jobs, counts, fixed
         self._tokens, self._seconds = tokens, priced.by_text()
         total = boot.total(tokens.reshape(len(tokens), -1))  # [1 + R, 1] or [1 + R, P]
         spent = {source: priced.seconds(source) for source in ResampleSource}
         self.pace: Values = spent[ResampleSource.ALL] / spent[ResampleSource.PROMPTS]
         rates = total / spent[ResampleSource.ALL]  # [1 + R, P]
-        lengths = range(len(counts) - len(jobs))
+        lengths = range(len(fixed))
         self._column = {job.name: at for at, job in enumerate(jobs, len(lengths))}
         self._rates = {name: rates[:, at] for name, at in self._column.items()}
-        self.fixed: tuple[float, ...] = tuple(rates[0, : len(lengths)].tolist())
-        self.best_at = int(rates[0, : len(lengths)].argmax())
-        # The best length is chosen again in each resample.
+        of_fixed = rates[0, : len(lengths)]
+        depths = np.array([policy.max_depth for policy in fixed])
+        self.by_length = tuple(float(of_fixed[depths == k].max()) for k in range(int(depths.max()) + 1))
+        self.best_at = int(of_fixed.argmax())
+        # The best length, and its drafter, are chosen again in each resample.
         self._plain, self._best = rates[:, 0], rates[:, : len(lengths)].max(1)
         self.bound: Values = rates[:, -1] if has_bound else np.full(len(rates), np.nan)
         rivals = [*lengths, *(self._column[job.name] for job in jobs if job.kind == "static")]
@@ -192,8 +196,8 @@ class Comparison:
 
     def lines(self) -> list[Line]:
         """Return the lines of plain decoding, the best fixed length and all policies."""
-        counts, best_note = self._counts, f"fixed:{self.best_at}, chosen on these prompts"
-        of_policies = zip(self._jobs, counts[len(self.fixed) :], strict=True)
+        counts, best_note = self._counts, f"{self._fixed[self.best_at].name}, chosen on these prompts"
+        of_policies = zip(self._jobs, counts[len(self._fixed) :], strict=True)
         return [
             self.line(PLAIN, "fixed", "fixed:0", self._plain, counts[0]),
             self.line(BEST, "fixed", best_note, self._best, counts[self.best_at]),
@@ -210,25 +214,32 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     """Return the lines of policies on whole texts, with the achievable estimate if requested."""
     arrays, costs, progress = setting.arrays, setting.costs, setting.progress
     depth, profile = min(arrays.depth, costs.profile.max_depth), costs.profile
-    policies, played = [*map(FixedLength, range(depth + 1)), *(job.policy for job in jobs)], []
+    lengths = fixed_lengths(depth, arrays.drafters)
+    policies, played = [*lengths, *(job.policy for job in jobs)], []
     for done, policy in enumerate(policies):
         progress("replay", done, len(policies))
         played.append(replay(arrays, policy, profile))
     progress("replay", len(policies), len(policies))
-    if not arrays.tree.is_chain:
+    if not arrays.tree.is_chain and arrays.tree.drafters == 1:
         static, _ = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
         played.append(replay(*isolate_subtree(arrays, static.nodes), profile))
         jobs = [*jobs, Job("best static tree", "static", f"{shape}; chosen on these prompts", static)]
-    fixed, by_name = played[: depth + 1], dict(zip([job.name for job in jobs], played[depth + 1 :], strict=True))
+    fixed, rest = played[: len(lengths)], played[len(lengths) :]
+    by_name = dict(zip([job.name for job in jobs], rest, strict=True))
     tokens, boot = arrays.text_tokens.double().numpy(), setting.resamples(setting.clusters)
     plan = oracle_plan(arrays, profile)
     spent = torch.stack([*(one.seconds for one in played), plan.seconds], 1)
     rounds = [*played, planned_rounds(arrays, plan)]
     priced = PricedReplays(boot, costs, rounds, arrays.prompt_tokens, spent)
     counts = [_counts(one) for one in played]
-    comparison = Comparison(boot, setting, tokens, priced, jobs, counts, has_bound=True)
+    comparison = Comparison(boot, setting, tokens, priced, jobs, counts, lengths, has_bound=True)
     lines, to_achievable = comparison.lines(), {}
+    if arrays.tree.drafters > 1:
+        lines = [_with_shares(line, arrays, by_name.get(line.name)) for line in lines]
+        rate = boot.total(tokens) / (boot.total(_best_by_text(fixed)) * comparison.pace[:, comparison.best_at])
+        note = "the fastest drafter of each text in hindsight, at its best fixed length"
+        lines.append(comparison.line("best drafter by text", "hindsight", note, rate))
     if achievable:
         from ..fit.achievable import achievable_estimate  # imports xgboost
 
@@ -243,8 +254,26 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     below = [x for x, one in by_name.items() if bool((one.seconds < plan.seconds - EXACT_S).any())]
     replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan)
     return ComparisonResult(
-        lines, comparison.fixed, setting.clusters, boot, comparison.logs, replays, below, to_achievable
+        lines, comparison.by_length, setting.clusters, boot, comparison.logs, replays, below, to_achievable
     )  # fmt: skip
+
+
+def _with_shares(line: Line, arrays: TraceArrays, played: Rounds | None) -> Line:
+    """Return the line of a policy that routes with the share of rounds in which each drafter drafted."""
+    if played is None or not played.policy.routes:
+        return line
+    shares = played.drafting.double().mean(0).tolist()
+    return dataclasses.replace(line, drafters=dict(zip(arrays.drafters, shares, strict=True)))
+
+
+def _best_by_text(fixed: Sequence[Rounds]) -> Values:
+    """Return [S] seconds with the fastest drafter of each text, each at the fixed length that is best for all texts."""
+    best: dict[str, Rounds] = {}
+    for played in fixed[1:]:
+        drafter = played.policy.drafter
+        best[drafter] = max(best.get(drafter, played), played, key=lambda one: one.rate)
+    out: Values = torch.stack([played.seconds for played in best.values()], 1).min(1).values.numpy()
+    return out
 
 
 def _counts(played: Rounds) -> Counts:
@@ -273,8 +302,8 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> ComparisonResult:
     for policy in (FixedLength(1), *(job.policy for job in jobs)):
         check_identified(arrays, policy)
     depth = min(arrays.depth, costs.profile.max_depth, identified_limit(arrays))
-    policies = [*map(FixedLength, range(depth + 1)), *(job.policy for job in jobs)]
-    values = []
+    lengths = [FixedLength(k) for k in range(depth + 1)]
+    policies, values = [*lengths, *(job.policy for job in jobs)], []
     for done, policy in enumerate(policies):
         progress("rounds", done, len(policies))
         values.append(evaluate_rounds(arrays, policy, costs.profile, depth))
@@ -289,14 +318,14 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> ComparisonResult:
     rounds = [one.subset(present.tolist()) for one in columns]
     priced = PricedReplays(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
     counts, is_chain = list(map(_round_counts, values)), arrays.tree.is_chain
-    comparison = Comparison(boot, setting, tokens.numpy(), priced, jobs, counts, has_bound=is_chain)
+    comparison = Comparison(boot, setting, tokens.numpy(), priced, jobs, counts, lengths, has_bound=is_chain)
     lines = comparison.lines()
     if is_chain:
         note = "of single rounds; knows the outcome of every depth"
         lines.append(comparison.line(BOUND, "bound", note, comparison.bound))
     caveats = [*(caveat for one in values for caveat in one.caveats), *trace_outcomes(arrays).caveats]
     return ComparisonResult(
-        lines, comparison.fixed, clusters, boot, comparison.logs, rounds=len(values[0].committed),
+        lines, comparison.by_length, clusters, boot, comparison.logs, rounds=len(values[0].committed),
         caveats=tuple(dict.fromkeys(caveats)),
     )  # fmt: skip
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...collect.store import Trace, replay_text
 from ...decode.verify.modes import MODES, describe_mode
 from ...policies import kernels
@@ -24,6 +22,7 @@ from ...policies.host import is_trusted, validate_policy
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, load_profile
 from ...policies.registry import PolicySpec, as_policies
+from ...policies.routing import ValueRoute
 from ..fit.adapt import adapt_to_profile
 from ..fit.rules import tune_confidence
 from ..replay.arrays import TraceArrays, trace_arrays
@@ -39,7 +38,7 @@ from ..replay.run import replay
 from ..replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from .analysis import acceptance_bands, details, stop_costs
 from .batches import Arrivals, by_batch, check_batches
-from .comparison import ComparisonResult, Job, Setting, compare_places, compare_rounds, compare_texts
+from .comparison import BEST, ComparisonResult, Job, Setting, compare_places, compare_rounds, compare_texts
 from .importance import importance_section
 from .pricing import ProfileBootstrap, Unpriced, unpriced_warnings, with_prices
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
@@ -283,7 +282,7 @@ def _jobs(
         jobs.append(Job(TUNED, "rule", note, tuned.limited(depth)))
     for policy in policies:
         adapted, note = adapt_to_profile(policy, replayable, profile)
-        kind = "learned" if isinstance(adapted, LearnedPolicy) else "rule"
+        kind = "learned" if isinstance(adapted, LearnedPolicy | ValueRoute) else "rule"
         jobs.append(Job(policy.shown_name, kind, note, adapted.limited(depth)))
     return jobs
 
@@ -355,8 +354,9 @@ def _report(place: _Place, compared: ComparisonResult, detailed: bool, places: i
     if reasons:
         lines = [dataclasses.replace(x, verdict=NOISY) if x.verdict not in ("", TOO_FEW) else x for x in lines]
     stops = stop_costs(replays) if replays else []
+    best_name = next(line for line in lines if line.name == BEST).note.partition(",")[0]
     result = make_answer(
-        lines, f"fixed:{np.argmax(compared.fixed)}", clusters, stops=stops, doubts=reasons, primary=setting.primary,
+        lines, best_name, clusters, stops=stops, doubts=reasons, primary=setting.primary,
         places=places,
     )  # fmt: skip
     facts = _facts(place, compared)

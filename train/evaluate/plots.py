@@ -62,6 +62,7 @@ KINDS = {
     "static": (QUIET, "D"),
     "rule": (SERIES[0], "^"),
     "learned": (SERIES[1], "o"),
+    "hindsight": (QUIET, "P"),
     "achievable": (SERIES[2], "v"),
     "bound": (INK, "X"),
 }

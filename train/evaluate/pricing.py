@@ -36,6 +36,7 @@ from ...policies.files import cache_folder, digest, read_json, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
+from ...policies.routing import ValueRoute
 from ...policies.storage import content_digest
 from ..replay.rounds import Rounds, RoundTypes, count_rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
@@ -87,7 +88,7 @@ def unpriced_warnings(unpriced: Unpriced, profile: Profile, header: Header) -> t
 
 def _training_profile(policy: StopPolicy, profile: Profile) -> Profile | None:
     """Return the profile that the policy was trained for, if that is this one with a price of its decisions."""
-    if not isinstance(policy, LearnedPolicy) or not profile.same_costs(policy.metadata.profile):
+    if not isinstance(policy, LearnedPolicy | ValueRoute) or not profile.same_costs(policy.metadata.profile):
         return None
     saved, name = Profile.from_dict(policy.metadata.profile, "the policy's profile"), policy.cost_name
     return dataclasses.replace(saved, decision_s={name: saved.decision_s[name]}) if name in saved.decision_s else None
@@ -114,7 +115,7 @@ def _cache_key(policy: StopPolicy, profile: Profile, header: Header, device: tor
     costs = {name: value for name, value in profile.to_dict().items() if name != "decision_s"}
     return {
         "policy": policy.cost_name,
-        "content": content_digest(policy) if isinstance(policy, LearnedPolicy) else _code(policy),
+        "content": content_digest(policy) if isinstance(policy, LearnedPolicy | ValueRoute) else _code(policy),
         "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device)],
         "versions": [platform.python_version(), *map(version, _VERSIONS)],
         "profile": digest(costs),
@@ -130,8 +131,12 @@ def _code(policy: StopPolicy) -> list[str]:
     except (OSError, TypeError):
         source = f"{type(policy).__module__}.{type(policy).__qualname__}"
     kinds = (bool, int, float, str, tuple)
-    settings = sorted(item for item in vars(policy).items() if item[0] != "label" and isinstance(item[1], kinds))
-    return [source, repr(settings)]
+    settings = sorted(
+        item
+        for item in vars(policy).items()
+        if item[0] not in ("label", "stops", "parts") and isinstance(item[1], kinds)
+    )
+    return [source, repr(settings), *(line for part in policy.parts for line in _code(part))]
 
 
 DRAWS = 200

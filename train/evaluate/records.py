@@ -30,7 +30,8 @@ class Line:
     """One policy of a report.
 
     Attributes:
-        name: of the policy; `kind` is fixed, static (a tree that never changes), rule, learned, achievable or bound.
+        name: of the policy; `kind` is fixed, static (a tree that never changes), rule, learned, hindsight (the best drafter
+            of each text), achievable or bound.
         tokens_per_s: modelled.
         to_plain, to_best_fixed, oracle_share: ratios with intervals; share of the oracle gain is against the oracle bound.
         block_efficiency: committed tokens per target call.
@@ -41,6 +42,7 @@ class Line:
         verdict: of the same, by `to_rival`.
         parts: `to_rival` by source of error: "all", the "prompts" alone, and the timings of the "profile" alone. Empty if
             the profile kept no timings.
+        drafters: of a policy that routes, share of rounds in which each drafter drafted.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Line:
     to_rival: Ratio | None = None
     verdict: str = ""
     parts: dict[str, Ratio] = field(default_factory=dict)
+    drafters: dict[str, float] = field(default_factory=dict)
 
     @property
     def speedup(self) -> Ratio:
@@ -96,7 +99,7 @@ class Report:
 
     Attributes:
         lines: plain decoding, best fixed length, rules, learned policies, bound. Empty if there are several places.
-        fixed: tokens/s of every fixed length 0..K.
+        fixed: tokens/s of every fixed length 0..K, with the drafter for which it is fastest.
         facts: prompts, tokens, temperature, verification, profile, pair.
         bands: P(A >= k) over uncut anchors with its interval, k = 1, 2, ... as far as it was observed.
         answer: what to do; None if no policy was compared, or in several places.
@@ -148,6 +151,8 @@ class Report:
     def table(self) -> Table:
         """One row per line: speeds, the ratio to the best fixed length with its interval, and the verdict."""
         by_place = {name: {"place": name} for name in self.places} or {"": {}}
+        reports = [*self.places.values()] or [self]
+        drafters = dict.fromkeys(name for report in reports for line in report.lines for name in line.drafters)
         return Table(
             {
                 **place,
@@ -161,6 +166,7 @@ class Report:
                 "oracle_share": line.oracle_share.value,
                 "tokens_per_call": line.block_efficiency,
                 "verdict": line.verdict,
+                **({f"rounds of {drafter}": line.drafters.get(drafter) for drafter in drafters}),
                 "note": line.note,
             }
             for name, place in by_place.items()

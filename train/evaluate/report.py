@@ -275,11 +275,13 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
         " target call. Drafted and accepted are tokens per round.",
         {"policy": "policy", "tokens_per_s": "tokens/s", "to_best_fixed": "vs best fixed", "verdict": "verdict",
          "to_plain": "vs plain", "oracle_share": "share of the oracle gain", "block_efficiency": "tokens per call",
-         "drafted": "drafted", "accepted": "accepted"},
+         "drafted": "drafted", "accepted": "accepted",
+         "drafters": "rounds of each drafter"},
     ),
     "fixed": (
         "Fixed lengths",
-        "Speed if every round drafts the same number of tokens. Length 0 is plain decoding.",
+        "Speed if every round drafts the same number of tokens, with the drafter for which that is fastest. Length 0 is "
+        "plain decoding.",
         {"length": "length", "rate": "tokens/s", "ratio": "vs plain"},
     ),
     "acceptance": (
@@ -358,6 +360,8 @@ def sections(data: Data) -> list[Section]:
     for name, (title, text, keys) in SECTIONS.items():
         if name in tables:
             rows = tables[name]
+            if not any(row.get("drafters") for row in rows):  # no policy routes
+                keys = {key: heading for key, heading in keys.items() if key != "drafters"}
             by_policy = rows[0].get("ratios", {})
             columns = [*(heading.replace("{subject}", subject) for heading in keys.values()), *by_policy]
             cells = [[*(row.get(key, "") for key in keys), *row.get("ratios", {}).values()] for row in rows]
@@ -413,7 +417,9 @@ def _policies(data: Data) -> list[dict[str, Any]]:
         }
         has_share = has_bound and line["name"] not in ("plain decoding", "best fixed", "oracle bound")
         row["oracle_share"] = interval(line["oracle_share"], 2) if has_share else ""
-        has_counts = line["kind"] not in ("bound", "achievable")
+        shares = (f"{name} {100 * share:.0f}%" for name, share in line["drafters"].items())
+        row["drafters"] = ", ".join(shares)
+        has_counts = line["kind"] not in ("bound", "achievable", "hindsight")
         rows.append(row | {name: number(line[name], ".2f") if has_counts else "" for name in COUNTS})
     return rows + [{"policy": Cell(x["policy"], note=x["error"]), "verdict": "failed"} for x in data["failed"]]
 

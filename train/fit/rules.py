@@ -11,7 +11,7 @@ import numpy as np
 
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import PolicyError
-from ...policies.fixed import Confidence, FixedLength
+from ...policies.fixed import Confidence, fixed_lengths
 from ...policies.heads.base import Head
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
@@ -80,8 +80,9 @@ def replayed_rates(parts: Sequence[Part], profile: Profile) -> Rates:
 
 
 def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Rounds]:
-    """Replay every fixed length 0..K."""
-    return [replay(arrays, FixedLength(k), profile) for k in range(min(arrays.depth, profile.max_depth) + 1)]
+    """Replay every fixed length 0..K, with each drafter if there are several."""
+    lengths = fixed_lengths(min(arrays.depth, profile.max_depth), arrays.drafters)
+    return [replay(arrays, policy, profile) for policy in lengths]
 
 
 def best_of(replays: Sequence[Rounds]) -> Rounds:

@@ -48,12 +48,14 @@ class OraclePlan:
     Attributes:
         value: [S, L] float64 seconds from the anchor first + t to the end of the text, t = 0, 1, ...; 0 after it.
         steps: [S, L] draft depth there, the smallest of equally good ones.
+        drafter: [S, L] index of the drafter.
         seconds: [S] of whole texts, including prompts.
         profile: of the plan's rounds, with a first step that costs at most as much as one that reads two tokens.
     """
 
     value: Tensor
     steps: Tensor
+    drafter: Tensor
     seconds: Tensor
     profile: Profile
 
@@ -64,44 +66,56 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> OraclePlan:
         V(t) = min over 0 <= k <= K of cost(k) + V(t + min(A_t, k) + 1)
 
     `cost` is the smallest cost of k or more tokens, without decisions and with a backlog of one token, so that no policy is
-    faster. In a tree it is that of drafting and verifying one path, as a chain if that costs less.
+    faster. In a tree it is that of drafting and verifying one path, as a chain if that costs less. With several drafters the
+    minimum is also over the drafters, one of which drafts.
     """
-    cheap = _cheapest_steps(profile)
+    cheap, drafters = _cheapest_steps(profile), arrays.tree.drafters
     length = arrays.text_tokens - arrays.first_anchor
     longest = int(length.max())
-    steps, verified = _plan_sizes(arrays, cheap)
+    steps, verified, drafter = _plan_sizes(arrays, cheap)
     streams, options = arrays.sequences, len(steps)
     value = torch.zeros(streams, longest + arrays.depth + 2, dtype=torch.float64)
     chosen = torch.zeros(streams, longest + 1, dtype=torch.int64)
     k, sent = steps.expand(streams, -1), verified.repeat(streams)
-    fed = (
-        None
-        if arrays.tree.is_chain
-        else (torch.arange(arrays.depth) < steps[:, None]).long().repeat(streams, 1).numpy()
-    )
+    fed = _fed_by_plan(arrays, steps.repeat(streams), drafter.repeat(streams))
     path = ((k.flatten() == sent) & (sent <= cheap.max_depth)).numpy()  # these can also be drafted as a chain
     drafted, sizes = k.flatten().numpy(), sent.numpy()
-    one, none = np.ones_like(drafted), np.zeros_like(drafted)  # backlog, decisions
+    none = np.zeros_like(drafted)  # decisions
+    one = np.ones((len(drafted), drafters) if drafters > 1 else len(drafted), dtype=np.int64)  # backlog
+    accepted = torch.stack([each.accepted for each in arrays.each_drafter], 1)  # [N, D]
+    is_chain, by_depth = arrays.tree.is_chain, torch.argsort(steps, stable=True)
     for t in range(longest - 1, -1, -1):
         row = torch.minimum(arrays.offset + t, arrays.offset + arrays.rows - 1)
         context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(options).numpy()
         seconds = cheap.round_seconds(context, drafted, sizes, one, none, 0.0, fed)
-        if fed is not None:
+        if not is_chain and drafters == 1:
             chain = drafted[path]
             chains = cheap.round_seconds(context[path], chain, chain, one[path], none[path], 0.0)
             seconds[path] = np.minimum(seconds[path], chains)
         cost = torch.from_numpy(seconds).view(streams, -1)
-        if fed is None:
-            # Verifying more tokens can be cheaper: drafting k costs at most as much as any larger round.
-            cost = cost.flip(1).cummin(1).values.flip(1)
-        reached = t + torch.minimum(arrays.accepted[row][:, None], k) + 1
+        if is_chain or drafters > 1:
+            # Verifying more tokens can be cheaper: drafting k costs at most as much as any larger round of the drafter.
+            cost = cost.view(streams, drafters, -1).flip(2).cummin(2).values.flip(2).flatten(1)
+        reached = t + torch.minimum(accepted[row][:, drafter], k) + 1
         total = cost + value.gather(1, torch.minimum(reached, length[:, None].clamp_min(0)))
         least = total.min(1).values
-        first = (total <= least[:, None] + TIE_S).int().argmax(1)  # argmax returns the first, the smallest depth
+        # argmax returns the first, the smallest depth
+        first = by_depth[(total <= least[:, None] + TIE_S)[:, by_depth].int().argmax(1)]
         value[:, t] = torch.where(t < length, least, 0.0)
-        chosen[:, t] = torch.where(t < length, steps[first], 0)
+        chosen[:, t] = torch.where(t < length, first, 0)
     read = torch.from_numpy(profile.prefill_seconds(arrays.prompt_tokens.numpy()))
-    return OraclePlan(value, chosen, value[:, 0] + read, cheap)
+    return OraclePlan(value, steps[chosen], drafter[chosen], value[:, 0] + read, cheap)
+
+
+def _fed_by_plan(arrays: TraceArrays, steps: Tensor, drafter: Tensor) -> Array | None:
+    """Return `Rounds.fed` of rounds in which one path is drafted; None for chains of one drafter."""
+    if arrays.tree.is_chain:
+        return None
+    fed = (torch.arange(arrays.depth) < steps[:, None]).long()
+    if arrays.tree.drafters > 1:
+        owns = torch.arange(arrays.tree.drafters) == drafter[:, None]
+        fed = fed[:, None] * owns[..., None]
+    return fed.numpy()
 
 
 def oracle_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
@@ -109,11 +123,11 @@ def oracle_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
     return oracle_plan(arrays, profile).seconds
 
 
-def _plan_sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor]:
-    """Return [M] draft steps and [M] tokens verified; of trees, including larger verifications that may be cheaper."""
-    if arrays.tree.is_chain:  # no chain is longer than what was timed
-        k = torch.arange(min(arrays.depth, profile.max_depth) + 1)
-        return k, k
+def _plan_sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [M] draft steps, tokens verified and drafters; of trees, including larger verifications that may be cheaper."""
+    if arrays.tree.is_chain or arrays.tree.drafters > 1:  # no chain is longer than what was timed
+        k = torch.arange(min(arrays.depth, profile.max_depth) + 1).repeat(arrays.tree.drafters)
+        return k, k, torch.arange(arrays.tree.drafters).repeat_interleave(len(k) // arrays.tree.drafters)
     low, high = (side.tree_verify(arrays.tree.nodes) for side in (profile.low, profile.high))
     pairs = [
         (steps, sent)
@@ -122,7 +136,7 @@ def _plan_sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor]:
         if sent == steps or low[sent] < low[steps] or high[sent] < high[steps]
     ]
     steps, sent = torch.tensor(pairs).unbind(1)
-    return steps, sent
+    return steps, sent, torch.zeros_like(steps)
 
 
 def _cheapest_steps(profile: Profile) -> Profile:
@@ -131,7 +145,7 @@ def _cheapest_steps(profile: Profile) -> Profile:
         dataclasses.replace(table, draft_s=(min(table.draft_s), table.draft_s[1]))
         for table in (profile.low, profile.high)
     )
-    return dataclasses.replace(profile, low=low, high=high)
+    return dataclasses.replace(profile, low=low, high=high, others=tuple(map(_cheapest_steps, profile.others)))
 
 
 def planned_rounds(arrays: TraceArrays, plan: OraclePlan) -> Rounds:
@@ -141,19 +155,29 @@ def planned_rounds(arrays: TraceArrays, plan: OraclePlan) -> Rounds:
     while len(sequence):
         at = anchor - arrays.first_anchor[sequence]
         steps = plan.steps[sequence, at]
-        accepted = torch.minimum(arrays.accepted[arrays.offset[sequence] + at], steps)
+        drafter = plan.drafter[sequence, at]
+        accepted = torch.minimum(_accepted_by(arrays, arrays.offset[sequence] + at, drafter), steps)
         committed = torch.minimum(accepted + 1, arrays.text_tokens[sequence] - anchor)
         context = arrays.prompt_tokens[sequence] + anchor
-        parts.append(torch.stack([sequence, anchor, context, steps, steps, accepted, committed]))
+        parts.append(torch.stack([sequence, anchor, context, steps, steps, accepted, committed, drafter]))
         anchor = anchor + accepted + 1
         on = anchor < arrays.text_tokens[sequence]
         sequence, anchor = sequence[on], anchor[on]
-    counts: dict[str, Any] = dict(zip(COUNTS, torch.cat(parts, 1), strict=False))
-    steps = counts["drafted"]
-    counts |= {"backlog": torch.ones_like(steps), "decisions": torch.zeros_like(steps), "steps": steps}
+    *columns, owner = torch.cat(parts, 1)
+    counts: dict[str, Any] = dict(zip(COUNTS, columns, strict=False))
+    steps, drafters = counts["drafted"], arrays.tree.drafters
+    backlog = torch.ones((len(steps), drafters) if drafters > 1 else len(steps), dtype=torch.int64)
+    counts |= {"backlog": backlog, "decisions": torch.zeros_like(steps), "steps": steps}
     counts["history"] = torch.zeros(len(steps), len(HISTORY_FEATURES))
-    fed = None if arrays.tree.is_chain else (torch.arange(arrays.depth) < steps[:, None]).long()
-    return Rounds(NoPolicy(), plan.profile, arrays.prompt_tokens, arrays.first_anchor, fed=fed, **counts)
+    fed = _fed_by_plan(arrays, steps, owner)
+    feeds = None if fed is None else torch.from_numpy(fed)
+    return Rounds(NoPolicy(), plan.profile, arrays.prompt_tokens, arrays.first_anchor, fed=feeds, **counts)
+
+
+def _accepted_by(arrays: TraceArrays, row: Tensor, drafter: Tensor) -> Tensor:
+    """Return [R], the accepted length of a drafter each at rows [R]."""
+    accepted = torch.stack([each.accepted[row] for each in arrays.each_drafter], 1)
+    return accepted.gather(1, drafter[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -185,7 +209,8 @@ def round_regret(arrays: TraceArrays, rounds: Rounds, plan: OraclePlan, profile:
     at = rounds.anchor - arrays.first_anchor[sequence]
     best = plan.steps[sequence, at]
     left = arrays.text_tokens[sequence] - rounds.anchor
-    reached = torch.minimum(torch.minimum(arrays.accepted[arrays.offset[sequence] + at], best) + 1, left)
+    accepted = _accepted_by(arrays, arrays.offset[sequence] + at, plan.drafter[sequence, at])
+    reached = torch.minimum(torch.minimum(accepted, best) + 1, left)
     bare = rounds.price(plan.profile, bare=True)
     choice = bare + plan.value[sequence, at + rounds.committed] - plan.value[sequence, at]
     decision = rounds.decision_seconds(profile)

@@ -51,7 +51,8 @@ class Rounds:
         decisions: [R] calls of the policy.
         steps: [R] draft steps: the depth that was drafted.
         fed: [R, K] of trees, tokens read at each draft step; None for chains. [R, D, K] with several drafters.
-        history: [R, 4], the HISTORY features when each round began; 0 if unknown.
+        history: [R, 4], the HISTORY features when each round began; 0 if unknown. [R, D, 5] with several drafters and a
+            policy that routes: the last column is `History.idle`.
         caveats: what a reader of figures of these rounds must know.
     """
 
@@ -165,6 +166,22 @@ class Rounds:
     def by_sequence(self, values: Tensor) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each text."""
         return torch.zeros(len(self.prompt_tokens), dtype=torch.float64).index_add_(0, self.sequence, values.double())
+
+    def among_drafters(self, index: int, drafters: int, depth: int, profile: Profile) -> Rounds:
+        """Return the rounds of one drafter as rounds of D drafters in which only that one drafts.
+
+        Args:
+            index: of the drafter.
+            drafters: D.
+            depth: K.
+            profile: with the costs of all drafters.
+        """
+        fed = torch.zeros(len(self), drafters, depth, dtype=torch.int64)
+        own = torch.arange(depth) < self.steps[:, None] if self.fed is None else self.fed
+        fed[:, index, : own.shape[1]] = own.long()
+        backlog = torch.ones(len(self), drafters, dtype=torch.int64)
+        backlog[:, index] = self.backlog
+        return dataclasses.replace(self, fed=fed, backlog=backlog, profile=profile)
 
     def subset(self, texts: Sequence[int]) -> Rounds:
         """Return the rounds of these texts, numbered in this order."""

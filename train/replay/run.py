@@ -6,7 +6,7 @@ The rounds are those of the live loop (`decode.rounds`), with the trace as their
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ...collect.store import Trace
+from ...decode.drafters.spec import drafter_index
 from ...decode.rounds import play_round
-from ...policies.contract import Array, StopPolicy
+from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.features import HISTORY_FEATURES, History
 from ...policies.fixed import FeatureThreshold, FixedLength
 from ...policies.host import PolicyHost, is_trusted
@@ -54,9 +55,48 @@ def replay(traces: TraceArrays | Trace | str | Path, policy: PolicySpec, profile
     """
     arrays = traces if isinstance(traces, TraceArrays) else trace_arrays(load_traces(traces))
     policy, profile = as_policy(policy), load_profile(profile)
-    arrays, profile = arrays.of_policy(policy), profile.of_policy(policy, arrays.drafters)
+    own, costs = arrays.of_policy(policy), profile.of_policy(policy, arrays.drafters)
+    check_replayable(own, policy, costs)
+    return _among_all(_play(own, policy, costs, _queues(arrays, policy), [policy]), arrays, profile)[0]
+
+
+def _among_all(results: list[Rounds], arrays: TraceArrays, profile: Profile) -> list[Rounds]:
+    """Return rounds of one of several drafters as those of a policy that routes: all are then priced by one profile."""
+    policy = results[0].policy
+    if policy.routes or not profile.others or arrays.tree.drafters == 1:
+        return results
+    index = drafter_index(policy, arrays.drafters)
+    return [one.among_drafters(index, arrays.tree.drafters, arrays.depth, profile) for one in results]
+
+
+def replay_anchors(
+    arrays: TraceArrays,
+    policy: StopPolicy,
+    profile: Profile,
+    history: History,
+    backlog: Array,
+    on_decision: Callable[[DraftStep, State], None] | None = None,
+) -> Rounds:
+    """Play one round of a policy at each anchor of a dense trace; return the N rounds in the order of the rows.
+
+    Args:
+        arrays: the trace.
+        policy: starts anew at each anchor.
+        profile: costs of rounds.
+        history: of the N streams.
+        backlog: [N], or [N, D] with several drafters, at each anchor.
+        on_decision: see `PolicyHost`.
+    """
     check_replayable(arrays, policy, profile)
-    return _play(arrays, policy, profile, _queues(arrays, policy), [policy])[0]
+    owner = arrays.owner.numpy()
+    source = TraceSource(arrays, policy, owner[:, None])
+    source.anchor, source.backlog = arrays.anchor_by_row.numpy().copy(), backlog
+    drafters = source.topology.drafters
+    host = PolicyHost(policy, drafters=drafters, on_decision=on_decision)
+    host.start(arrays.keys.numpy()[owner])
+    host.history = history
+    turn = _play_turn(source, host, owner)
+    return _results(arrays, profile, [policy], [turn], not source.topology.is_chain, drafters)[0]
 
 
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Rounds]:
@@ -73,7 +113,7 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
             group = group[: len(group) // 2]
         own, costs = arrays.of_policy(policy), profile.of_policy(policy, arrays.drafters)
         check_replayable(own, policy, costs)
-        results += _play(own, policy, costs, np.tile(queues, (len(group), 1)), group)
+        results += _among_all(_play(own, policy, costs, np.tile(queues, (len(group), 1)), group), arrays, profile)
     return results
 
 
@@ -148,16 +188,21 @@ def _play(
             part = part[left]
             source.take(left)
             host.take(left)
-        on, owner, history = source.active, part + source.sequence, host.history.record
-        sequence, anchor = source.sequence, source.anchor
-        round = play_round(source, host)
-        fed = round.steps.reshape(len(on), -1).T if is_tree else ()
-        fed = fed if drafters == 1 else (*round.backlog.T, *fed)
-        turns.append((history, on, owner, sequence, anchor, *_columns(round), *fed))
+        turns.append(_play_turn(source, host, part + source.sequence))
         begun = source.start_next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
     return _results(arrays, profile, policies, turns, is_tree, drafters)
+
+
+def _play_turn(source: TraceSource, host: PolicyHost, owner: Array) -> tuple[Array, ...]:
+    """Play a round of each stream; return its columns, see `_results`."""
+    on, sequence, anchor, history = source.active, source.sequence, source.anchor, host.history
+    record = history.record if history.idle is None else np.concatenate([history.record, history.idle[..., None]], -1)
+    round = play_round(source, host)
+    fed = () if source.topology.is_chain else round.steps.reshape(len(on), -1).T
+    fed = fed if source.topology.drafters == 1 else (*round.backlog.T, *fed)
+    return (record, on, owner, sequence, anchor, *_columns(round), *fed)
 
 
 def _results(
@@ -174,9 +219,9 @@ def _results(
         arrays: the trace, of S texts.
         profile: of the costs.
         policies: that were replayed.
-        turns: columns [R'] of the rounds that were played at the same time: the record [R', 5] of `History`, whether the
-            stream was active, owner = policy * S + text, `COUNTS`, of several drafters the backlog of each, and of trees the
-            tokens fed at each draft step.
+        turns: columns [R'] of the rounds that were played at the same time: the record [R', 5] of `History`, of several
+            drafters [R', D, 6] with `History.idle`; whether the stream was active, owner = policy * S + text, `COUNTS`, of
+            several drafters the backlog of each, and of trees the tokens fed at each draft step.
         is_tree: whether there are tokens fed.
         drafters: D.
     """
@@ -190,8 +235,9 @@ def _results(
     order = order[np.argsort(owner[order], kind="stable")]  # within a text in the order in which they were played
     first = np.searchsorted(owner[order], np.arange(len(policies) + 1) * arrays.sequences)
     table = torch.from_numpy(np.stack([column[order] for column in columns]))  # [9 + K, R]
-    # The features of a drafter's own rounds are by drafter.
-    history = torch.from_numpy(History(record[order]).values()) if drafters == 1 else torch.zeros(len(order), 4)
+    history = torch.from_numpy(History(record[order]).values())
+    if drafters > 1:
+        history = torch.cat([history, torch.from_numpy(record[order][..., -1:]).float()], -1)
     results = []
     for policy, begin, end in zip(policies, first[:-1], first[1:], strict=True):
         rows = table[:, begin:end]
