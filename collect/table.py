@@ -122,10 +122,10 @@ def import_table(
         facts["prompts left out"] = f"{left_out} of {len(texts)}, with texts of less than two tokens"
     largest = max(int(text.tokens.max()) for text in whole)
     header = Header(
-        target=target, draft=facts["drafter"], pair={}, vocabulary=largest + 1, eos=(), temperature=0.0, topology=parents(tree),
-        features=(), anchor_features=(), max_new_tokens=max(len(text.tokens) for text in whole), seed=0, shards=1,
-        prompts=len(whole), prompts_hash="", drafters=first_drafters(tree), signals=_SIGNALS if is_free.any() else (),
-        facts=facts,
+        target=target, draft=facts["drafter"], pair={}, vocabulary=largest + 1, eos=(), temperature=0.0,
+        topology=parents(tree), features=(), anchor_features=(), max_new_tokens=max(len(text.tokens) for text in whole),
+        seed=0, shards=1, prompts=len(whole), prompts_hash="", drafters=first_drafters(tree),
+        signals=_SIGNALS if is_free.any() else (), facts=facts,
     )  # fmt: skip
     with staged_folder(out) as stage:
         open_for_writing(stage, header)
