@@ -53,13 +53,18 @@ _TEXTS: dict[str, dict[str, str]] = {
     "Arguments": {
         "decode text": "Prompts. Default: standard input, or --prompts.",
         "import source": "Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of vLLM: a .jsonl "
-        "file of responses.",
+        "file of responses. Or with --lengths a table: a .parquet, .csv or .jsonl file with a row for each text.",
         "info path": "Folder of a trace, a policy, a drafter or a model, or a profile.",
     },
     "Prompts": {
         "prompts": 'A .jsonl, .csv or .parquet file with a column "prompt" (also "id", "group"), a .txt file with a '
         "prompt per line, a folder with a data set, hf:org/name[:config], or - for standard input.",
         "column": "Column with the prompt: text, turns, or chat messages.",
+        "import column": "Column of the table as key=NAME; repeatable. Keys: id, prompt_tokens, tokens (ids of the text), "
+        "group, sample. Default: the name of the key.",
+        "lengths": "Drafter and column as NAME=COLUMN; repeatable. The column has a list for each text: how many tokens of "
+        "the drafter the target accepts at each position.",
+        "bonus": "Lengths include the token that the target adds in each round.",
         "limit": "Use only the first prompts, at most this number.",
         "chat": "Apply the tokenizer's chat template to the prompts.",
         "traces": f"{_TRACE}; repeatable, such as for several temperatures.",
@@ -76,8 +81,10 @@ _TEXTS: dict[str, dict[str, str]] = {
         "import target": "Target of Medusa's heads, which become a drafter, or of records. Default: import a policy.",
         "draft": "Draft model with the same tokenizer: a folder or a hub name.",
         "drafter": "Source of the candidates: model (the draft model), lookup, suffix, medusa:PATH, hydra:PATH, ctc:PATH, "
-        "ctc-released:PATH, layer:PATH, a plugin, or several, such as suffix+model.",
-        "deploy drafter": "hf: the drafter, as in `specstop decode`. Default: that of --traces or of the training.",
+        "ctc-released:PATH, layer:PATH, or a plugin; repeatable: a policy that routes chooses among them in each round, "
+        "others use the first. `suffix+model` names two. Default: model.",
+        "free": "Drafter of --lengths that reads nothing before a round, such as lookup; repeatable.",
+        "deploy drafter": "hf: the drafter, as in `specstop decode`; repeatable. Default: that of --traces or the training.",
         "device": "Device of the models: cpu, cuda, cuda:1, ...",
         "device_map": "Placement of the target's layers by accelerate: auto, a device, or a JSON object of devices by "
         "module. The draft stays on --device.",
@@ -95,7 +102,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "train profile": f"{_PROFILE}.",
         "profile profile": "Existing profile: only the decisions of --policy are timed and added to it.",
         "depth": "Draft length of the recorded or timed rounds; policies trained on them stop there.",
-        "import depth": "Deepest draft. Default: 5 (DynaSD), 20 (SpecDec++).",
+        "import depth": "Deepest draft. Default: 5 (DynaSD), 20 (SpecDec++), the largest length of a table.",
         "train-drafter depth": "Number of tokens that it learns to propose.",
         "tree": "Draft trees: children by depth (4,2,2,1), fork:4x5, medusa-63, ctc-released or parents:-1,-1,0. Default: "
         "the policy's tree, or a chain.",
@@ -244,14 +251,19 @@ class Models:
 
     target: str | None = None
     draft: str | None = None
-    drafter: str = "model"
+    drafter: list[str] | None = None
     device: str = "cpu"
     device_map: str | None = None
     dtype: str = "float32"
 
+    @property
+    def drafters(self) -> str:
+        """The spec of the drafters, such as `suffix+model`."""
+        return "+".join(self.drafter or ["model"])
+
     def check_names(self) -> None:
         """Raise `InputError` if the draft model is missing, without importing torch."""
-        if self.drafter == "model" and (self.target is None) != (self.draft is None):
+        if self.drafters == "model" and (self.target is None) != (self.draft is None):
             raise InputError(
                 "expected both --target and --draft, or neither for the shipped pair; some drafters need no --draft "
                 "(--drafter suffix, medusa:PATH, ...)"
@@ -283,13 +295,13 @@ class Models:
         from ..decode.models.pair import load_pair
         from ..policies import kernels
 
-        check_drafter(self.drafter)
+        check_drafter(self.drafters)
         self.check_names()
-        needed = needs_draft(self.drafter)
+        needed = needs_draft(self.drafters)
         if self.target is not None and needed and self.draft is None:
-            raise InputError(f"--draft: expected a draft model, which the drafter {self.drafter} requires")
+            raise InputError(f"--draft: expected a draft model, which the drafter {self.drafters} requires")
         if self.target is not None and not needed and self.draft is not None:
-            raise InputError(f"--draft: the drafter {self.drafter} uses no draft model; leave --draft out")
+            raise InputError(f"--draft: the drafter {self.drafters} uses no draft model; leave --draft out")
         if progress is not None:
             kernels.load(progress)
         quiet_libraries()
@@ -301,7 +313,7 @@ class Models:
             target, draft if needed else None, device=self.device, dtype=self.dtype, engine=engine,
             device_map=self.device_map,
         )  # fmt: skip
-        return with_drafter(pair, self.drafter)
+        return with_drafter(pair, self.drafters)
 
 
 @dataclass(frozen=True)
@@ -487,6 +499,9 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
         raise InputError(
             f"--config: {path} has the unknown option {key!r}{close_match(key, names)}; known: {', '.join(sorted(names))}"
         )
+    for parameter in context.command.params:
+        if getattr(parameter, "multiple", False) and isinstance(value := values.get(parameter.name), str):
+            values[parameter.name] = [value]  # one value of a repeatable option
     context.default_map = {**values, **(context.default_map or {})}
     return path
 

@@ -23,6 +23,12 @@ PROGRESS_LINE_S = 5.0
 PHASE_NAMES = {"outside": "framework overhead"}
 """Names of phases of a round for users, where they differ."""
 
+
+def show_drafters(rounds: Mapping[str, int]) -> str:
+    """Return the number of rounds of each drafter, without those that had none."""
+    return ", ".join(f"{name} {count}" for name, count in rounds.items() if count)
+
+
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from ..policies.fixed import FixedLength
 from ..policies.host import with_costs
 from ..policies.profile import Profile, load_profile
 from ..policies.registry import PolicySpec, as_policies
+from .drafters.spec import routed_drafters
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel
@@ -81,6 +82,7 @@ class BenchLine:
         ties: greedy texts of a lossless policy that differ from those of the first method at a tie of the two best tokens.
         wrong: texts that differ for another reason.
         recordings: CUDA graphs that were recorded while the method was timed.
+        drafters: of a policy that routes, the rounds of each drafter, of several and of none.
         failure: of the policy. The other figures are then those of the fallback length, at least in part.
     """
 
@@ -93,6 +95,7 @@ class BenchLine:
     ties: int = 0
     wrong: int = 0
     recordings: int = 0
+    drafters: dict[str, int] = field(default_factory=dict)
     failure: PolicyFailure | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,10 +199,12 @@ def bench(
     lines = BenchResult()
     for at, (name, method) in enumerate(methods):
         line = bench_line(name, texts[at], texts[0], texts_per_turn(batch), tokens)
+        names = routed_drafters(method.policy, pair.drafter) if isinstance(method, Speculator) else ()
+        used = Tally(texts[at]).by_drafter(names)
         ties = wrong = 0
         if settings.temperature == 0.0 and isinstance(method, Speculator) and method.mode.lossless:
             ties, wrong = count_differences(pair, settings, tokens, texts[at], texts[0])
-        lines.append(replace(line, ties=ties, wrong=wrong, recordings=recordings[at]))
+        lines.append(replace(line, ties=ties, wrong=wrong, recordings=recordings[at], drafters=used))
     return lines
 
 

@@ -87,6 +87,7 @@ class Speculator:
             index = drafter_index(policy, drafter_names(pair.drafter))
             self._drafters = [self._drafters[index]]
             tree = tree.trees[index] if tree.drafters > 1 else tree
+        profile = profile and profile.of_policy(policy, drafter_names(pair.drafter))
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
         self.topology = with_drafters(tree.limited(policy.max_depth), len(self._drafters))
@@ -276,4 +277,5 @@ def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: f
         round.decisions, round.read_backlog, round.cut,
     )  # fmt: skip
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    return {s: Round._make([*rows[s], *shares, len(streams), int(deepest[s])]) for s in streams}
+    alone = np.where(round.drafting.sum(1) == 1, round.drafting.argmax(1), -1).tolist()
+    return {s: Round._make([*rows[s], *shares, len(streams), int(deepest[s]), alone[s]]) for s in streams}

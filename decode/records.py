@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ class Round(NamedTuple):
         seconds: of the whole round.
         together: number of streams in the round. They share one verification, and its seconds are divided equally.
         deepest: largest depth of the tokens sent; equal to `verified` for a chain.
+        drafter: index of the drafter that drafted, of those that the policy chooses from; -1 = none or several.
     """
 
     anchor: int
@@ -43,6 +44,7 @@ class Round(NamedTuple):
     seconds: float
     together: int = 1
     deepest: int = 0
+    drafter: int = -1
 
     @property
     def outside_s(self) -> float:
@@ -129,6 +131,18 @@ class Tally:
             accepted = [accepted >= depth for deepest, accepted in rounds if deepest >= depth]
             table.append((depth, sum(accepted) / len(accepted), len(accepted)))
         return table
+
+    def by_drafter(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the number of rounds in which each of these drafters drafted alone, several of them, or none.
+
+        Args:
+            names: of the drafters; without any, there is nothing to count.
+        """
+        if not names:
+            return {}
+        counts = {name: sum(record.drafter == index for record in self.rounds) for index, name in enumerate(names)}
+        others = [record.drafted > 0 for record in self.rounds if record.drafter < 0]
+        return counts | {"several": sum(others), "none": len(others) - sum(others)}
 
     def shares(self) -> dict[str, float]:
         """Return the seconds by phase: prefill, draft, verify, policy, outside."""

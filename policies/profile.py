@@ -53,8 +53,8 @@ class Profile(Costs):
         source: the file it was read from, if any.
         sampling: other options that changed the distribution that was sampled from (`decode.SamplingParams.facts`).
         verification: the mode in which rounds of chains were timed; "" = unknown.
-        others: profiles of further drafters of the same target, in the order of the drafters. Verifications and what a
-            round costs outside the models are those of the first drafter.
+        others: profiles of further drafters of the same target, in the order of the drafters. Verifications are those
+            of the first, and if a policy routes also what a round costs outside the models.
     """
 
     temperature: float = 0.0
@@ -75,17 +75,17 @@ class Profile(Costs):
         Raises:
             InputError: the profile was measured with fewer drafters.
         """
-        if len(drafters) == 1 or not self.others:
-            if policy.routes and len(drafters) > 1:
-                raise InputError(
-                    f"--profile: {policy.name} chooses among {', '.join(drafters)}, but the profile has the costs of one "
-                    "drafter; measure it with each of these drafters"
-                )
-            return self
-        if policy.routes:
+        if len(drafters) == 1:
             return self
         profiles = (dataclasses.replace(self, others=()), *self.others)
-        return profiles[drafters.index(policy.drafter) if policy.drafter else 0]
+        index = drafters.index(policy.drafter) if policy.drafter else 0
+        if index >= len(profiles) or (policy.routes and len(profiles) != len(drafters)):
+            raise InputError(
+                f"--profile: expected the costs of the drafters {', '.join(drafters)} for {policy.name}, got those of "
+                f"{len(profiles)}; measure it with the same --drafter options"
+            )
+        # Decisions are timed with all drafters, once.
+        return self if policy.routes else dataclasses.replace(profiles[index], decision_s=self.decision_s)
 
     def round_seconds(
         self, context: Array, drafted: Array, verified: Array, backlog: Array, decisions: Array, decision: float,
@@ -231,6 +231,12 @@ class Profile(Costs):
             **values,
             "framework overhead, ms a round": self.round_s * 1e3,
             "framework overhead, ms a drafted token": self.step_s * 1e3,
+            **{
+                f"{one.facts.get('drafter', number)}: draft step, overhead a drafted token, ms": (
+                    f"{one.low.draft_s[0] * 1e3:.2f} to {one.high.draft_s[0] * 1e3:.2f}, {one.step_s * 1e3:.2f}"
+                )
+                for number, one in enumerate(self.others, 2)
+            },
             **{f"decision of {name}, us": self.decision(name) * 1e6 for name in self.decision_s},
             **self.facts,
         }

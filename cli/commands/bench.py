@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from .. import options
-from ..output import PHASE_NAMES, print_json, print_stderr, progress_bars, table
+from ..output import PHASE_NAMES, print_json, print_stderr, progress_bars, show_drafters, table
 
 if TYPE_CHECKING:
     from ...decode.benchmark import BenchLine
@@ -92,27 +92,31 @@ def _load(models: options.Models, library: bool, progress: Progress) -> tuple[Pa
     """Return the pair, and for transformers' loops the pair with a draft model and the engine `plain`."""
     from ...decode.models.pair import with_engine
 
-    if library and models.drafter == "model" and not models.device.startswith("cpu"):
+    if library and models.drafters == "model" and not models.device.startswith("cpu"):
         stock = models.open(progress, "plain")
         return with_engine(stock, "auto"), stock  # they share weights, because a GPU may have no room for two pairs
     pair = models.open(progress)
     if not library or pair.engines == ("plain", "plain"):
         return pair, pair if library else None
-    drafter = "lookup" if models.target is not None and models.draft is None else "model"  # lookup loads no draft model
+    drafter = [
+        "lookup" if models.target is not None and models.draft is None else "model"
+    ]  # lookup loads no draft model
     return pair, replace(models, drafter=drafter).open(engine="plain")
 
 
 def show(lines: list[BenchLine], title: str, wide: bool = False) -> None:
     """Print a table with a row for each method; `wide`: with tokens per call and the shares of the phases."""
-    rows = []
+    rows, routes = [], any(line.drafters for line in lines)
     for line in lines:
         if line.failure is not None:
-            rows.append([f"{line.name} FAILED", "-", "-", line.failure.reason, *(["", ""] if wide else [])])
+            rows.append([f"{line.name} FAILED", "-", "-", line.failure.reason, *[""] * (routes + 2 * wide)])
             continue
         comparison = "faster" if line.ratio.is_above else "slower" if line.ratio.is_below else "no difference"
         verdict = "" if line is lines[0] or line.ratio.low is None else comparison
         shares = (f"{PHASE_NAMES.get(name, name)} {share:.0%}" for name, share in line.shares.items() if share >= 0.005)
         more = [f"{line.block_efficiency:.2f}" if line.block_efficiency else "", " ".join(shares)] if wide else []
+        more = [show_drafters(line.drafters)] * routes + more
         rows.append([line.name, f"{line.tokens_per_s:.1f}", line.ratio.text(2), verdict, *more])
-    columns = ["policy", "tokens/s", "vs plain [95%]", "verdict", *(["tokens per call", "time"] if wide else [])]
+    columns = ["policy", "tokens/s", "vs plain [95%]", "verdict", *["rounds by drafter"] * routes]
+    columns += ["tokens per call", "time"] if wide else []
     table(title, columns, rows, wide)

@@ -75,7 +75,7 @@ def collect(
         target, draft = models.names
         trace = run(
             pair, prompts, out, rank=rank, resume=resume, overwrite=overwrite, progress=progress, target=target,
-            draft=(draft or "") if models.drafter == "model" else models.drafter, depth=depth, tree=tree,
+            draft=(draft or "") if models.drafters == "model" else models.drafters, depth=depth, tree=tree,
             collector="dense" if collector == "dense" else "live", through="vllm" if collector == "vllm" else None,
             policy=rule, verification=verification, temperature=sampling.temperature, sampling=sampling.params(pair),
             max_new_tokens=max_new_tokens, seed=seed, source=source.description(), prompt_options=selection,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...policies.display import printable
 from ...policies.errors import InputError
 from .. import options
-from ..output import PHASE_NAMES, print_json, print_stderr, progress_bars, results, table
+from ..output import PHASE_NAMES, print_json, print_stderr, progress_bars, results, show_drafters, table
 
 if TYPE_CHECKING:
     from ...collect.prompts import Prompt
@@ -45,6 +46,7 @@ def decode(
     costs = None if profile is None else Profile.load(profile)
     rule = load_policy(policy)
     prompts = _read(text, source, models)
+    from ...decode.drafters.spec import routed_drafters
     from ...decode.records import Tally
     from ...decode.run import decode as run
     from ...decode.settings import Settings, stop_strings
@@ -76,6 +78,7 @@ def decode(
         batch=batch, on_text=write if streams else None,
     )  # fmt: skip
     tally = Tally(generations)
+    drafters = tally.by_drafter(routed_drafters(rule, pair.drafter))
     grammar: Any = next(iter(params.processors), None)
     cut = 0 if grammar is None else sum(not grammar.matches(one.tokens, pair.eos) for one in generations)
     if cut:
@@ -84,6 +87,7 @@ def decode(
     if json:
         details: dict[str, Any] = {"verification": mode, "acceptance": tally.acceptance()}
         details |= {} if grammar is None else {"incomplete": cut}
+        details |= {"rounds_by_drafter": drafters} if drafters else {}
         print_json({**tally.summary(), **details, "texts": [one.text for one in generations]})
         return
     if streams:
@@ -94,7 +98,7 @@ def decode(
     if not quiet:
         failed = tally.failure and f"a fixed length instead of {rule.shown_name}, which FAILED ({tally.failure.text})"
         results().write("\n")
-        show_tally(tally, f"{failed or rule.shown_name}; {mode}")
+        show_tally(tally, f"{failed or rule.shown_name}; {mode}", drafters)
 
 
 def _read(text: list[str] | None, source: options.PromptSource, models: options.Models) -> list[Prompt]:
@@ -141,8 +145,8 @@ def _writer(headings: list[str]) -> Any:
     return write
 
 
-def show_tally(tally: Tally, title: str) -> None:
-    """Print the speed of a run, its phases, and acceptance by depth."""
+def show_tally(tally: Tally, title: str, drafters: Mapping[str, int]) -> None:
+    """Print the speed of a run, its phases, the rounds of each drafter if there are several, and acceptance by depth."""
     figures = tally.summary()
     rows = [
         ("tokens/s", f"{tally.tokens_per_s:.1f}"),
@@ -151,6 +155,7 @@ def show_tally(tally: Tally, title: str) -> None:
         ("mean tokens per target call", f"{tally.block_efficiency:.2f}"),
         ("drafted, verified, wasted", f"{figures['drafted']}, {figures['verified']}, {figures['wasted']}"),
     ]
+    rows += [("rounds by drafter", show_drafters(drafters))] if drafters else []
     for phase, seconds in tally.shares().items():
         share = f", {seconds / tally.seconds:.1%}" if tally.seconds else ""
         rows.append((f"time: {PHASE_NAMES.get(phase, phase)}", f"{seconds:.2f} s{share}"))

@@ -15,7 +15,7 @@ def deploy(
     traces: Path | None = None,
     profile: Path | None = None,
     held_out: Path | None = None,
-    drafter: str | None = None,
+    drafter: list[str] | None = None,
     overwrite: bool = False,
     json: bool = False,
     quiet: bool = False,
@@ -32,7 +32,7 @@ def deploy(
 
     with progress_bars(quiet or json) as progress:
         figures = run(
-            to, out, policy, traces=traces, profile=costs, held_out=held_out, drafter=drafter,
+            to, out, policy, traces=traces, profile=costs, held_out=held_out, drafter="+".join(drafter or ()) or None,
             overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:

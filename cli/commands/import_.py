@@ -21,13 +21,27 @@ def import_(
     threshold: float | None = None,
     depth: int | None = None,
     rejection_weight: float = 1.0,
+    lengths: list[str] | None = None,
+    column: list[str] | None = None,
+    free: list[str] | None = None,
+    bonus: bool = False,
     overwrite: bool = False,
     json: bool = False,
 ) -> None:
-    """Import released weights (a stop head of DynaSD or SpecDec++, or Medusa's heads) or acceptance records of vLLM.
+    """Import released weights (a stop head of DynaSD or SpecDec++, or Medusa's heads) or records of acceptance.
 
-    No code of the file is run. Example: specstop import vllm.jsonl --out traces
+    Records are those of vLLM, or with --lengths a table of the accepted length at every position. No code of the file is
+    run. Example: specstop import vllm.jsonl --out traces
     """
+    if lengths:
+        of_others = {"draft": draft, "threshold": threshold, "dtype": dtype != "float32" or None}
+        if name := next((name for name, value in of_others.items() if value is not None), None):
+            raise InputError(f"--{name}: a table of accepted lengths has none; leave it out")
+        _import_table(source, out, lengths, column, free, bonus, depth, target or "", overwrite)
+        show_artefact(out, json=json)
+        return
+    if column or free or bonus:
+        raise InputError("--column, --free, --bonus: describe a table; give --lengths NAME=COLUMN for each drafter")
     is_medusa = target is not None and draft is None and source.is_dir()
     if not (is_medusa or _has_weights(source)):
         from ...collect.engines.vllm_records import import_vllm
@@ -42,7 +56,7 @@ def import_(
         }  # fmt: skip
         if name := next((name for name, is_set in of_policy.items() if is_set), None):
             raise InputError(f"--{name}: a drafter has none; leave it out, or --target to import a policy")
-        _import_drafter(source, out, options.Models(target, drafter="lookup", dtype=dtype), overwrite)
+        _import_drafter(source, out, options.Models(target, drafter=["lookup"], dtype=dtype), overwrite)
     elif dtype != "float32":
         raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
     else:
@@ -63,6 +77,22 @@ def _has_weights(source: Path) -> bool:
     if source.is_dir():
         return any(path.suffix in _SUFFIXES for path in source.iterdir())
     return source.suffix in _SUFFIXES or not source.exists()
+
+
+def _import_table(
+    source: Path, out: Path, lengths: list[str], column: list[str] | None, free: list[str] | None, bonus: bool,
+    depth: int | None, target: str, overwrite: bool,
+) -> None:  # fmt: skip
+    """Import a table of accepted lengths."""
+    from ...collect.table import import_table
+
+    drafters, columns = (
+        {key: str(value) for key, value in options.key_values(option, items).items()}
+        for option, items in (("--lengths", lengths), ("--column", column))
+    )
+    import_table(
+        source, out, drafters, columns=columns, bonus=bonus, free=free or (), depth=depth, target=target, overwrite=overwrite
+    )  # fmt: skip
 
 
 def _import_drafter(weights: Path, out: Path, models: options.Models, overwrite: bool) -> None:

@@ -85,13 +85,16 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
     lengths = column_array(columns["accepted_length"])[complete]
     # If not every depth was observed, E[A] is the sum of P(A >= k).
     mean = sum(row["accepted"] for row in rows) if rows.basis else float(lengths.mean()) if len(lengths) else 0.0
-    groups = columns["group"].unique().to_pylist()
+    groups, device = columns["group"].unique().to_pylist(), header.facts.get("device")
     optional = {
         "batch": header.batch if header.batch > 1 else None,
         "prompts left out": header.facts.get("prompts left out"),
         "note on acceptance": rows.basis,
         "draft lengths": header.facts.get(LENGTHS),
         "completions": header.facts.get("completions"),
+        "collected on": f"{device}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads"
+        if device
+        else None,
     }
     return {
         "kind": "trace",
@@ -120,7 +123,6 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "features": ", ".join((*header.anchor_features, *header.features)),
         "hidden states": hidden_text(header),
         "seed": header.seed,
-        "collected on": f"{header.facts.get('device')}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads",
         "acceptance": [
             {name: None if value is None or not math.isfinite(value) else value for name, value in row.items()}
             for row in rows

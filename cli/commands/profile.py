@@ -87,8 +87,9 @@ def profile(
                 measured = measure_profile(
                     pair, tokens, tree=tree, sampling=settings.sampling, verification=verification, **shared
                 )
-            if measured.noise is not None and measured.noise.is_noisy:
-                print_stderr(f"warning: {measured.noise.text}")
+            noises = [one.noise for one in (measured, *measured.others) if one.noise is not None]
+            if noise := next((one for one in noises if one.is_noisy), None):
+                print_stderr(f"warning: {noise.text}")
         measured.save(path)
     show_artefact(path)
     if existing is None:

@@ -36,7 +36,7 @@ def train_drafter(
     Example: specstop train-drafter --target T --prompts train.jsonl --kind medusa --out drafter
     """
     arguments = options.key_values("--trainer", trainer)
-    models = options.Models(target, None, "lookup", device, device_map, dtype)  # without a draft model
+    models = options.Models(target, None, ["lookup"], device, device_map, dtype)  # without a draft model
     prompts = source.read(models, "train")
     from ...train.drafters.fit import check_arguments, train_drafter as run
 

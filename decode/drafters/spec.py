@@ -175,9 +175,10 @@ def find_drafters(name: str, pair: Pair) -> list[Drafter]:
 def drafter_names(name: str) -> tuple[str, ...]:
     """Return the names of the drafters of a spec. Of several with one name, later ones have a number: `layer`, `layer2`."""
     names: list[str] = []
-    for part in parse_spec(name):
-        count = 1 + sum(each.rstrip("0123456789") == part.name for each in names)
-        names.append(part.name if count == 1 else f"{part.name}{count}")
+    parts = [part.name for part in parse_spec(name)]
+    for index, part in enumerate(parts):
+        count = parts[: index + 1].count(part)
+        names.append(part if count == 1 else f"{part}{count}")
     return tuple(names)
 
 
@@ -194,13 +195,22 @@ def drafter_index(policy: StopPolicy, names: Sequence[str]) -> int:
     return names.index(policy.drafter)
 
 
+def routed_drafters(policy: StopPolicy, name: str) -> tuple[str, ...]:
+    """Return the names of the drafters of a spec that a policy chooses from; empty if it does not route."""
+    names = drafter_names(name)
+    return names if policy.routes and len(names) > 1 else ()
+
+
+def each_drafter(pair: Pair) -> list[Pair]:
+    """Return the pair with each of its drafters as the only one."""
+    parts = parse_spec(pair.drafter)
+    return [pair] if len(parts) == 1 else [with_drafter(pair, part.format(str)) for part in parts]
+
+
 def one_drafter(pair: Pair, policy: StopPolicy | None) -> Pair:
     """Return the pair with only the drafter that a policy which does not route uses."""
-    parts = parse_spec(pair.drafter)
-    if len(parts) == 1:
-        return pair
     index = 0 if policy is None else drafter_index(policy, drafter_names(pair.drafter))
-    return with_drafter(pair, parts[index].format(str))
+    return each_drafter(pair)[index]
 
 
 def with_drafter(pair: Pair, name: str) -> Pair:
@@ -209,14 +219,15 @@ def with_drafter(pair: Pair, name: str) -> Pair:
     Raises:
         InputError: see `find_drafters`.
     """
-    if name == "model":
+    if name == pair.drafter:
         return pair
-    new = pair
-    if not needs_draft(name):
+    new, needs = pair, needs_draft(name)
+    if not needs:
         new = dataclasses.replace(pair, draft=None, engines=(pair.engines[0], "plain"))
     find_drafters(name, new)  # raises errors now instead of in the middle of a run
-    identity = "+".join(_identity(part, pair) for part in parse_spec(name))
-    return dataclasses.replace(new, hashes=(pair.fingerprint["target"], identity), drafter=name)
+    draft = (_draft_hash(pair),) if needs else ()
+    identity = "+".join(_identity(part, *draft) for part in parse_spec(name))
+    return dataclasses.replace(new, hashes=(pair.fingerprint["target"], identity, *draft), drafter=name)
 
 
 def _build(part: DrafterSpec, pair: Pair) -> Drafter:
@@ -235,14 +246,19 @@ def _build(part: DrafterSpec, pair: Pair) -> Drafter:
     return drafter
 
 
-def _identity(part: DrafterSpec, pair: Pair) -> str:
-    """Return a text that identifies a drafter; folders and files are identified by their contents."""
+def _draft_hash(pair: Pair) -> str:
+    """Return the hash of the draft model of a pair, the last one of a pair with another drafter."""
+    return pair.hashes[-1] if pair.hashes else pair.fingerprint["draft"]
+
+
+def _identity(part: DrafterSpec, draft: str = "") -> str:
+    """Return a text that identifies a drafter; folders and files are identified by their contents, the draft by its hash."""
     if part.name == "model":
-        return pair.fingerprint["draft"]
+        return draft
     if part.name in NETWORKS:
         identity = load_drafter(part.path, weights=False).identity
         return identity if part.name == NETWORKS[part.name] else f"{part.name}:{identity}"
-    return part.format(file_hash) + (f"+{pair.fingerprint['draft']}" if part.attribute("needs_draft") else "")
+    return part.format(file_hash) + (f"+{draft}" if part.attribute("needs_draft") else "")
 
 
 _SHARED: WeakKeyDictionary[PreTrainedModel, tuple[Any, Any]] = WeakKeyDictionary()
@@ -269,8 +285,9 @@ def warn_depth_limited(pair: Pair, depth: int, tree: str | None = None) -> None:
     if deepest > depth:
         text = f"--tree {tree}: nodes deeper than {depth} are left out; give --depth {deepest} for all"
         warnings.warn(text, SpecstopWarning, stacklevel=3)
-    limit = find_drafters(pair.drafter, pair)[-1].max_depth if reads_states(pair.drafter) else None
-    if limit is not None and limit < min(depth, deepest):
+    drafters = find_drafters(pair.drafter, pair) if reads_states(pair.drafter) else []
+    limit = min((one.max_depth for one in drafters if one.max_depth is not None), default=deepest)
+    if limit < min(depth, deepest):
         text = (
             f"--drafter {pair.drafter}: proposes {limit} tokens at most, so that most rounds stay shorter than {depth}"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.arguments import LIMITS
+from ...policies.arguments import LIMITS, as_list
 from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
-from ..drafters.spec import check_drafter, needs_draft
+from ..drafters.spec import check_drafter, needs_draft, routed_drafters
 from ..loop import Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
@@ -49,7 +49,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """Output of `generate(return_dict_in_generate=True)`: the sequences and statistics of the rounds.
 
     Attributes:
-        statistics: sums over the rows of the batch (`records.Tally.summary`), and `acceptance`: (depth k, P(A >= k), rounds).
+        statistics: sums over the rows of the batch (`records.Tally.summary`), `acceptance`: (depth k, P(A >= k), rounds), and
+            `rounds_by_drafter` of a policy that routes.
     """
 
     statistics: dict[str, Any] | None = None
@@ -65,7 +66,7 @@ def specstop_generate(
     policy: PolicySpec = "fixed:4",
     verification: str = "auto",
     tree: str | None = None,
-    drafter: str = "model",
+    drafter: str | Sequence[str] = "model",
     profile: Profile | None = None,
     seed: int | None = None,
     text_streamer: BaseStreamer | None = None,
@@ -80,7 +81,8 @@ def specstop_generate(
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
         tree: see `Settings`.
-        drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, `suffix+model`, ... (`drafters.find_drafters`).
+        drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, ... (`drafters.find_drafters`). Several, or `suffix+model`, for
+            a policy that routes.
         profile: see `Speculator`.
         seed: of the noise; None = drawn from torch's generator, which `torch.manual_seed` seeds.
         text_streamer: receives the tokens of each round.
@@ -91,6 +93,7 @@ def specstop_generate(
     Raises:
         InputError: a draft model is missing or superfluous, or an argument is not supported (`arguments`).
     """
+    drafter = "+".join(as_list(drafter))
     check_draft_model(draft_model, drafter, "draft_model= (assistant_model= does not reach a callable)")
     check_arguments(model, generation_config, model_kwargs, input_ids)
     if text_streamer is not None and len(input_ids) > 1:
@@ -123,6 +126,8 @@ def specstop_generate(
     if generation_config.return_dict_in_generate:
         tally = Tally(generations)
         statistics = tally.summary() | {"acceptance": tally.acceptance()}
+        if drafters := tally.by_drafter(routed_drafters(rule, drafter)):
+            statistics["rounds_by_drafter"] = drafters
         return SpeculativeOutput(sequences=sequences, statistics=statistics)  # type: ignore[arg-type]
     return sequences
 

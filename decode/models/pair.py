@@ -46,7 +46,8 @@ class Pair:
         vocabulary: Number of token ids that the target scores, with padding. A draft may score fewer.
         eos: Ids that end a text.
         engines: How target and draft compute (`engine.ENGINES`).
-        hashes: Of target and draft, if the engine has changed their parameters.
+        hashes: Of target and draft, if the engine has changed their parameters; of another drafter, its identity and then
+            the hash of the draft model if it uses one.
         drafter: Default drafter (`drafters.find_drafters`).
         home: Device from which a target without a draft is called, if not its own.
         readings: Supported calls of target and draft (`self_check`).

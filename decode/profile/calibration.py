@@ -34,11 +34,12 @@ from ...policies.measurements import (
     VERIFY,
     Key,
     Measurements,
+    Series,
     merge_repetitions,
 )
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
-from ..drafters.spec import warn_depth_limited
+from ..drafters.spec import drafter_names, each_drafter, warn_depth_limited
 from ..loop import Request, Speculator
 from ..models.device import Recorded
 from ..models.pair import Pair
@@ -47,7 +48,7 @@ from ..records import Generation, Round
 from ..settings import Settings
 from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
 from .decisions import complete_rounds, decision_case
-from .measuring import Case, Clock, Effort, Seconds, measure
+from .measuring import Case, Clock, Effort, Seconds, measure_each, merge_cases
 from .scripts import BatchScript, ChainScript, TreeScript
 
 NEW_TOKENS, PROBE_TOKENS, MIN_TOKENS = 48, 8, 16
@@ -60,6 +61,9 @@ WARM_UP_KEYS = (0, 1)
 SETTLING_ROUNDS = 4
 """First rounds of a batch, which are not timed. Reading the prompts clears the caches: the first round took 1.5 times as long
 as the tenth."""
+
+OF_TARGET = (VERIFY, PLAIN, PREFILL, TREE_VERIFY, BATCH_PLAIN, BATCH_VERIFY)
+"""Timings that several drafters share."""
 
 MAX_WARM_UPS, MAX_TRIES = 12, 3
 """Maximum number of warm-up repetitions on a GPU, and of tries of a timed repetition. A call is recorded when its shape
@@ -84,6 +88,8 @@ def measure_profile(
     verification: str = "auto",
 ) -> Profile:
     """Measure the seconds of draft steps, verifications and the rest of a round.
+
+    If the pair has several drafters, the rounds of each are timed in alternation. Verifications are those of the first.
 
     Args:
         pair: target and draft on the device to measure.
@@ -112,28 +118,50 @@ def measure_profile(
     check_limits({"depth": 1}, depth=depth, temperature=temperature)
     warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
-    calibration = partial(
-        CalibrationRun, pair, tokens, depth=depth, temperature=temperature, tree=tree, sampling=sampling, batch=batch,
-        verification=verification,
-    )  # fmt: skip
+
+    def calibrations(new_tokens: int) -> list[CalibrationRun]:
+        return [
+            CalibrationRun(
+                one, tokens, depth=depth, temperature=temperature, tree=tree, sampling=sampling, batch=batch,
+                verification=verification, new_tokens=new_tokens,
+            )
+            for one in each_drafter(pair)
+        ]  # fmt: skip
+
     if effort.repetitions is None:
-        new_tokens = _affordable_tokens(
-            calibration(new_tokens=min(PROBE_TOKENS, new_tokens)), new_tokens, effort, clock
-        )
-    run = calibration(new_tokens=new_tokens)
+        new_tokens = _affordable_tokens(calibrations(min(PROBE_TOKENS, new_tokens)), new_tokens, effort, clock)
+    runs = dict(zip(drafter_names(pair.drafter), calibrations(new_tokens), strict=True))
+    first, *others = runs
     # Policies with one `cost_name` share a price: only the last of them is timed.
-    decisions = {p.cost_name: decision_case(pair, p, tokens, run.settings, None) for p in as_policies(policies)}
-    cases = {**run.cases(), **run.with_warm_up(decisions)}
-    return run.profile(facts, measure(cases, effort, clock=clock, progress=progress))
+    decisions = {p.cost_name: decision_case(pair, p, tokens, runs[first].settings, None) for p in as_policies(policies)}
+    cases = {f"{drafter} {name}": case for drafter, run in runs.items() for name, case in run.cases().items()}
+    cases |= {f" {name}": case for name, case in runs[first].with_warm_up(decisions).items()}
+    timed = measure_each(cases, effort, clock=clock, progress=progress)
+
+    def series(drafter: str) -> Mapping[Key, Series]:
+        return merge_cases(parts for name, parts in timed.items() if name.partition(" ")[0] == drafter).series
+
+    # A drafter without candidates in some rounds leaves sizes of verifications to the others.
+    target = {key: one for name in reversed(runs) for key, one in series(name).items() if key.what in OF_TARGET}
+    first_profile, *profiles = (
+        run.profile(facts, Measurements({**series(name), **target, **(series("") if name == first else {})}))
+        for name, run in runs.items()
+    )
+    named = (
+        dataclasses.replace(p, facts={**p.facts, "drafter": name}) for name, p in zip(others, profiles, strict=True)
+    )
+    return dataclasses.replace(first_profile, others=tuple(named))
 
 
-def _affordable_tokens(probe: CalibrationRun, maximum: int, effort: Effort, clock: Clock) -> int:
+def _affordable_tokens(probes: Sequence[CalibrationRun], maximum: int, effort: Effort, clock: Clock) -> int:
     """Return the largest text length, in tokens, with which the minimum number of repetitions fits the budget."""
-    probe.play(0)  # excludes one-time work
+    for probe in probes:
+        probe.play(0)  # excludes one-time work
     begin = clock()
-    probe.play(1)
-    token_s = (clock() - begin) / probe.settings.max_new_tokens
-    warm_ups = len(WARM_UP_KEYS) if probe.on_host else MAX_WARM_UPS  # the budget includes the warm-up
+    for probe in probes:
+        probe.play(1)
+    token_s = (clock() - begin) / probes[0].settings.max_new_tokens
+    warm_ups = len(WARM_UP_KEYS) if probes[0].on_host else MAX_WARM_UPS  # the budget includes the warm-up
     text_s = effort.budget_s / (effort.quiet_after + warm_ups)
     return maximum if token_s * maximum <= text_s else min(maximum, max(MIN_TOKENS, int(text_s / token_s)))
 

@@ -285,8 +285,7 @@ class _RoundWithoutModels:
     def _round(self, depth: int) -> RoundState:
         """Return a round that drafted the tree down to `depth`, with half of the depths accepted."""
         tree, one = self._tree, np.ones(1, dtype=np.int64)
-        backlog = one if tree.drafters == 1 else np.ones((1, tree.drafters), dtype=np.int64)
-        round = RoundState(tree, one > 0, 100 * one, backlog)
+        round = RoundState(tree, one > 0, 100 * one, one if tree.drafters == 1 else one.repeat(tree.drafters)[None])
         # Each candidate is among the likeliest tokens of the row that it is drawn from.
         tokens = self._logits[0].topk(min(self._vocabulary, max(map(len, tree.children)))).indices.tolist()
         round.tokens[0, 0] = 0

@@ -7,7 +7,7 @@ timed in alternation, one repetition of each after the other. Cases whose timing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...policies.arguments import check_limits
@@ -67,6 +67,23 @@ def measure(
     clock: Clock = time.perf_counter,
     progress: Progress = silent,
 ) -> Measurements:
+    """Return all timings of cases, see `measure_each`; the cases time different things."""
+    return merge_cases(measure_each(cases, effort, clock=clock, progress=progress).values())
+
+
+def merge_cases(timed: Iterable[Sequence[Seconds]]) -> Measurements:
+    """Return the measurements of the repetitions of several cases."""
+    merged = [merge_repetitions(parts).series for parts in timed]
+    return Measurements({key: series for one in merged for key, series in one.items()})
+
+
+def measure_each(
+    cases: Mapping[str, Case],
+    effort: Effort | None = None,
+    *,
+    clock: Clock = time.perf_counter,
+    progress: Progress = silent,
+) -> dict[str, list[Seconds]]:
     """Time cases in alternation. The first case changes from repetition to repetition.
 
     Args:
@@ -76,7 +93,7 @@ def measure(
         progress: see `Progress`; the total grows if the machine is noisy.
 
     Returns:
-        All timings except those of the warm-up.
+        The timings of each repetition by case, except those of the warm-up.
     """
     effort, begin, done, number = effort or Effort(), clock(), 0, 0
     planned = (1 + (effort.repetitions or effort.quiet_after)) * len(cases)  # includes the warm-up
@@ -100,6 +117,4 @@ def measure(
                 break
     if effort.repetitions is None:
         progress("profile", done, done)
-    return Measurements(
-        {key: series for parts in timed.values() for key, series in merge_repetitions(parts).series.items()}
-    )
+    return timed

@@ -1,0 +1,148 @@
+"""Commands with several drafters: --drafter, profiles, routing policies, and imported tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import cli, model_options, parsed, refused, write_prompts
+from conftest import make_prompts
+from specstop.collect.store import load_trace
+from specstop.decode.drafters import with_drafter
+from specstop.decode.drafters.spec import drafter_names, each_drafter
+from specstop.decode.models.pair import Pair
+from specstop.decode.run import decode
+from specstop.decode.settings import Settings
+from specstop.policies.measurements import VERIFY
+from specstop.policies.profile import Profile
+from specstop.policies.registry import load_policy
+from specstop.policies.testing import PolicyTests
+
+DRAFTERS = ("--drafter", "suffix", "--drafter", "model")
+ROUTE = "agreement?lengths=3+2"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
+    """A folder with prompts, a trace and a profile of two drafters."""
+    here = tmp_path_factory.mktemp("place")
+    write_prompts(here / "prompts.jsonl", make_prompts(3, "r", 5))
+    common = (*model_options(pair_folder), *DRAFTERS, "--prompts", here / "prompts.jsonl", "--depth", 3, "--quiet")
+    answer = cli("collect", *common, "--out", here / "traces", "--max-new-tokens", 16)
+    assert answer.code == 0 and "--drafter suffix --drafter model" in answer.out, answer.err
+    answer = cli("profile", *common, "--out", here / "profile.json", "--repeats", 1, "--policy", ROUTE)
+    assert answer.code == 0 and "model: draft step" in " ".join(answer.out.split()), answer.err
+    return here
+
+
+def test_repeated_options_are_one_spec(place: Path, pair_folder: Path, tmp_path: Path) -> None:
+    header = load_trace(place / "traces").header
+    assert (header.facts["drafter"], header.tree.drafters) == ("suffix+model", 2)
+    (tmp_path / "one.yaml").write_text("drafter: suffix+model\n")
+    common = ("decode", *model_options(pair_folder), "--policy", ROUTE, "--max-new-tokens", 12, "w7 w8 w7 w8")
+    answers = [parsed(*common, *options) for options in (DRAFTERS, ("--config", tmp_path / "one.yaml"))]
+    assert answers[0]["texts"] == answers[1]["texts"]
+    assert [one["rounds_by_drafter"] for one in answers] == [answers[0]["rounds_by_drafter"]] * 2
+
+
+def test_a_profile_has_the_costs_of_each_drafter(place: Path, tmp_path: Path) -> None:
+    profile = Profile.load(place / "profile.json")
+    (other,) = profile.others
+    assert other.facts["drafter"] == "model" and profile.facts["drafter"] == "suffix+model"
+    assert other.low.draft_s[0] > profile.low.draft_s[0] > 0
+    for one in (profile, other):
+        assert one.noise is None or one.noise.repetitions
+    shared = [{k: v for k, v in p.measurements.series.items() if k.what == VERIFY} for p in (profile, other)]
+    assert shared[0] == shared[1] and profile.low.verify_s == other.low.verify_s
+    # Decisions were timed with all drafters.
+    policy = load_policy("fixed:2@model")
+    assert profile.of_policy(policy, ("suffix", "model")).decision_s == profile.decision_s != {}
+    profile.save(tmp_path / "copy.json")
+    assert dataclasses.replace(Profile.load(tmp_path / "copy.json"), source=profile.source) == profile
+
+
+def test_decode_and_bench_count_the_rounds_of_each_drafter(place: Path, pair_folder: Path) -> None:
+    common = (*model_options(pair_folder), *DRAFTERS, "--max-new-tokens", 12, "--profile", place / "profile.json")
+    result = parsed("decode", *common, "--policy", ROUTE, "w7 w8 w7 w8 w7")
+    counts = result["rounds_by_drafter"]
+    assert list(counts) == ["suffix", "model", "several", "none"] and sum(counts.values()) == result["target_calls"]
+    shown = cli("decode", *common, "--policy", ROUTE, "w7 w8 w7 w8 w7").out
+    assert "rounds by drafter" in shown and f"model {counts['model']}" in shown
+    policies = ("--policy", ROUTE, "--policy", "fixed:2@model", "--no-library")
+    answer = cli("bench", *common, *policies, "--prompts", place / "prompts.jsonl", "--json", "--quiet")
+    lines = {line["name"]: line for line in json.loads(answer.out)["lines"]}
+    assert answer.code == 0 and all(line["wrong"] == 0 for line in lines.values())
+    assert sum(lines[ROUTE]["drafters"].values()) > 0 and lines["fixed:2@model"]["drafters"] == {}
+
+
+def test_evaluate_compares_the_policies_of_a_trace(place: Path) -> None:
+    common = ("evaluate", "--traces", place / "traces", "--profile", place / "profile.json")
+    answer = cli(*common, "--policy", ROUTE, "--policy", "fixed:2@model", "--json", "--quiet")
+    assert answer.code == 0 and {ROUTE, "fixed:2@model"} <= set(re.findall(r'"name": "([^"]+)"', answer.out)), (
+        answer.err
+    )
+
+
+def test_a_profile_of_fewer_drafters_is_refused(
+    place: Path, pair_folder: Path, profile: Profile, tmp_path: Path
+) -> None:
+    profile.save(tmp_path / "one.json")
+    common = ("decode", *model_options(pair_folder), *DRAFTERS, "--max-new-tokens", 9, "w7")
+    assert "--profile" in refused(*common, "--profile", tmp_path / "one.json", "--policy", ROUTE)
+    assert "--profile" in refused(*common, "--profile", tmp_path / "one.json", "--policy", "fixed:2@model")
+    assert "layer" in refused(*common, "--policy", "fixed:2@layer")
+
+
+@pytest.mark.parametrize("names", [("suffix", "model"), ("lookup", "suffix", "model"), ("suffix", "suffix")])
+def test_each_drafter_of_a_pair_is_the_pair_with_it_alone(pair: Pair, names: tuple[str, ...]) -> None:
+    several = with_drafter(pair, "+".join(names))
+    for one, name in zip(each_drafter(several), names, strict=True):
+        assert (one.drafter, one.fingerprint) == (name, with_drafter(pair, name).fingerprint)
+    assert len(set(drafter_names(several.drafter))) == len(names)
+
+
+def test_the_example_of_the_page_routes_and_passes_the_conformance_tests(pair: Pair) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+    (code,) = re.findall(r"^`specstop_long_match.py`:\n\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(code.splitlines()) <= 15 + 2  # with blank lines between imports and class
+    names: dict[str, Any] = {}
+    exec(compile(code, "plugins.md", "exec"), names)
+    tests = type("TestLongMatch", (PolicyTests,), {"make": lambda self: names["LongMatch"](1.0)})()
+    for name in dir(tests):
+        if name.startswith("test_"):
+            getattr(tests, name)()
+    text = decode(
+        pair, "w7 w8 w7 w8 w7", names["LongMatch"](1.0), drafter=["suffix", "model"], settings=Settings(0.0, 24)
+    )
+    plain = decode(pair, "w7 w8 w7 w8 w7", "fixed:0", settings=Settings(0.0, 24))
+    assert text.tokens == plain.tokens and {one.drafter for one in text.rounds} & {0, 1} and text.failure is None
+
+
+def test_a_table_is_imported(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        {
+            "id": f"r{at}",
+            "prompt_tokens": 4,
+            "tokens": [5] * 9,
+            **{name: draw.integers(1, 4, 9).tolist() for name in "ab"},
+        }
+        for at in range(3)
+    ]
+    table = tmp_path / "table.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = ("--lengths", "ngram=a", "--lengths", "eagle=b")
+    facts = parsed("import", table, "--out", tmp_path / "out", *lengths, "--free", "ngram", "--bonus")
+    assert (facts["kind"], facts["draft"], facts["depth"], facts["positions"]) == ("trace", "ngram+eagle", 2, 24)
+    for options, noun in (
+        (("--lengths", "ngram"), "--lengths"), (("--bonus",), "--lengths"), ((*lengths, "--free", "x"), "--free"),
+        ((*lengths, "--draft", "d"), "--draft"), ((*lengths, "--column", "id"), "--column"),
+        ((*lengths, "--column", "key=id"), "--column"), ((*lengths, "--threshold", "0.2"), "--threshold"),
+    ):  # fmt: skip
+        assert noun in refused("import", table, "--out", tmp_path / "other", *options)
+        assert not (tmp_path / "other").exists()
