@@ -101,10 +101,9 @@ class Recorder(Hook):
         drawn, count = round.drawn[stream, 1:], round.topology.nodes  # the first nodes of the trace's tree
         row["drawn"][:count] = drawn
         row["tokens"][:count] = np.where(drawn, round.tokens[stream, 1:], 0)
-        # If siblings of the same drafter were drawn, a filter left no token for the others.
-        tree = round.topology
-        families = np.where(tree.parents > 0, tree.parents, -tree.drafter_of)[1:]
-        row["tokens"][:count][~drawn & np.isin(families, families[drawn])] = NO_TOKEN
+        parents, owner = round.topology.parents[1:], round.topology.drafter_of[1:]
+        has_been_fed = round.fed[stream, parents] & ((parents > 0) | round.drafting[stream, owner])
+        row["tokens"][:count][~drawn & has_been_fed] = NO_TOKEN  # the drafter or a filter left none
         row["sent"][[at - 1 for at in sent[1:]]] = True
         if DRAFT_HIDDEN in self._widths:
             row[DRAFT_HIDDEN] = np.zeros((nodes, self._widths[DRAFT_HIDDEN]), dtype=np.float16)
