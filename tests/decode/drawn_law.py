@@ -112,7 +112,7 @@ def replayed(arrays: TraceArrays, policy: StopPolicy) -> list[Rounds]:
         for at in np.flatnonzero(active).tolist():
             rows = tuple((node + 1, int(tokens[source.row[at], node])) for node in np.flatnonzero(sent[at]).tolist())
             rounds[at].append((int(anchor[at]), int(made.drafted[at]), rows, int(made.accepted[at])))
-        source.next_texts()
+        source.start_next_texts()
     return [tuple(played) for played in rounds]
 
 

@@ -308,7 +308,7 @@ def test_a_prompt_is_a_text_or_token_ids_where_each_is_expected(pair, prompts):
     speculator = Speculator(pair, FixedLength(2), settings)
     on_ids = functools.partial(plain_texts, pair, keys=[0], max_new_tokens=4)
     for function in (speculator.run, lambda one: speculator.run([Request(one)]), speculator.generate, on_ids):
-        with pytest.raises(InputError, match="prompts: expected"):
+        with pytest.raises(InputError, match="expected"):
             function(text)
 
 

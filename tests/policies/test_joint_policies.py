@@ -261,7 +261,7 @@ def test_costs_of_batches_and_of_single_streams() -> None:
     dips = synthetic_profile((1.0, 1.5, 1.2, 1.4))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4]), "padded"
     assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not padded"
-    grid = CostGrid(linear_costs(0.5, 0.1)).fit(20, 3)
+    grid = CostGrid(linear_costs(0.5, 0.1)).extend_to(20, 3)
     assert grid.verify[2, 5] == pytest.approx(1.4)
     assert grid.verify[4, 1] == pytest.approx(1.3), "the anchors are always sent"
 

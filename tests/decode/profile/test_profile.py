@@ -252,7 +252,7 @@ def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair, on_host, recording, 
         return {}
 
     for number in (0, 1):
-        run.warmed({"case": case})["case"](number)
+        run.with_warm_up({"case": case})["case"](number)
     assert numbers == expected
 
 
@@ -262,7 +262,7 @@ def test_the_budget_includes_the_warm_up(pair, monkeypatch, on_host, tokens):
     probe, now = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=8), [0.0]
     probe.on_host = on_host
     monkeypatch.setattr(probe, "play", lambda number: now.append(now[-1] + 4.0))  # half a second a token
-    assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[-1]) == tokens
+    assert _affordable_tokens(probe, 48, Effort(budget_s=264.0, quiet_after=10), lambda: now[-1]) == tokens
 
 
 # Decisions

@@ -329,7 +329,7 @@ def test_rows_are_the_children_of_accepted_nodes(forest: Traces) -> None:
             below = tree.children[node]
             assert rows.depth[at] == tree.depth[node]
             assert bool(rows.labels[at, 0]) == accepted[node]
-            assert bool(rows.known[at, 1]) == (accepted[node] and bool(below))
+            assert bool(rows.has_label[at, 1]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
                 assert bool(rows.labels[at, 1]) == accepted[below[0]]
@@ -361,7 +361,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: Traces) 
     head = linear_head(names, np.random.default_rng(0).normal(size=(3, 3)))
     rounds = TreeRounds.of(arrays, names, visited)
     accept, next_ = fit_paths([(head, rounds)])
-    seen, (survival, next_chance) = rounds.seen, path_chances(head, accept, next_, rounds)
+    seen, (survival, next_chance) = rounds.reachable, path_chances(head, accept, next_, rounds)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
     policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)

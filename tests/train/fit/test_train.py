@@ -320,8 +320,8 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
     assert rows.depth.tolist() == [row[1] for row in slow]
     drawn = rows.drawn.tolist()
     assert drawn == [row[1] > 0 for row in slow]
-    assert rows.known.T.tolist() == [drawn, [row[4] for row in slow]]
-    accept, following = (rows.labels[rows.known[:, at], at] for at in (0, 1))
+    assert rows.has_label.T.tolist() == [drawn, [row[4] for row in slow]]
+    accept, following = (rows.labels[rows.has_label[:, at], at] for at in (0, 1))
     assert accept.tolist() == [row[2] for row, use in zip(slow, drawn, strict=True) if use]
     assert following.tolist() == [row[3] for row in slow if row[4]]
 
@@ -357,7 +357,7 @@ def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceA
     assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (1.0, 0.0, 0.0)
     lookup = synthetic_trace([[1, 0, 2, 0, 1, 0]], ROW_DEPTH)
     lookup.tokens[1::2] = NO_TOKEN
-    every = Visits.once(torch.arange(6))
+    every = Visits.without_history(torch.arange(6))
     assert conditional_acceptance(lookup, every)[:2] == (1.0, pytest.approx(1 / 3)), "of rounds that have a token"
 
 
@@ -386,7 +386,7 @@ def test_labels_are_chances_with_the_same_means_and_less_variance(block: Sides) 
     soft, hard = rows_of(block[0], True), rows_of(block[0], False)
     assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
     assert set(hard.labels.unique().tolist()) == {0.0, 1.0} and hard.labels.dtype == torch.float32
-    for column, use in enumerate(soft.known.T):
+    for column, use in enumerate(soft.has_label.T):
         chance, bit = soft.labels[use, column], hard.labels[use, column]
         assert abs(float(chance.mean() - bit.mean())) < 4 * float(bit.std()) / len(bit) ** 0.5
         assert float(chance.std()) < float(bit.std())
@@ -430,7 +430,7 @@ def test_the_achievable_estimate_is_worth_what_the_features_tell(tells: bool) ->
     if not tells:
         noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
         arrays = with_signal(arrays, noise, noise[:, 0])
-    alone = achievable_estimate(arrays, profile, ("entropy", "anchor_entropy", "depth")).rate
+    alone = achievable_estimate(arrays, profile).rate
     result = by_batch(arrays, [], profile, [4], estimate=achievable_in_batches(arrays, profile))
     best, known, bound = (line["to_best_fixed"][0]["value"] for line in result["lines"])
     assert best == 1.0 and known < bound and result["use"][0] != NAME

@@ -89,7 +89,7 @@ def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
     head, blind = fitted(ResNetEstimator(NAMES, epochs=8), fit, held), fitted(LogisticEstimator(NAMES), fit, held)
     assert dict(head.sizes) == {"draft_hidden": DRAFT, "target_hidden": TARGET}
     outputs = [torch.sigmoid(at_their_depths(one, held)) for one in (head, blind)]
-    for column, use in enumerate(held.known.T):
+    for column, use in enumerate(held.has_label.T):
         labels = held.labels[use, column].numpy()
         loss, without, best = (log_loss(p[use, column].numpy(), labels) for p in (*outputs, truth))
         assert loss < best + LOSS < without - LOSS, "hidden states hold what scalars do not"
@@ -100,7 +100,7 @@ def test_dynasds_soft_model_learns_the_ratio() -> None:
     head = fitted(published.DynaSDSoftEstimator(epochs=3), fit, held)
     chance, truth = torch.sigmoid(scored(head, held, 1)[:, 0])[held.drawn], soft[held.drawn]
     assert float((chance - truth).abs().mean()) < 0.04 and abs(float(chance.mean() - truth.mean())) < MEAN
-    first = held.labels[~held.drawn & held.known[:, 1], 1].mean()
+    first = held.labels[~held.drawn & held.has_label[:, 1], 1].mean()
     assert float(torch.sigmoid(scored(head, held, 0))[0, 1]) == pytest.approx(float(first), abs=0.05)
 
 
@@ -112,10 +112,10 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft:
     hits = (torch.rand(9_000, generator=generator) < chance).float()
     labels, known = torch.stack([chance if soft else hits, hits], 1), torch.tensor([True, False]).expand(9_000, 2)
     rows = FitRows(features, torch.ones(9_000, dtype=torch.int64), labels, known)
-    sample = published.balanced(rows, 3)
+    sample = published.balance_classes(rows, 3)
     assert float(sample.labels[:, 0].mean()) == 0.5 and set(sample.labels[:, 0].tolist()) == {0.0, 1.0}
     assert len(sample) == pytest.approx(2 * float((1 - hits).sum()), rel=0.1)
-    assert not torch.equal(sample.features, published.balanced(rows, 4).features)
+    assert not torch.equal(sample.features, published.balance_classes(rows, 4).features)
     head = fitted(published.DynaSDHardEstimator(HARD_FEATURES, epochs=6, learning_rate=5e-3), rows, rows)
     output = torch.sigmoid(scored(head, rows, 1)[:, 0])
     odds = float(hits.mean() / (1 - hits.mean()))
@@ -167,7 +167,7 @@ def test_soft_labels_are_the_clipped_ratio_and_a_lagging_head_has_no_row_for_the
     expected = [float((p / q)[row, d - 1].clamp(max=1)) if d and q[row, d - 1] else 0.0 for row, d in places]
     assert rows.labels[:, 0].tolist() == pytest.approx(expected)
     assert 1.0 in expected and any(0 < x < 1 for x in expected)
-    assert torch.equal(rows.labels[:, 1], hard.labels[:, 1]) and torch.equal(rows.known, hard.known)
+    assert torch.equal(rows.labels[:, 1], hard.labels[:, 1]) and torch.equal(rows.has_label, hard.has_label)
     # The state after x_K is not recorded, because x_K is never fed.
     lagging = fit_rows(arrays, ("top1",), visited, lag=1)
     assert lagging.depth.tolist() == [d for _, d in places if d < 3]
@@ -274,12 +274,12 @@ def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: 
     states, ratios, hits = zip(*expected, strict=True)
     assert len(rows) == len(expected) > 100 and torch.equal(rows.hidden["draft_hidden"], torch.stack(states))
     assert rows.labels[:, 0].tolist() == pytest.approx(ratios)
-    assert bool(rows.drawn.all()) and not rows.known[:, 1].any()
+    assert bool(rows.drawn.all()) and not rows.has_label[:, 1].any()
     hard = mixed_rows(mixed, held, (), 1)
     assert hard.labels[:, 0].tolist() == list(hits) and len(mixed_rows(mixed, set(), (), 1)) > len(rows)
     # A head without lag reads the place itself.
     rows, every = mixed_rows(mixed, set(), (), 0), (~mixed.cut).nonzero()[:, 0]
-    whole = fit_rows(mixed, (), Visits.once(every), ("draft_hidden",))
+    whole = fit_rows(mixed, (), Visits.without_history(every), ("draft_hidden",))
     assert torch.equal(rows.hidden["draft_hidden"], whole.hidden["draft_hidden"])
     assert torch.equal(rows.labels, whole.labels) and set(rows.depth.tolist()) == {0, 1}
 
@@ -308,7 +308,7 @@ def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float,
     """Return (loss of the head, of the truth, of the constant) for both outputs."""
     truth = true_logits(rows.features, rows.depth == 0)
     result = []
-    for column, (label, use) in enumerate(zip(rows.labels.T, rows.known.T, strict=True)):
+    for column, (label, use) in enumerate(zip(rows.labels.T, rows.has_label.T, strict=True)):
         constant = np.full(int(use.sum()), float(label[use].double().mean()))
         logits = (head_logits[use, column], truth[use, column])
         chances = (*(torch.sigmoid(x).numpy() for x in logits), constant)

@@ -86,7 +86,7 @@ Live = Callable[[StopPolicy, str | None, float], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def recorded_arrivals(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Collect a dense trace with hidden states, once for each tree and temperature."""
     folder = tmp_path_factory.mktemp("recorded")
 
@@ -105,7 +105,7 @@ Trees = Callable[[str | None, float], TraceArrays]
 @pytest.fixture(scope="module")
 def by_tree(recorded: Recorded) -> Trees:
     """The same traces as arrays."""
-    return functools.cache(lambda tree, temperature: trace_arrays(recorded_arrivals(tree, temperature)))
+    return functools.cache(lambda tree, temperature: trace_arrays(recorded(tree, temperature)))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_rounds_of_a_text_do_not_depend_on_the_other_texts(
     recorded: Recorded, by_tree: Trees, profile: Profile, tree: str | None
 ) -> None:
     """The same in memory and read from files."""
-    arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded_arrivals(tree, 0.7).folder))
+    arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded(tree, 0.7).folder))
     for name in ("reads-history", "adaptive", "randomised", "reads-states", "reads-draft-states"):
         whole = replay(arrays, POLICIES[name], profile)
         assert len({tuple(r[1:]) for rounds in by_text(whole) for r in rounds}) > 2, "the policy decides something"
@@ -288,7 +288,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
     few = trace_arrays(traces[0.7], ["entropy"])
     whole = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
     mixed = dataclasses.replace(whole, header=dataclasses.replace(whole.header, mix=0.5))
-    some_states = trace_arrays(recorded_arrivals(None, 0.7), hidden=["target_hidden"])
+    some_states = trace_arrays(recorded(None, 0.7), hidden=["target_hidden"])
     for trace, policy, error, noun in (
         (arrays, FixedLength(DEPTH + 1), TraceError, "depth"),
         (arrays, ReadsClock(2), TraceError, "clock"),
@@ -296,7 +296,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
         (mixed, FixedLength(1), TraceError, "mix"),
         (arrays, ReadsStates(), TraceError, "draft_hidden, target_hidden"),
         (some_states, ReadsDraftStates(), TraceError, "draft_hidden"),
-        (trace_arrays(recorded_arrivals(None, 0.7)), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
+        (trace_arrays(recorded(None, 0.7)), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
     ):
         with pytest.raises(error, match=noun):
             replay(trace, policy, profile)
