@@ -286,7 +286,8 @@ def test_a_prompt_must_have_tokens_and_fit_the_models(pair):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("temperature", -1.0), ("temperature", math.nan), ("max_new_tokens", 0), ("max_depth", -1), ("fallback", -1),
-     ("verification", "macth"), ("tree", "2,x"), ("tree", ""), ("drift", "on"), ("stops", ("w9",)), ("sampling", None)],
+     ("verification", "macth"), ("tree", "2,x"), ("tree", ""), ("drift", "on"), ("stops", ("w9",)), ("sampling", None),
+     ("stops", "w9"), ("tree", 5), ("tree", [4, 2]), ("tree", "9" * 5000), ("tree", "chain:" + "9" * 5000)],
 )  # fmt: skip
 def test_settings_are_validated_at_construction(name, value):
     with pytest.raises(InputError, match=name) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -196,3 +197,10 @@ def test_custom_features_are_the_same_live_in_evaluation_and_in_training(
     assert train(trace, profile, out=tmp_path / "policy", features=names).policy.features == names
     texts = decode(plain_pair, ["w7 w8 w9"], tmp_path / "policy", settings=Settings(0.0, 16, verification="match"))
     assert texts[0].failure is None
+
+
+@pytest.mark.parametrize("value", ["no_such_module:x", "math:missing"])
+def test_a_damaged_plugin_of_a_feature_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f, "entry_points", lambda group: [EntryPoint("damaged", value, group)])
+    with pytest.raises(PolicyFailure, match="'damaged'"):
+        feature("damaged")

@@ -13,12 +13,14 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import Answer, cli
 from learned_policies import learned
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.features import PLUGIN_SWITCH
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
 from specstop.policies.storage import save_policy
 
@@ -96,7 +98,9 @@ def test_a_spec_is_its_policy(spec: str, name: str, attributes: dict[str, object
 @pytest.mark.parametrize(
     ("spec", "nouns"),
     [
-        ("fixd:4", "unknown policy 'fixd:4'.*'fixed'"), ("", "unknown policy ''"), ("fixed:four", "number.*four"),
+        ("fixd:4", "unknown policy 'fixd:4'.*'fixed'"), ("", "unknown policy ''"),
+        ("x" * 5000, "unknown policy"), ("x" * 5000 + "/y", "does not exist"), ("hub:" + "x" * 5000, "does not exist"),
+        ("fixed:four", "number.*four"),
         ("fixed:", "number after the colon"), ("fixed:-1", "length"), ("fixed:2.5", "length"), ("fixed:nan", "length"),
         ("fixed:inf", "length"), ("fixed?length=two", "length"), ("fixed?length=True", "length"),
         ("confidence:1.5", "between 0 and 1"), ("confidence:nan", "between 0 and 1"),
@@ -261,3 +265,15 @@ def test_plugins_that_do_not_load_are_listed_with_the_reason(
     answer = cli("decode", "w7 w8", *pair_options, "--policy", "entropy:0.6")
     assert (answer.code, answer.out) == (2, "") and "built-in" in answer.err
     assert result(cli("decode", "w7 w8", *pair_options, "--policy", "fixed:2", "--json", "--max-new-tokens", 4))
+
+
+def test_a_spec_may_be_longer_than_the_name_of_a_file() -> None:
+    assert len(load_policy("bandit?arms=" + ",".join(f"fixed:{length}" for length in range(100))).parts) == 100
+
+
+def test_parameters_may_be_numbers_of_numpy() -> None:
+    lengths = [FixedLength(length) for length in np.arange(3)]  # type: ignore[arg-type]
+    assert [type(policy.max_depth) for policy in lengths] == [int] * 3
+    assert Confidence(np.float32(0.5)).threshold == 0.5  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="threshold"):
+        Confidence(np.float64("nan"))

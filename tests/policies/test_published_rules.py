@@ -436,3 +436,14 @@ def test_without_a_profile_a_drafted_token_has_a_nominal_price() -> None:
     policy = Bandit(0.0, "ucb", ARMS[:2])
     state = policy.observe(round_outcome([1], [1], [0.0]), policy.start(1, np.zeros(1, dtype=np.int64)))
     assert state.sums[0, 0, 1:3].tolist() == pytest.approx([2.0, 1.1])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
+def test_the_online_model_stays_bounded_for_equal_odds(decay: float) -> None:
+    policy = Online(0.3, decay=decay, max_depth=3)
+    state = policy.start(2, np.arange(2))
+    for number in range(4000):
+        accepted = [number % 2, number % 5 > 0] if number % 2000 < 1000 else [0, 1]
+        _, state = policy.keep(draft_step(1, np.full((2, 1, 1), 0.9, dtype=np.float32)), state)
+        state = policy.observe(round_outcome(accepted, [1, 1]), state)
+        assert (np.abs(state[0][:, :2]) < 1000.0).all(), state[0]

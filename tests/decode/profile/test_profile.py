@@ -146,7 +146,7 @@ def test_a_measured_profile_equals_its_file(pair, tmp_path, clock):
 def test_invalid_arguments_are_refused(pair):
     too_long = {"prompts": [[6] * 60], "new_tokens": 80}
     for options, message in (
-        ({"prompts": [[6, 7], []]}, "none empty"),
+        ({"prompts": [[6, 7], []]}, "at least one token"),
         (too_long, "no room"),
         ({"batch": (0, 2)}, "batch"),
     ):
@@ -248,7 +248,7 @@ def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair, on_host, recording, 
 
     def case(number: int) -> Seconds:
         numbers.append(number)
-        Recorded.fresh += len(numbers) in recording
+        Recorded.not_replayed += len(numbers) in recording
         return {}
 
     for number in (0, 1):

@@ -16,7 +16,7 @@ import yaml
 from commands import cli
 from head_tensors import HIGH, LOW, NAMES, features
 from learned_policies import learned
-from specstop.collect.schema import drafter_of
+from specstop.collect.schema import NO_TOKEN, drafter_of
 from specstop.decode.engines.settings import read_settings
 from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError
 from specstop.policies.batch_rules import for_batches
@@ -246,16 +246,20 @@ def test_acceptance_coefficients_are_recovered() -> None:
     chance = np.random.default_rng(0)
     top = chance.uniform(0.02, 0.999, (40_000, 3)).astype(np.float32)
     accepted = chance.random(top.shape) < 1 / (1 + np.exp(-(slope * log_odds(top.astype(float)) + intercepts)))
+    tokens = np.where(chance.random(top.shape) < 0.1, NO_TOKEN, 5)  # a filter may leave no token
+    accepted &= tokens != NO_TOKEN
+    length = accepted.cumprod(1).sum(1)
     arrays = SimpleNamespace(
         columns={"top1": torch.from_numpy(top)},
         column=lambda name: torch.from_numpy(top),
-        accepted=torch.from_numpy(accepted.cumprod(1).sum(1)),
+        tokens=torch.from_numpy(tokens),
+        accepted=torch.from_numpy(length),
         cut=torch.zeros(len(top), dtype=torch.bool),
     )
     fitted = fit_acceptance(arrays, 3)  # type: ignore[arg-type]
     assert fitted is not None and abs(fitted["slope"] - slope) < 0.05
     assert np.abs(np.array(fitted["intercepts"]) - intercepts).max() < 0.1
-    assert fitted["rows"] == int((accepted.cumprod(1).sum(1) + 1).clip(max=3).sum())
+    assert fitted["rows"] == int(((np.arange(3) <= length[:, None]) & (tokens != NO_TOKEN)).sum())
 
 
 @pytest.mark.parametrize("ranged", [False, True], ids=["any number", "ranges"])

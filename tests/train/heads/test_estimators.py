@@ -32,6 +32,7 @@ from specstop.train.heads.calibration import (
     fit_calibrator,
     fit_survival,
 )
+from specstop.train.heads.crossfit import fit_head
 from specstop.train.heads.linear import TokensEstimator
 from specstop.train.heads.networks import MLPEstimator
 from specstop.train.heads.rows import FitRows
@@ -421,3 +422,14 @@ def test_the_calibration_error_is_the_mean_gap_of_bins_of_equal_mass() -> None:
     for rows in (500, 5000):
         mean, high = calibration.perfect_error(np.full(rows, 0.3))
         assert mean == pytest.approx((2 / np.pi * 0.3 * 0.7 / (rows / 10)) ** 0.5, rel=0.1) and mean < high < 2 * mean
+
+
+@pytest.mark.parametrize("name", ["logistic", "mlp", "xgboost"])
+def test_a_head_is_fitted_if_the_held_out_prompts_have_no_drawn_token(name: str) -> None:
+    rows, others = synthetic_rows(1500, 1), synthetic_rows(600, 2)
+    without = others.subset(others.depth == 0)
+    for held_out in (without, without.subset(torch.zeros(len(without), dtype=torch.bool))):
+        fitted = fit_head(make_head(name), rows, held_out, NAMES).export()
+        use = (others.depth == 1).numpy()
+        logits = fitted.scores(others.features[use].numpy(), 1)[:, 0]
+        assert calibration.auc(logits, others.labels[use, 0].numpy()) > 0.7
