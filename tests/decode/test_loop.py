@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
+from deciders import DECIDERS
 from specstop.decode.benchmark import bench
 from specstop.decode.drafters.lookup import LookupDrafter
 from specstop.decode.loop import Request, Settings, Speculator
@@ -99,12 +100,14 @@ def test_a_padded_batch_of_plain_decoding_has_the_text_and_logits_of_each_prompt
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*TEST_POLICIES, "selecting-by-token"])
+@pytest.mark.parametrize("name", [*TEST_POLICIES, "selecting-by-token", *DECIDERS])
 def test_text_is_that_of_plain_decoding_with_the_same_key(pair, prompt_ids, profile, name, temperature):
-    policy = TEST_POLICIES.get(name) or SelectingByToken()
-    assert texts(generate(pair, policy, prompt_ids, temperature, profile=profile)) == plain(
-        pair, prompt_ids, temperature
-    )
+    policy = TEST_POLICIES[name] if name in TEST_POLICIES else DECIDERS.get(name, SelectingByToken)()
+    for tree, prompts in ((None, prompt_ids), ("3,2,1", prompt_ids[2:5]), ("parents:-1,-1,1,2", prompt_ids[4:6])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # policies that fail
+            generations = generate(pair, policy, prompts, temperature, profile=profile, tree=tree)
+        assert texts(generations) == plain(pair, prompts, temperature)
 
 
 @pytest.mark.parametrize("tree", [None, "3,2,1", "fork:2x5"])

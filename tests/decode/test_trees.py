@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 import pytest
+import random_models as table
 import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
-from small_models import table
 from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.records import Generation, Round, Tally

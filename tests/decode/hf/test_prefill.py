@@ -9,10 +9,10 @@ from typing import Any
 
 import peft
 import pytest
+import random_models as table
 import torch
 import transformers as hub
 from small_drafters import small_network
-from small_models import table
 from specstop.decode import specstop_generate
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.models.pair import join

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import random_models as table
 import torch
 import transformers as hub
 from conftest import build_model
-from small_models import table
 from specstop.decode import Pair, Settings, Speculator, join, load_pair, plain_texts, with_engine
 from specstop.decode.loop import Request
 from specstop.policies import FixedLength, InputError, PairError, SpecstopWarning

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import random_models as table
 import torch
 import transformers as hub
 from conftest import VOCABULARY, build_draft, build_model
-from small_models import table
 from specstop.decode import Settings, Speculator, join, parse_tree
 from specstop.decode.loop import Request
 from specstop.decode.models import attention as attention_module, cuda as cuda_module
