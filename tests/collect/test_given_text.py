@@ -386,27 +386,6 @@ def test_texts_of_another_temperature_are_refused_before_anything_is_written(pai
     assert errors[0] > 4 > abs(errors[1]) and errors[2] < -4, "tokens of colder texts are less surprising"
 
 
-def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> None:
-    prompts = make_prompts(9, "loop", 51)
-    named, texts = encoded(plain_pair, prompts), sampled_texts(plain_pair, prompts, 12, 0.9, TOP_P)
-    parts = []
-    for p, prompt in named:
-        for at, token in enumerate(texts[p.id]):
-            ids = torch.tensor([[*prompt, *texts[p.id][:at]]])
-            with torch.no_grad():
-                logits = plain_pair.target(ids).logits[:, -1]
-                probs = torch.softmax(TOP_P.build(0.9, prompt, (EOS,), torch.device("cpu"))(ids, logits)[0], -1)
-            possible = probs[probs > 0]
-            parts.append((p.id, float(probs[token].log() - (possible * possible.log()).sum())))
-    values = np.array([value for _, value in parts])
-    off = values - values.mean()
-    sums = np.array([off[[owner == p.id for owner, _ in parts]].sum() for p, _ in named])
-    error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
-    result = sampling_balance(plain_pair, Settings(0.9, 12, sampling=TOP_P, verification="match"), named, texts, 12)
-    assert (result["mean"], result["standard_error"]) == pytest.approx((values.mean(), error), rel=1e-9)
-    assert (result["texts"], result["tokens"], result["impossible"]) == (9, len(values), 0)
-
-
 def test_unusable_completions_are_refused_and_leave_what_was_there(
     pair: Pair, prompts: list[Prompt], tmp_path: Path
 ) -> None:

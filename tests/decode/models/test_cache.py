@@ -273,22 +273,6 @@ def test_recorded_calls_give_the_same_logits(name, graphs):
     assert len(graphs.pools) == 1 and model.config._attn_implementation == attention
 
 
-@pytest.mark.usefixtures("without_gradients")
-def test_calls_are_recorded_when_they_come_again_or_in_advance(model, graphs):
-    cache, reference, recorded = recorded_model(model), CachedModel(model, 120, VOCABULARY), list[int]()
-    for tokens in ([1] * 9, *[[1]] * 10):  # past 16 tokens, attention reads the next size
-        assert_same([chain(reference, tokens, 1)], [chain(cache, tokens, 1)])
-        recorded.append(graphs.recorded)
-    assert recorded == [0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
-    cache.roll_back(0)
-    reference.roll_back(0)
-    cache.prepare([(2, 1), (3, 0)], [10, 12, 40])
-    assert (graphs.recorded, cache.length) == (6, 0), "two calls at two sizes of attention"
-    for tokens in ([3] * 9, [5] * 3):
-        assert_same([chain(reference, tokens)], [chain(cache, tokens)])
-    assert graphs.recorded == 6, "a prompt is never recorded"
-
-
 def test_texts_of_recorded_calls_are_the_same_in_batches_and_in_threads(model, prompt_ids, monkeypatch):
     """A smaller batch uses the recordings of a larger one; each thread has separate recordings."""
     monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
