@@ -18,7 +18,7 @@ from drawn_law import drawn_traces, replay_law
 from enumeration import EXACT, distance, enumerate_texts, target_texts
 from reference_features import Rows, compute
 from scipy import stats
-from specstop.collect.completions import agreeing_anchors, given_noise, sampled_rows, sampling_balance, target_rows
+from specstop.collect.completions import given_noise, sampled_rows, sampling_balance, target_rows
 from specstop.collect.given_text import KeyedDraws, gumbel_given
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
@@ -222,17 +222,6 @@ def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kep
     result = train(trace, profile, rule="survival", threshold=0.4)
     assert not set(result.policy.features) & set(HISTORY_FEATURES), "earlier rounds are not known"
     assert result.metrics["rows"] > 0 and "held_out_tokens_per_s" not in result.metrics
-
-
-@pytest.mark.parametrize(
-    ("agrees", "ended", "anchors"),
-    [
-        ([1, 1, 1, 1, 1, 1], False, [1, 2, 3, 4]), ([1, 1, 1, 0, 1, 1], False, [1, 4]),
-        ([0, 1, 1, 1, 1, 1], True, [1, 2, 3, 4, 5]), ([1, 1, 1, 1, 1, 0], True, [1, 2, 3]), ([1], False, []),
-    ],
-)  # fmt: skip
-def test_anchors_look_two_tokens_ahead(agrees: list[int], ended: bool, anchors: list[int]) -> None:
-    assert agreeing_anchors(np.array(agrees, dtype=bool), 2, ended).tolist() == anchors
 
 
 def test_mixed_rows_are_those_of_a_loop_over_positions(

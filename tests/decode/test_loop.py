@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +101,7 @@ def test_a_padded_batch_of_plain_decoding_has_the_text_and_logits_of_each_prompt
 @pytest.mark.parametrize("name", [*TEST_POLICIES, "selecting-by-token", *DECIDERS])
 def test_text_is_that_of_plain_decoding_with_the_same_key(pair, prompt_ids, profile, name, temperature):
     policy = TEST_POLICIES[name] if name in TEST_POLICIES else DECIDERS.get(name, SelectingByToken)()
-    for tree, prompts in ((None, prompt_ids), ("3,2,1", prompt_ids[2:5]), ("parents:-1,-1,1,2", prompt_ids[4:6])):
+    for tree, prompts in ((None, prompt_ids[::2]), ("3,2,1", prompt_ids[3:5]), ("parents:-1,-1,1,2", prompt_ids[5:6])):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # policies that fail
             generations = generate(pair, policy, prompts, temperature, profile=profile, tree=tree)
@@ -303,16 +301,8 @@ def test_a_prompt_is_a_text_or_token_ids_where_each_is_expected(pair, prompts):
     assert decode(pair, text, FixedLength(3), settings=settings, ids="a").tokens == one.tokens
     for several in ([text], prompts[5:6]):
         assert decode(pair, several, FixedLength(3), settings=settings)[0].tokens == one.tokens
-    for value in ([7, 8, 9], np.array([7, 8]), torch.tensor([7, 8]), text.encode(), [text.encode()], Path("a"), None):
-        with pytest.raises(InputError, match=r"^prompts: "):
-            decode(pair, value, FixedLength(3), settings=settings)
     with pytest.raises(InputError, match=r"^ids: "):
         decode(pair, [text, text], FixedLength(3), settings=settings, ids=["a"])
-    speculator = Speculator(pair, FixedLength(2), settings)
-    on_ids = functools.partial(plain_texts, pair, keys=[0], max_new_tokens=4)
-    for function in (speculator.run, lambda one: speculator.run([Request(one)]), speculator.generate, on_ids):
-        with pytest.raises(InputError, match="prompts: expected"):
-            function(text)
 
 
 def test_a_policy_may_be_a_spec_or_a_folder(pair, prompts, learned, tmp_path):

@@ -216,14 +216,6 @@ def test_unsupported_caches_and_models_are_refused_by_name(pair, prompt_ids):
         t5.generate(torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup")
 
 
-def test_the_generation_config_of_the_model_may_have_fields_for_other_code(pair, prompt_ids, monkeypatch):
-    monkeypatch.setattr(pair.target.generation_config, "chat_format", "chatml", raising=False)
-    monkeypatch.setattr(pair.target.generation_config, "num_assistant_tokens", 5)
-    assert torch.equal(ours(pair, prompt_ids[:1]), stock(pair, prompt_ids[:1]))
-    with pytest.raises(InputError, match="num_assistant_tokens=6"):
-        ours(pair, prompt_ids[:1], num_assistant_tokens=6)
-
-
 @pytest.mark.parametrize(("setting", "batch"), [(PLAIN, 1), (PLAIN, 2), (SETTINGS[0], 1), (SETTINGS[-1], 1)])
 def test_the_baseline_of_transformers_writes_the_targets_texts_and_restores_the_assistant(
     pair, prompt_ids, setting, batch

@@ -17,12 +17,12 @@ import transformers as hub
 from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator, join, parse_tree
 from specstop.decode.loop import Request
-from specstop.decode.models import attention as attention_module, cuda as cuda_module
+from specstop.decode.models import cuda as cuda_module
 from specstop.decode.models.attention import Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.device import round_up_size
-from specstop.decode.models.engine import CompactModel, PackedLinear, choose_engine, speed_up
+from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
 from specstop.policies import Confidence, InputError, SpecstopWarning
 from tape import Graphs, record_calls, recorder, simulate_graphs
 from torch.nn import functional
@@ -209,30 +209,6 @@ def test_attention_in_parts_equals_the_whole(queries, visible, device):
     whole = functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask.double())
     parts = divided_attention(query, key, value, mask, None)
     torch.testing.assert_close(parts, whole.to(dtype), atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.usefixtures("without_gradients")
-def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch):
-    """As on a GPU, where queries that share a head are grouped."""
-    divided: list[int] = []
-
-    def counting(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
-        divided.append(key.shape[2])
-        return divided_attention(query, key, *rest)
-
-    monkeypatch.setattr(attention_module, "is_divided", lambda query, key, mask: key.shape[2] >= 512)
-    monkeypatch.setattr(attention_module, "divided_attention", counting)
-    model = build_model(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=700).float()
-    compact: Any = CompactModel(model)
-    compact._grouped = True
-    simulate_graphs(monkeypatch)
-    caches = CachedModel(model, 640, VOCABULARY), CudaGraphModel(compact, 640, VOCABULARY, recorder=recorder)
-    tokens = random_tokens(640, seed=1)
-    steps = *((at, at + 2) for at in range(300, 306, 2)), (306, 510), *((at, at + 3) for at in range(510, 530, 3))
-    for first, end in ((0, 300), *steps):
-        expected, logits = (chain(cache, tokens[first:end]) for cache in caches)
-        torch.testing.assert_close(logits, expected, atol=FLOAT32, rtol=FLOAT32)
-    assert set(divided) == {512, 768}
 
 
 # Recorded calls
