@@ -132,7 +132,7 @@ def test_predicted_seconds_of_rounds_equal_the_measured_ones(pair, calibrated, c
 def test_invalid_arguments_are_refused(pair):
     too_long = {"prompts": [[6] * 60], "new_tokens": 80}
     for options, message in (
-        ({"prompts": [[6, 7], []]}, "none empty"),
+        ({"prompts": [[6, 7], []]}, "at least one token in each"),
         (too_long, "no room"),
         ({"batch": (0, 2)}, "batch"),
     ):
