@@ -133,7 +133,7 @@ def test_invalid_arguments_are_refused(pair):
     too_long = {"prompts": [[6] * 60], "new_tokens": 80}
     for options, message in (
         ({"prompts": [[6, 7], []]}, "at least one token in each"),
-        (too_long, "no room"),
+        (too_long, "cannot read the prompts"),
         ({"batch": (0, 2)}, "batch"),
     ):
         with pytest.raises(InputError, match=message):
