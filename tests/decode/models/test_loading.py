@@ -17,10 +17,10 @@ from unittest.mock import Mock
 import huggingface_hub.constants
 import peft
 import pytest
+import random_models as table
 import torch
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from safetensors.torch import load_file, save_file
-from small_models import table
 from specstop.decode import Pair, Settings, Speculator, decode, join, load_pair, with_engine
 from specstop.decode.models import loading
 from specstop.decode.models.pair import model_hash
