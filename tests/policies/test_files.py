@@ -33,27 +33,6 @@ def write_result(out: Path, *files: str, text: str = "old") -> Path:
     return out
 
 
-RESULT = ["out", f"out/{MANIFEST}", "out/x"]
-
-
-@pytest.mark.parametrize("call", ["", "fsync", "replace"])
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    def fail(*args: object) -> None:
-        raise OSError("disk full")
-
-    path = tmp_path / "a" / "b.txt"
-    files.write_atomic(path, "old")
-    if call:
-        monkeypatch.setattr(os, call, fail)
-        with pytest.raises(OSError, match="disk full"):
-            files.write_atomic(path, b"new")
-    else:
-        files.write_atomic(path, b"new")
-        assert path.stat().st_mode & 0o777 == 0o644
-    assert path.read_text() == ("old" if call else "new")
-    assert names(path.parent) == ["b.txt"]
-
-
 def test_json_round_trips_and_invalid_json_is_refused(tmp_path: Path) -> None:
     files.write_json(tmp_path / "a.json", {"x": [1, 0.1 + 0.2]})
     with pytest.raises(ValueError, match="JSON"):
@@ -83,26 +62,6 @@ def test_a_result_appears_when_it_is_complete_and_is_replaced_whole(tmp_path: Pa
     prepare_output_dir(out, overwrite=True)
     write_result(out, "x", "z", text="new")
     assert names(out) == [MANIFEST, "x", "z"] and (out / "x").read_text() == "new"
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_a_result_that_cannot_be_renamed_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
-) -> None:
-    out, rename = tmp_path / "out", os.rename
-    if old:
-        write_result(out)
-
-    def fail(source: Path, to: Path) -> None:
-        if Path(to) == out and (Path(source) / "x").read_text() == "new":
-            raise OSError("busy")
-        rename(source, to)
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="busy"):
-        write_result(out, text="new")
-    assert names(tmp_path) == (RESULT if old else [])
-    assert not old or (out / "x").read_text() == "old"
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {

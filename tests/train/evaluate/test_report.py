@@ -19,7 +19,6 @@ from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.train import oracle_seconds, read_report, trace_arrays
 from specstop.train.evaluate.records import TOO_FEW
-from specstop.train.evaluate.report import to_html
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.rules import fixed_grid
@@ -143,7 +142,6 @@ def test_the_primary_policy_has_an_interval_of_one_policy(sides: Sides, full_pro
 
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
-HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}$y$ '
 
 
 class Page(HTMLParser):
@@ -218,19 +216,6 @@ def test_the_page_is_accessible_and_loads_nothing(page: Page) -> None:
     assert len(page.all("caption")) == len(page.all("table"))
     for drawing in page.all("svg"):
         assert drawing["role"] == "img" and set((drawing["aria-labelledby"] or "").split()) <= set(ids)
-
-
-def test_names_are_escaped(data: dict[str, Any]) -> None:
-    text = json.dumps(data)
-    for name in ("logistic", "confidence:0.7", data["details"]["prompts"][0]["prompt"]):
-        text = text.replace(json.dumps(name)[1:-1], json.dumps(HOSTILE + name[:1])[1:-1])
-    hostile = json.loads(text)
-    hostile["findings"] = hostile["caveats"] = ["<b>" + HOSTILE]
-    hostile["failed"] = [{"policy": HOSTILE, "error": HOSTILE}]
-    page = Page(to_html(hostile))
-    assert len(page.all("script")) == 1 and not page.all("img", "b")
-    assert sum(HOSTILE in word for word in page.words) > 5
-    assert "failed" in page.words
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from head_tensors import HIGH, LOW, NAMES, features
 from learned_policies import learned
 from specstop.collect.schema import drafter_of
 from specstop.decode.engines.settings import read_settings
-from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError
+from specstop.policies import Confidence, FixedLength, PolicyError, TraceError
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator
@@ -27,7 +27,7 @@ from specstop.train import TraceArrays, trace_arrays, train
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.export import onnx_model
 from specstop.train.export.basis import Basis, largest_share, replay_thresholds
-from specstop.train.export.engines import ENGINES, fit_acceptance, log_odds, vllm_drafter, vllm_obstacle, vllm_policy
+from specstop.train.export.engines import ENGINES, fit_acceptance, log_odds, vllm_obstacle, vllm_policy
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.train.replay.rounds import scale_costs
 from synthetic import with_batches
@@ -148,22 +148,6 @@ def test_prompts_of_choice_and_report_are_disjoint_and_other_traces_are_refused(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "noun"),
-    [
-        ({"to": "floppy"}, "vllm"),
-        ({"to": "onnx"}, "policy"),
-        ({"to": "hf"}, "policy"),
-        ({"to": "vllm", "drafter": "suffix"}, "drafter"),
-        ({"to": "vllm"}, "traces"),
-        ({"to": "hf", "policy": "fixed:2", "held_out": "held"}, "traces"),
-    ],
-)
-def test_arguments_that_do_not_fit_the_runtime_are_refused(options: dict[str, Any], noun: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=noun):
-        deploy(out=tmp_path / "x", **options)
-
-
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_hub_folder_has_the_policy_that_was_replayed(
     learned: LearnedPolicy, sides: Sides, full_profile: Profile, slow: Profile, tmp_path: Path, batched: bool
@@ -221,23 +205,6 @@ def test_vllm_runs_the_policy_with_the_drafter_of_the_traces(
         settings = read_settings(raw)
         assert (settings.policy, settings.draft) == (spec, draft)
         assert settings.drafter == (named.format(folder=tmp_path) or drafter)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "entries"),
-    [
-        ("model", {"method": "draft_model", "model": "pairs/draft"}),
-        ("lookup", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}),
-        ("lookup:5", {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 1}),
-        ("lookup?longest=2", {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}),
-        ("suffix", {"method": "draft_model", "model": "DRAFT"}),
-        ("lookup+model", {"method": "draft_model", "model": "small"}),
-    ],
-)
-def test_a_table_is_for_the_drafter_of_vllm(drafter: str, entries: dict[str, Any], traces: Traces) -> None:
-    facts = {"drafter": drafter, "draft model": "small" if "+" in drafter else ""}
-    draft = "pairs/draft" if drafter == "model" else drafter
-    assert vllm_drafter(dataclasses.replace(traces[0.0].header, draft=draft, facts=facts)) == entries
 
 
 def test_acceptance_coefficients_are_recovered() -> None:

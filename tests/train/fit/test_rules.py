@@ -30,10 +30,10 @@ from specstop.policies.tree_rules import TreeRule
 from specstop.train import TraceArrays, TrainResult, trace_arrays, train
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit import rules as fit_rules
-from specstop.train.fit.adapt import MIN_GAIN_IN_SAMPLE, adapt_to_profile, retune, solve_rate
+from specstop.train.fit.adapt import MIN_GAIN_IN_SAMPLE, adapt_to_profile, solve_rate
 from specstop.train.fit.batch_rules import SCALES, batch_rate, tune_batch_lengths, tune_batch_rule
 from specstop.train.fit.rules import Part, best_of, derived_thresholds, fixed_grid, left_out_parts, replayed_rates
-from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, tree_seconds
+from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import typical_context
@@ -113,19 +113,6 @@ def test_rules_are_tuned_on_other_prompts(arrays: TraceArrays, learned: LearnedP
         assert played[2].drafted.double().mean() <= 1.0 < played[1].drafted.double().mean()
         tokens, seconds = (sum(float(getattr(one, of).sum()) for one in played) for of in ("tokens", "seconds"))
         assert rate == pytest.approx(tokens / seconds, rel=1e-6)  # sums of float32
-
-
-def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speeds(
-    arrays: TraceArrays, full_profile: Profile, learned: LearnedPolicy
-) -> None:
-    late = learned.with_rule(Derived([0.4] * DEPTH, 2))
-    late.metadata = dataclasses.replace(learned.metadata, metrics={"rows": 3, "held_out_rounds": 5})
-    costs = scale_costs(full_profile, draft=3.0)
-    tuned = retune(late, arrays, costs, [2])
-    assert tuned.rule.first == 2 and tuned.rule.to_dict() != late.rule.to_dict()
-    assert tuned.metadata.metrics == {"rows": 3} and costs.same_costs(tuned.metadata.profile)
-    assert tuned.metadata.rho == replay(arrays, tuned, costs).rate
-    assert late.metadata.rho == learned.metadata.rho, "the policy itself does not change"
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -390,22 +377,6 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
     (u, v), (rare, _) = sibling_shares([(head, rounds)], same, same)
     assert u == pytest.approx(-1.0, abs=0.15) and v == pytest.approx(-0.8, abs=0.15)
     assert rare < -2.0
-
-
-def test_prices_are_those_of_the_profile(forest: Traces, profile: Profile) -> None:
-    arrays = trace_arrays(forest[0.0])
-    seconds = tree_seconds(arrays, profile, 5e-5)
-    context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
-    one = np.ones(1, dtype=np.int64)
-
-    def round_s(fed: list[int], drafted: int, verified: int) -> float:
-        rows = np.array([fed])
-        (result,) = profile.round_seconds(one * context, one * drafted, one * verified, one, one * 0, 0.0, rows)
-        return float(result)
-
-    assert seconds["verify_s"][6] - seconds["verify_s"][2] == pytest.approx(round_s([1], 3, 6) - round_s([1], 3, 2))
-    later = round_s([1, 2, 0], 9, 4) - round_s([1, 0, 0], 3, 4)
-    assert seconds["draft_s"][1] == pytest.approx(later + 5e-5, rel=0.05)  # children a branch are a mean
 
 
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(

@@ -20,7 +20,7 @@ from specstop.collect import collect
 from specstop.collect.schema import NO_TOKEN
 from specstop.decode import join
 from specstop.decode.hf import generate
-from specstop.policies import FixedLength, InputError, PolicyError, TraceError
+from specstop.policies import FixedLength, InputError, PolicyError
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.features import PAST_WEIGHT
 from specstop.policies.storage import load_policy_folder
@@ -28,7 +28,7 @@ from specstop.train import TraceArrays, make_head, trace_arrays, train
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches
 from specstop.train.fit.adapt import adapt_to_profile
-from specstop.train.fit.plan import REPORT_SHARE, Plan, TrainOptions, split_report, without_noise
+from specstop.train.fit.plan import REPORT_SHARE, Plan, TrainOptions, split_report
 from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import fit_policy
 from specstop.train.fit.tune import TUNE_FOLDS, search
@@ -136,15 +136,6 @@ def test_a_policy_never_replaces_what_it_is_made_from(sides: Sides, full_profile
         with pytest.raises(InputError, match=noun):
             train(trace, Profile.load(tmp_path / "profiles" / "p.json"), out=out, overwrite=True, **options)
     assert files(tmp_path) == before
-
-
-def test_traces_that_cannot_be_trained_on_are_refused(pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
-    options = {"depth": 3, "max_new_tokens": 12}
-    few = collect(pair, make_prompts(3, "few", 5), tmp_path / "few", **options)
-    live = collect(pair, make_prompts(4, "live", 5), tmp_path / "live", collector="live", policy="fixed:2", **options)
-    for trace, rule, noun in ((few, "derived", "at least 4 different prompts"), (live, "gain", "rule gain")):
-        with pytest.raises(TraceError, match=noun):
-            train(trace, full_profile, rule=rule)
 
 
 def test_a_draft_that_is_never_wrong(pair: Pair, endless_pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
@@ -326,16 +317,6 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
     assert following.tolist() == [row[3] for row in slow if row[4]]
 
 
-def test_samples_of_a_prompt_are_on_one_side_which_the_seed_decides() -> None:
-    trace = synthetic_trace([[0, 0]] * 20, ROW_DEPTH)
-    trace.prompt_ids[:] = [str(i // 2) for i in range(20)]
-    splits = [fitting_rows.split_prompts(trace, 0.25, seed) for seed in (0, 0, 1)]
-    assert splits[0] == splits[1] != splits[2]
-    for fit, held in splits:
-        assert sorted(fit + held) == list(range(20)) and 4 <= len(held) <= 6
-        assert not {trace.prompt_ids[s] for s in fit} & {trace.prompt_ids[s] for s in held}
-
-
 def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
     trace = synthetic_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], ROW_DEPTH)
     folds = prompt_folds(trace, 3, 0)
@@ -391,13 +372,6 @@ def test_labels_are_chances_with_the_same_means_and_less_variance(block: Sides) 
         assert abs(float(chance.mean() - bit.mean())) < 4 * float(bit.std()) / len(bit) ** 0.5
         assert float(chance.std()) < float(bit.std())
         assert float(np.corrcoef(chance, bit)[0, 1]) > 0.2
-
-
-def test_match_traces_keep_bits(traces: dict[float, Trace], block: Sides) -> None:
-    assert fitting_rows.label_columns([traces[0.7].header], False) == ()
-    assert fitting_rows.label_columns([traces[0.7].header, block[0].header], True) == ("draft_prob", "target_prob")
-    assert without_noise(("top1", "noisy_margin"), traces[0.7].header) == ("top1", "noisy_margin")
-    assert without_noise(("top1", "noisy_margin", "noisy_score"), block[0].header) == ("top1", "drawn_prob")
 
 
 @pytest.mark.usefixtures("module_cache")

@@ -86,7 +86,7 @@ Live = Callable[[StopPolicy, str | None, float], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def recorded_arrivals(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Collect a dense trace with hidden states, once for each tree and temperature."""
     folder = tmp_path_factory.mktemp("recorded")
 
@@ -105,7 +105,7 @@ Trees = Callable[[str | None, float], TraceArrays]
 @pytest.fixture(scope="module")
 def by_tree(recorded: Recorded) -> Trees:
     """The same traces as arrays."""
-    return functools.cache(lambda tree, temperature: trace_arrays(recorded_arrivals(tree, temperature)))
+    return functools.cache(lambda tree, temperature: trace_arrays(recorded(tree, temperature)))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_rounds_of_a_text_do_not_depend_on_the_other_texts(
     recorded: Recorded, by_tree: Trees, profile: Profile, tree: str | None
 ) -> None:
     """The same in memory and read from files."""
-    arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded_arrivals(tree, 0.7).folder))
+    arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded(tree, 0.7).folder))
     for name in ("reads-history", "adaptive", "randomised", "reads-states", "reads-draft-states"):
         whole = replay(arrays, POLICIES[name], profile)
         assert len({tuple(r[1:]) for rounds in by_text(whole) for r in rounds}) > 2, "the policy decides something"
@@ -247,16 +247,6 @@ def test_known_lengths_have_the_rounds_of_the_policy(by_tree: Trees, profile: Pr
     assert rounds.backlog[1:].tolist() == [1, 1, 1]
 
 
-def test_texts_that_end_with_their_first_token_have_no_rounds(profile: Profile) -> None:
-    arrays = synthetic_trace([[2, 2, 2], [2]], depth=2)
-    short = dataclasses.replace(arrays, text_tokens=torch.tensor([4, 1]))
-    rounds = replay(short, FixedLength(2), profile)
-    assert rounds.sequence.tolist() == [0] and rounds.tokens.tolist() == [4, 1]
-    empty = replay(short.subset([1]), FixedLength(2), profile)
-    assert len(empty) == 0 and empty.tokens.tolist() == [1] and empty.history.shape == (0, 4)
-    assert empty.seconds.tolist() == pytest.approx(profile.prefill_seconds(np.array([7])).tolist())
-
-
 # Traces as arrays: what is read, joined and removed, and what is refused.
 
 TEMPERATURES = (0.0, 0.7)
@@ -288,7 +278,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
     few = trace_arrays(traces[0.7], ["entropy"])
     whole = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
     mixed = dataclasses.replace(whole, header=dataclasses.replace(whole.header, mix=0.5))
-    some_states = trace_arrays(recorded_arrivals(None, 0.7), hidden=["target_hidden"])
+    some_states = trace_arrays(recorded(None, 0.7), hidden=["target_hidden"])
     for trace, policy, error, noun in (
         (arrays, FixedLength(DEPTH + 1), TraceError, "depth"),
         (arrays, ReadsClock(2), TraceError, "clock"),
@@ -296,7 +286,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
         (mixed, FixedLength(1), TraceError, "mix"),
         (arrays, ReadsStates(), TraceError, "draft_hidden, target_hidden"),
         (some_states, ReadsDraftStates(), TraceError, "draft_hidden"),
-        (trace_arrays(recorded_arrivals(None, 0.7)), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
+        (trace_arrays(recorded(None, 0.7)), OtherSize(), PolicyError, r"draft_hidden of 8 .*16"),
     ):
         with pytest.raises(error, match=noun):
             replay(trace, policy, profile)
@@ -366,15 +356,6 @@ def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Pr
 def changed(trace: Trace, **entries: Any) -> Trace:
     """Return a trace with other entries in its header."""
     return Trace(trace.folder, dataclasses.replace(trace.header, **entries), trace.rows)
-
-
-def test_traces_that_differ_are_not_joined(both: list[Trace], full_profile: Profile) -> None:
-    changes: list[dict[str, Any]] = [{"pair": {"target": "x"}}, {"max_new_tokens": 9}, {"verification": "rejection"}]
-    for change in changes:
-        with pytest.raises(TraceError, match=f"differ in {next(iter(change))}"):
-            train([both[0], changed(both[1], **change)], full_profile)
-    with pytest.raises(TraceError, match="at least one trace"):
-        joined_arrays([])
 
 
 def test_a_policy_that_reads_the_temperature_decides_live_as_in_replay(
