@@ -151,24 +151,6 @@ def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
     assert load_trace(out).table() == done.table()
 
 
-def test_trees_live_rounds_mixed_text_and_hidden_states_are_collected(
-    collect: list[object], done: Trace, home: Path
-) -> None:
-    live = ("--collector", "live", "--policy", "confidence:0.3", "--verification", "block", *extra(explore=0.5))
-    tree, rounds, mixed, hidden = (
-        collected(*collect, *options, "--out", home / f"kind{at}")
-        for at, options in enumerate(
-            (("--tree", "2,1", "--temperature", 0.7), (*live, "--temperature", 0.7), ("--depth", 1, *extra(mix=0.2)),
-             (*SHARDS, *extra(hidden="target,draft")))
-        )
-    )  # fmt: skip
-    assert tree.header.tree.name == "2,1" and mixed.header.mix == 0.2
-    assert (rounds.header.verification, rounds.header.explore) == ("block", 0.5)
-    assert done.header.hidden == {} and hidden.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
-    facts = parsed("info", hidden.folder)
-    assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
-
-
 # Decoding
 
 PROMPTS = ["w7 w8 w9 w7", "w20 w33 w9"]

@@ -110,42 +110,7 @@ def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None
     assert (run.returncode, run.stderr) == (code, err)
 
 
-def test_an_argument_that_is_not_text_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for arguments in (["collect", "--out", "a\udcff"], ["decode", "w7", "\udcff", "--target", "a", "--draft", "b"]):
-        answer = cli(*arguments)
-        assert (answer.code, answer.err.count("\n"), answer.out) == (2, 1, "")
-        assert "encoding" in answer.err and "\\udcff" in answer.err
-    run = subprocess.run([*SCRIPT, "collect", "--out", "trace-é"], capture_output=True, env=ascii_locale())
-    assert run.returncode == 2 and b"encoding" in run.stderr and run.stderr.count(b"\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 INTERRUPTED = (130, "specstop: interrupted\n")
-
-RUN_WITH_SIGNAL = """
-import signal, sys
-_, module, ignored = sys.argv
-if ignored == "True":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == module:
-            signal.raise_signal(signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-from specstop.cli.main import main
-sys.argv = ["specstop", "policies", "--json"]
-main()
-"""
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_ctrl_c_in_an_import_unless_it_is_ignored(ignored: bool) -> None:
-    """A shell ignores SIGINT for background jobs."""
-    command = [sys.executable, "-c", RUN_WITH_SIGNAL, "numpy", str(ignored)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == ((0, "") if ignored else INTERRUPTED)
-
 
 INTERRUPTIONS = {
     "within Lightning": (["train", "--head", "mlp"], "lightning.pytorch.callbacks:EarlyStopping.on_train_epoch_end", 1),

@@ -250,12 +250,8 @@ def test_a_folder_is_used_with_the_batch_rule(tmp_path: Path) -> None:
     for options, kind in (("rule=batch", BatchPolicy), ("rule=batch&send=all", BatchStop)):
         loaded = load_policy(f"{folder}?{options}&profile={profile}")
         assert type(loaded) is kind and loaded.joint and loaded.label.endswith(str(profile))
-    for spec, noun in (
-        (f"{folder}?rule=survival", "rule=batch"), (f"{folder}?rule=batch&send=some", "send"),
-        ("adaptive-verification?profile=nowhere.json", "nowhere.json"),
-    ):  # fmt: skip
-        with pytest.raises(PolicyError, match=noun):
-            load_policy(spec)
+    with pytest.raises(PolicyError, match="send"):
+        load_policy(f"{folder}?rule=batch&send=some")
     bare = for_batches(policy)
     bare.metadata = type(bare.metadata)(acceptance=(0.5,) * 3)
     with pytest.raises(PolicyError, match="latency profile"):

@@ -241,9 +241,8 @@ def test_a_policy_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert from_pretrained("owner/policy", revision="abc").name == load_policy("hub:owner/policy").name == "mine"
     assert revisions == ["abc", None]
-    with pytest.raises(PolicyError, match=r"fetched \(ConnectionError\)") as error:
+    with pytest.raises(PolicyError, match=r"fetched \(ConnectionError\)"):
         load_policy("hub:owner/other")
-    assert "\n" not in str(error.value)
     for name in ("nowhere", "../up/x", "a/b/c"):
         with pytest.raises(PolicyError, match="hub repository"):
             from_pretrained(name)

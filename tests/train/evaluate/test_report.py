@@ -87,16 +87,6 @@ def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: Sides, full_p
     assert report["fixed:0"].to_plain == report["fixed:0"].to_best_fixed == Ratio(1.0, 1.0, 1.0)
 
 
-def test_inputs_are_never_replaced(sides: Sides, full_profile: Profile, learned: LearnedPolicy, tmp_path: Path) -> None:
-    fit, held = (shutil.copytree(trace.folder, tmp_path / at) for trace, at in zip(sides, ("fit", "held"), strict=True))
-    policy, costs = save_policy(learned, tmp_path / "deep" / "policy"), tmp_path / "costs" / "p.json"
-    full_profile.save(costs)
-    for out in ("", "fit", "held/new", "deep", "deep/policy", "costs"):
-        with pytest.raises(InputError, match="which the command reads"):
-            evaluate(held, costs, [policy], train_traces=fit, out=tmp_path / out, overwrite=True)
-    assert evaluate(held, costs, [policy], train_traces=fit)["logistic"], "all inputs are intact"
-
-
 def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
     sides: Sides, full_profile: Profile, learned: LearnedPolicy, report: Report
 ) -> None:

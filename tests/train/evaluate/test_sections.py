@@ -16,17 +16,15 @@ from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect import collect
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.measurements import DECISIONS
-from specstop.policies.storage import load_policy_folder
-from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays, train
+from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays
 from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, survival, time_share
-from specstop.train.evaluate.pricing import TIMED, TRAINED, PricedReplays, ProfileBootstrap, ResampleSource, with_prices
+from specstop.train.evaluate.pricing import TIMED, PricedReplays, ProfileBootstrap, ResampleSource, with_prices
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.bounds import oracle_plan, round_regret
 from timed import timed_profile
 
-from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay, save_policy
+from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay
 
 Sides = tuple[Trace, Trace]
 EXACT = 1e-12  # the same sums, in another order
@@ -207,19 +205,6 @@ def test_measured_decisions_are_cached_by_profile_and_policy(
             with_prices(profile, [policy], header)
 
 
-def test_a_policy_trained_for_the_profile_contains_its_timings(
-    cache: Path, bare: Profile, sides: Sides, tmp_path: Path, forbid_measuring: Callable[[], None]
-) -> None:
-    policy = load_policy_folder(save_policy(train(sides[0], bare).policy, tmp_path / "policy"))
-    forbid_measuring()
-    priced, unpriced = with_prices(bare, [policy], sides[1].header)
-    assert unpriced == {"logistic": (str(tmp_path / "policy"), TRAINED)} and not cache.exists()
-    assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
-    assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), "timings, not only their mean"
-    with pytest.raises(AssertionError, match="measured"):
-        with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
-
-
 def test_reports_are_compared_over_their_common_prompts(
     sides: Sides, full_profile: Profile, tmp_path: Path, few_draws: None
 ) -> None:
@@ -247,9 +232,3 @@ def test_reports_are_compared_over_their_common_prompts(
     section = compare_reports(other_profile, other_prompts)
     assert all(ratio == "-" for _, ratio, _ in section["rows"])
     assert "no common prompts" in section["text"] and "temperature (0.7" in section["text"]
-    # The factors in a report are those of the texts, priced round by round.
-    factors, draws = one["details"]["per_prompt"]["profile"]["factors"], ProfileBootstrap(profiles[0]).profiles
-    assert set(factors) == {line["name"] for line in one["lines"]}
-    rounds = replay(held, policy, profiles[0])
-    measured, *drawn = (float(rounds.text_seconds(costs).sum()) for costs in (profiles[0], *draws))
-    assert factors[policy.name] == pytest.approx([seconds / measured for seconds in drawn], abs=1e-8)

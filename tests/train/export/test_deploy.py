@@ -27,7 +27,7 @@ from specstop.train import TraceArrays, trace_arrays, train
 from specstop.train.evaluate.batches import by_batch
 from specstop.train.export import onnx_model
 from specstop.train.export.basis import Basis, largest_share, replay_thresholds
-from specstop.train.export.engines import ENGINES, fit_acceptance, log_odds, vllm_obstacle, vllm_policy
+from specstop.train.export.engines import ENGINES, fit_acceptance, log_odds, vllm_obstacle
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.train.replay.rounds import scale_costs
 from synthetic import with_batches
@@ -187,24 +187,6 @@ def test_a_policy_that_vllm_cannot_run_is_not_written(traces: Traces, profile: P
     header = dataclasses.replace(traces[0.0].header, facts={"drafter": "suffix+hydra:heads"})
     assert "hidden states" in vllm_obstacle(load_policy("fixed:2"), drafter_of(header))
     assert vllm_obstacle(load_policy("fixed:0"), "model") == "it never drafts"
-
-
-@pytest.mark.parametrize(
-    ("drafter", "named"),
-    [("suffix", ""), ("suffix?confidence=0.8+model", ""), ("suffix:notes.txt", "suffix:{folder}/notes.txt")],
-)
-def test_vllm_runs_the_policy_with_the_drafter_of_the_traces(
-    drafter: str, named: str, traces: Traces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of a drafter have an absolute path, as vLLM may be started in another folder."""
-    monkeypatch.chdir(tmp_path)
-    draft = "small" if "model" in drafter else ""
-    header = dataclasses.replace(traces[0.0].header, draft=drafter, facts={"drafter": drafter, "draft model": draft})
-    for spec in ("confidence:0.3", "load?table=1:4,8:2"):
-        raw = json.loads(vllm_policy(load_policy(spec), header, 3, tmp_path)["additional_config.json"])
-        settings = read_settings(raw)
-        assert (settings.policy, settings.draft) == (spec, draft)
-        assert settings.drafter == (named.format(folder=tmp_path) or drafter)
 
 
 def test_acceptance_coefficients_are_recovered() -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from conftest import NEW, make_prompts
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates, ReadsStates, SelectingByToken
-from hypothesis import HealthCheck, given, settings, strategies as st
 from learned_policies import learned as learned_policy
 from specstop.collect import Trace, collect, load_trace
 from specstop.decode import Generation, Settings, Speculator, Topology, stream_key
@@ -314,20 +313,6 @@ def test_an_impossible_trace_is_refused(traces: Traces, column: str, value: int 
         rows = trace.rows.map(lambda row, at: {column: value if at == 3 else row[column]}, with_indices=True)
     with pytest.raises(TraceError, match=f"traces.*{noun}"):
         trace_arrays(Trace(trace.folder, trace.header, rows))
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_subset_has_the_rows_of_its_texts(arrays: TraceArrays, data: st.DataObject) -> None:
-    keep = data.draw(st.lists(st.integers(0, arrays.sequences - 1), min_size=1, max_size=6))
-    part = arrays.subset(keep)
-    rows = torch.cat([torch.arange(int(arrays.rows[s])) + arrays.offset[s] for s in keep])
-    assert part.prompt_ids == [arrays.prompt_ids[s] for s in keep]
-    assert torch.equal(part.text_tokens, arrays.text_tokens[keep])
-    for name in ("accepted", "tokens", "ends", "cut", "anchor_by_row", "draft_bound"):
-        assert torch.equal(getattr(part, name), getattr(arrays, name)[rows]), name
-    assert part.find(part.owner.numpy(), part.anchor_by_row.numpy()).tolist() == list(range(len(rows)))
-    assert part.find(np.array([0, 0]), np.array([0, 10_000])).tolist() == [-1, -1], "the first anchor is 1"
 
 
 def test_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
