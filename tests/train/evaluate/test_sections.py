@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -170,32 +169,17 @@ def test_noise_of_a_profile_widens_intervals_and_is_shown(sides: Sides, full_pro
     assert "this machine was busy" in (tmp_path / "0.6" / "report.md").read_text()
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "decisions"
-
-
-@pytest.fixture(scope="module")
-def bare(full_profile: Profile) -> Profile:
-    """A noisy profile without any decision."""
-    return timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
-
-
-@pytest.fixture
-def forbid_measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(prices, "measure_decision", mock.Mock(side_effect=AssertionError("measured")))
-
-
 def test_measured_decisions_are_cached_by_profile_and_policy(
-    cache: Path, bare: Profile, sides: Sides, forbid_measuring: Callable[[], None]
+    full_profile: Profile, sides: Sides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path))
+    bare = timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
     header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
     first, unpriced = with_prices(bare, policies, header)
     assert unpriced == {"confidence": ("confidence:0.4", TIMED), "trimming": ("trimming", TIMED)}
-    assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
+    assert len(list((tmp_path / "decisions").iterdir())) == 2 and "fixed" not in first.decision_s
     assert first.decision("confidence") > 0
-    forbid_measuring()
+    monkeypatch.setattr(prices, "measure_decision", mock.Mock(side_effect=AssertionError("measured")))
     assert with_prices(bare, policies, header) == (first, unpriced)
     assert with_prices(first, policies, header) == (first, {})
     other_costs = dataclasses.replace(bare, step_s=2 * bare.step_s)

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -372,17 +371,6 @@ def test_estimates_that_a_trace_does_not_allow_are_refused(
     ):
         with pytest.raises(TraceError, match=noun):
             run()
-
-
-def test_a_report_on_a_live_trace_values_single_rounds(live: Any, profile: Profile, tmp_path: Path) -> None:
-    trace, policy = live(FixedLength(DEPTH), verification="rejection"), Confidence(0.7, DEPTH)
-    report = evaluate(trace, profile, [policy], out=tmp_path / "out")
-    line, rounds = report[policy.name], evaluate_rounds(single_rounds(trace), policy, profile)
-    assert line.tokens_per_s == pytest.approx(rounds.rate) and report.facts["rounds"] == len(rounds.committed)
-    assert line.block_efficiency == pytest.approx(float(rounds.committed.mean()))
-    assert report["oracle bound"].tokens_per_s >= max(one.tokens_per_s for one in report.lines)
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert report.caveats == rounds.caveats and all(caveat in text for caveat in rounds.caveats)
 
 
 def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:

@@ -127,12 +127,8 @@ def test_training_stops_early_or_at_a_limit_of_lightning(parts: Parts) -> None:
     [
         ("forest", {}, {}, "forest"),
         ("mlp", {"learning_rat": 3}, {}, "did you mean 'learning_rate'"),
-        ("mlp", {"learning_rate": 0.0}, {}, "learning_rate"),
         ("xgboost", {"max_depth": 30}, {}, "max_depth"),
         ("logistic", {}, {"accelerator": "gpu"}, "trainer"),
-        ("mlp", {}, {"accelerator": "gpuu"}, "trainer.*gpuu"),
-        ("mlp", {}, {"devices": 2}, "trainer.*devices"),
-        ("mlp", {}, {"precision": "17"}, "trainer.*17"),
         ("mlp", {}, {"epochs": 3}, "trainer.*epochs"),
     ],
 )

@@ -16,7 +16,7 @@ from contract_policies import DEPTH
 from feature_head import biased
 from specstop.collect import collect
 from specstop.decode import stream_key
-from specstop.policies import InputError, PolicyError, TraceError
+from specstop.policies import InputError, TraceError
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.storage import load_policy_folder
@@ -229,11 +229,8 @@ def test_rules_and_hidden_states_can_be_requested(
     assert train(hidden[0], costs, head="specdec", rule="step", **options).policy.rule.kind == "step"
     policy = train(hidden[0], costs, head="resnet", hidden=["target_hidden"], features=["top1"], **options).policy
     assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
-    for kind, requested in (("dynasd-soft", "target_hidden"), ("mlp", "draft_hidden")):
-        with pytest.raises(InputError, match=requested):
-            head_class(kind).hidden_states([hidden[0]], [requested])
-    with pytest.raises(PolicyError, match="did you mean 'draft_hidden'"):
-        head_class("resnet").hidden_states([hidden[0]], ["draft_hiden"])
+    with pytest.raises(InputError, match="draft_hidden"):
+        head_class("mlp").hidden_states([hidden[0]], ["draft_hidden"])
     with pytest.raises(TraceError, match="draft_hidden"):
         train(sides[0], costs, head="specdec")
 
