@@ -1,4 +1,4 @@
-"""The command line from prompts to a report, on the tiny pair; `specstop demo`."""
+"""The command line from prompts to a report, on the tiny pair."""
 
 from __future__ import annotations
 

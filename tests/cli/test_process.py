@@ -1,4 +1,4 @@
-"""Help and imports, standard streams that are full or closed, tables, and Ctrl-C."""
+"""Help and imports, standard streams that are full or closed, and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers out of range are refused by name, by functions as by commands; both ends of every range are allowed."""
+"""Numbers out of range are refused by name; both ends of every range are allowed."""
 
 from __future__ import annotations
 
