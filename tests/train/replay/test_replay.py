@@ -201,10 +201,12 @@ EXACT = 1e-12
 def test_prices_are_linear_in_the_costs_of_a_profile(by_tree: Trees, profile: Profile, tree: str | None) -> None:
     rounds = replay(by_tree(tree, 0.7), Confidence(0.3, DEPTH), profile)
     spent = rounds.price(profile)
-    doubled = [rounds.price(scale_costs(profile, **{part: 2.0})) - spent for part in ("draft", "verify", "decision")]
+    costly = profile.with_decisions({"confidence": 2.0 * profile.decision("confidence")})
+    scaled = scale_costs(profile, draft=2.0), scale_costs(profile, verify=2.0), costly
+    doubled = [rounds.price(costs) - spent for costs in scaled]
     assert all(float(more.sum()) > 0 for more in doubled)
     torch.testing.assert_close(doubled[2], rounds.decision_seconds(profile), rtol=1e-9, atol=EXACT)
-    everything = rounds.price(scale_costs(profile, draft=2.0, verify=2.0, decision=2.0))
+    everything = rounds.price(scale_costs(costly, draft=2.0, verify=2.0))
     torch.testing.assert_close(everything, spent + sum(doubled), rtol=1e-9, atol=EXACT)
     bare = rounds.price(profile, bare=True) + rounds.decision_seconds(profile)
     assert bool((bare <= spent + EXACT).all()), "a larger backlog is not cheaper"
