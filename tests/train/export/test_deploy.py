@@ -199,6 +199,7 @@ def test_acceptance_coefficients_are_recovered() -> None:
         columns={"top1": torch.from_numpy(top)},
         column=lambda name: torch.from_numpy(top),
         accepted=torch.from_numpy(accepted.cumprod(1).sum(1)),
+        tokens=torch.zeros(top.shape, dtype=torch.int64),
         cut=torch.zeros(len(top), dtype=torch.bool),
     )
     fitted = fit_acceptance(arrays, 3)  # type: ignore[arg-type]
