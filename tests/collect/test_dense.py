@@ -161,19 +161,6 @@ def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(
     assert max(map(max, table["tokens"].to_pylist())) < VOCABULARY
 
 
-def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    import specstop.collect.run as module
-
-    monkeypatch.setattr(module, "SHARD_BYTES", 3 * 2 * 16 * (DEPTH + 1) * NEW)
-    options: dict[str, Any] = {"depth": DEPTH, "max_new_tokens": NEW}
-    assert plan_run(pair, prompts, **options, hidden=BOTH).header.shards == 3
-    assert plan_run(pair, prompts, **options, hidden=BOTH, shards=2).header.shards == 2
-    assert plan_run(pair, prompts, **options).header.shards == 1
-    monkeypatch.setattr(module, "PROMPTS_PER_SHARD", len(prompts))
-    twice: dict[str, Any] = {**options, "temperature": 0.7, "draws": 2}
-    assert [plan_run(pair, prompts, **twice, hidden=hidden).header.shards for hidden in (BOTH, ())] == [6, 1]
-
-
 # Any drafter
 
 SHORT = 3
