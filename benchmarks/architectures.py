@@ -7,8 +7,8 @@
   alone, side by side, as a chain and as a tree. Its texts are those of `generate`, or the class is refused with
   `PairError` or `InputError`.
 - `engines`: eleven kinds of model with two attention backends, three dtypes and all engines, the draft a noisy copy
-  of the target. In float64 every text is equal. In float32 a text may leave the plain one at a tie (the two best
-  logits closer than 1e-4). In bfloat16 the margins at which texts part are reported.
+  of the target. In float64 every text is equal. In float32 and bfloat16 a text may leave the plain one at a tie (the
+  two best logits differ by rounding only).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from pathlib import Path
 
 import torch
 from harness import Run
-from specstop.decode import Pair, join, with_engine
+from specstop.decode import Pair, Settings, Speculator, join, with_engine
+from specstop.decode.benchmark import count_differences
+from specstop.decode.records import Generation
+from specstop.policies import Confidence, FixedLength, StopPolicy
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -31,19 +34,18 @@ sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
 
 from random_models import (  # noqa: E402
     CONFIGS,
-    DTYPES,
     EAGER_ONLY,
-    POLICIES,
-    SHAPES,
-    Compared,
     build,
-    compare,
     names,
     noisy,
     plain,
     prompts,
     sweep_class,
 )
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES = (None, "3,2,1", "fork:4x4", "parents:-1,-1,0,0,1,2,5")
+POLICIES: tuple[StopPolicy, ...] = (FixedLength(4), Confidence(0.2))
 
 
 def classes(run: Run) -> None:
@@ -66,27 +68,28 @@ def engines(run: Run) -> None:
     """Compare kinds of model by attention, dtype and engine."""
     count, new = run.choose((8, 48), (2, 8))
     kinds = run.options.kinds or run.choose(list(CONFIGS), ["llama"])
-    cells: dict[tuple[str, str], list[Compared]] = {}
+    cells: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for name, attention, dtype, target, pair in pairs(kinds):
         sample = prompts(count, vocabulary=pair.vocabulary)
-        expected = [plain(target, prompt, new) for prompt in sample]
-        results = [
-            compare(target, pair, policy, tree, sample, expected, new)
-            for tree in SHAPES[: run.choose(None, 2)]
-            for policy in POLICIES
-        ]
+        base = [Generation(tuple(plain(target, prompt, new)), (), len(prompt), 0.0, 0.0) for prompt in sample]
+        results = []
+        for tree in SHAPES[: run.choose(None, 2)]:
+            for policy in POLICIES:
+                settings = Settings(0.0, new, tree=tree)
+                speculator = Speculator(pair, policy, settings)
+                texts = [speculator.generate(prompt) for prompt in sample]
+                results.append(count_differences(pair, settings, sample, texts, base))
         cells.setdefault((dtype, pair.engines[0]), []).extend(results)
-        different = [f"{m:.2g}" for result in results for m in result.margins]
+        differing = sum(ties + wrong for ties, wrong in results)
         run.row(
             f"{name}, {attention}, {dtype}, {pair.engines[0]}: equal texts",
-            sum(result.equal for result in results),
-            f"of {sum(result.texts for result in results)}, margins {' '.join(different) or 'none'}",
-        )
+            count * len(results) - differing, f"of {count * len(results)}, {sum(ties for ties, _ in results)} after a tie",
+        )  # fmt: skip
     for (dtype, engine), results in sorted(cells.items()):
         if dtype == "bfloat16":
             continue
-        ties = 0 if dtype == "float64" else sum(result.ties for result in results)
-        wrong = sum(result.texts - result.equal for result in results) - ties
+        ties = sum(ties for ties, _ in results)
+        wrong = sum(wrong for _, wrong in results) + (ties if dtype == "float64" else 0)
         run.bar(
             f"{dtype}, {engine}: texts that differ without a tie", wrong, at_most=0, always=True, note=f"{ties} ties"
         )

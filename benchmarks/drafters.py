@@ -1,4 +1,4 @@
-"""Drafters side by side: a draft model, lookup, suffix, heads on the target's hidden states, and two drafters at once.
+"""Drafters side by side: a draft model, lookup, suffix, heads on the target's hidden states.
 
     python benchmarks/drafters.py --check
     python benchmarks/drafters.py --work drafters --drafters medusa hydra --temperatures 0
@@ -12,8 +12,7 @@ cores each is trained within 10 minutes. For each drafter and temperature:
   policy, of which the last is at least 1.05 times as fast as the best static tree (Medusa and Hydra);
 - live, in alternation with plain decoding: every lossless text is that of plain decoding, the rounds are those of
   replay, and predicted speeds are within 7%. Medusa's tree under `typical` acceptance is LOSSY;
-- the best head is faster than the draft model, and `suffix+model` at least 0.99 times as fast as the better of the
-  two.
+- the best head is faster than the draft model.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from specstop.decode.prompts import encode_prompts
 import specstop as ss
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
-BOTH = "suffix?confidence=0.8+model"
-DRAFTERS = ("model", "lookup", "suffix", *TRAINED, BOTH)
+DRAFTERS = ("model", "lookup", "suffix", *TRAINED)
 DEPTH, TREE, SIZES = 4, "medusa-63", (8, 24, 63)
-MINUTES, NODES, ERROR, TOGETHER = 10.0, 1.05, 0.07, 0.99
+MINUTES, NODES, ERROR = 10.0, 1.05, 0.07
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,6 @@ def compare(run: Run) -> None:
         if heads and "model" in speeds:
             best = max(heads, key=heads.__getitem__)
             run.bar(f"{where}: best head over the draft model", heads[best] / speeds["model"], at_least=1.0, note=best)
-        if {"model", "suffix", BOTH} <= speeds.keys():
-            better = max(speeds["model"], speeds["suffix"])
-            run.bar(f"{where}: {BOTH} over the better of the two", speeds[BOTH] / better, at_least=TOGETHER)
 
 
 def _trained(run: Run, kinds: list[str]) -> dict[str, str]:

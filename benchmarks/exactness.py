@@ -5,7 +5,6 @@
 
 - `enumeration`: every sequence of random choices of the rejection family on tiny vocabularies, by the test helpers.
   The total variation between the texts of the loop and those of the target is at most 1e-12.
-- `noise`: texts of `match` on tables of Gumbel noise are those of sampling one token at a time with the same noise.
 - `texts`: greedy texts of the pair equal `generate` of transformers, and texts of `match` at 0.7 equal plain sampling
   by the same noise, alone and in a batch. Texts may differ at ties of the two best tokens, in at most 1 of 200 texts.
 - `pair`: texts of the pair that every lossless mode samples, against the target's conditional distributions
@@ -18,7 +17,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
 from collections import Counter
@@ -44,9 +42,8 @@ import specstop as ss
 _TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
 
-from cases import CHAINS, TREES, Case, all_cases, other_cases  # noqa: E402
+from cases import Case, all_cases, other_cases  # noqa: E402
 from enumeration import EXACT, Proof, prove, prove_within  # noqa: E402
-from noise_tables import NOISE_POLICIES, noise_case, plain_on_noise, speculate_on_noise  # noqa: E402
 
 FALSE_ALARM, LOSSY = 1e-3, 0.05
 MODES = (
@@ -102,23 +99,6 @@ def prove_quietly(case: Case, most: int) -> tuple[Case, Proof]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return prove_within(case, most)
-
-
-def noise(run: Run) -> None:
-    """Compare `match` with sampling one token at a time on tables of noise."""
-    chance, tables = random.Random(5), run.choose(10_000, 20)
-    trees, policies = [*CHAINS, *TREES, "3,2,1"], list(NOISE_POLICIES)
-    wrong = accepted = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(tables):
-            drafter = "lookup" if chance.random() < 0.25 else "model"
-            case = noise_case(chance.choice(trees), drafter, policies[number % len(policies)], chance)
-            generation = speculate_on_noise(case)
-            accepted += sum(r.accepted for r in generation.rounds)
-            wrong += list(generation.tokens) != plain_on_noise(case)
-    run.bar("texts on noise tables that differ", wrong, at_most=0, always=True, note=f"of {tables}")
-    run.bar("tokens accepted per noise table", accepted / tables, at_least=1.0, always=True)
 
 
 def texts(run: Run) -> None:
@@ -280,7 +260,7 @@ def _accept(
     return path, p[len(path) - 1]
 
 
-PARTS = {"enumeration": enumeration, "noise": noise, "texts": texts, "pair": pair, "lossy": lossy}
+PARTS = {"enumeration": enumeration, "texts": texts, "pair": pair, "lossy": lossy}
 
 if __name__ == "__main__":
     raise SystemExit(Run(__doc__, PARTS).execute())

@@ -264,7 +264,7 @@ def decision_us(policy: ss.StopPolicy, vocabulary: int, megabytes: int, count: i
         scores = torch.log_softmax(row / temperature, -1) + noise if temperature else row
         state.tokens[0, :2] = 0, int(scores.argmax(-1))  # the loop draws right before it calls the policy
         begin = time.perf_counter()
-        reader.drawn(1, DraftScores([(0, [0])], [1], row, scores=scores))
+        reader.drawn(1, [DraftScores([(0, [0])], [1], row, scores=scores)])
         host.keep(reader.step(1, one, history))
         seconds.append(time.perf_counter() - begin)
     return 1e6 * statistics.median(seconds)

@@ -51,7 +51,7 @@ ENVIRONMENT = {
 
 COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run; sys.exit(run())")
 CLASS = "specstop.decode.engines.vllm.Proposer"
-BOTH = "suffix?confidence=0.8+model"
+SUFFIX = "suffix"
 SIZES, PROMPTS, TOKENS, DEPTH, LENGTHS = (1, 4, 8, 16), 40, 128, 8, (1, 2, 3, 4, 5)
 TIE, SAMPLES, FIRST, KILLS, ERROR = 1e-3, 20_000, 3, 10, 0.1
 
@@ -271,7 +271,7 @@ def texts(run: Run) -> None:
         "fixed:4": ours(space.pair, "fixed:4"),
         "learned": ours(space.pair, space.policy()),
         "batch": ours(space.pair, space.policy("batch")),
-        BOTH: ours(space.pair, space.policy("", BOTH), drafter=BOTH),
+        SUFFIX: ours(space.pair, space.policy("", SUFFIX), drafter=SUFFIX),
     }
     with engines(space.pair, options) as running:
         plain = running["plain"].call("serve", prompts=space.prompts(), tokens=TOKENS, size=1)["texts"]
@@ -329,10 +329,10 @@ def speeds(run: Run) -> None:
     """Compare tokens/s by the number of requests, in turns."""
     space = Workspace(run)
     options = {f"{kind}:{k}": theirs(space.pair, kind, k) for kind in ("draft_model", "ngram") for k in LENGTHS}
-    options |= {"plain": {}, "model": ours(space.pair, "fixed:1"), BOTH: ours(space.pair, "fixed:1", drafter=BOTH)}
+    options |= {"plain": {}, "model": ours(space.pair, "fixed:1"), SUFFIX: ours(space.pair, "fixed:1", drafter=SUFFIX)}
     options = {name: {**more, "enable_prefix_caching": False} for name, more in options.items()}
-    methods = {name: (name, "") for name in options if name not in ("model", BOTH)}
-    for drafter in ("model", BOTH):
+    methods = {name: (name, "") for name in options if name not in ("model", SUFFIX)}
+    for drafter in ("model", SUFFIX):
         methods |= {f"{drafter} fixed:{k}": (drafter, f"fixed:{k}") for k in LENGTHS}
         methods |= {f"{drafter} {rule or 'learned'}": (drafter, space.policy(rule, drafter)) for rule in ("", "batch")}
     prompts = space.prompts(24 * run.options.rounds)
@@ -355,7 +355,7 @@ def speeds(run: Run) -> None:
         for name, rate in rates.items():
             run.row(f"{size} requests, {name}, tokens/s", rate)
         rival = max((n for n in rates if n == "plain" or n.startswith(("draft_model", "ngram"))), key=rates.__getitem__)
-        for drafter in ("model", BOTH):
+        for drafter in ("model", SUFFIX):
             best = max((n for n in rates if n.startswith(f"{drafter} fixed")), key=rates.__getitem__)
             for rule in ("learned", "batch"):
                 name = f"{drafter} {rule}"

@@ -74,7 +74,7 @@ def choose_collector(
         live = LiveCollector(pair, policy, settings, options.explore, hidden, batch, options.profile)
         header = {
             "collector": "live", "policy": policy.name, "explore": options.explore, "verification": live.mode.name,
-            "label": live.mode.label, "batch": batch, "features": live.features,
+            "label": live.mode.label, "batch": batch, "features": live.features, "signals": live.signals,
         }  # fmt: skip
         return Collector(live.rows, header, live.begin, live.carries)
     memory = memory_budget(pair.device) if options.memory is None else options.memory

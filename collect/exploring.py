@@ -50,6 +50,7 @@ class Exploring(StopPolicy):
         self.sizes: Mapping[str, int] = getattr(inner, "sizes", {})  # checked before a run
         self.trims, self.carries, self.joint = inner.trims, inner.carries, inner.joint  # type: ignore[misc]
         self.reads_clock, self.reads_seconds = inner.reads_clock, inner.reads_seconds  # type: ignore[misc]
+        self.routes, self.drafter, self.joins = inner.routes, inner.drafter, inner.routes  # type: ignore[misc]
         # The inner policy is not called from its deepest depth on, nor in batches of some sizes. This one must be, to end the
         # rounds that do not explore.
         self.max_depth, self.first = depth, min(inner.first, self.inner.max_depth, *inner.unasked.values())

@@ -33,6 +33,7 @@ from ..policies.features import (
     SIGNALS,
     TARGET_HIDDEN,
     Columns,
+    base_features,
     check_hidden,
 )
 from ..policies.host import with_costs
@@ -54,9 +55,10 @@ class Recorder(Hook):
         temperature: of the sampling.
         match: whether labels compare with the target's own tokens.
         widths: H of each hidden state that is recorded.
-        policy: decides which rounds explore; None = none.
+        policy: of the rounds; None = unknown.
 
     Attributes:
+        signals: names of the ROUTE features that are recorded: those that the policy reads.
         rows: by stream, those of its text so far.
     """
 
@@ -67,6 +69,7 @@ class Recorder(Hook):
         self.tree, self.features, self.temperature, self.match = tree, tuple(features), temperature, match
         self._columns, self._widths = Columns(features), dict(widths)
         self._policy = policy if isinstance(policy, Exploring) else None
+        self.signals = tuple(name for name in base_features(policy.features if policy else ()) if name in SIGNALS)
         self.rows: dict[int, list[Row]] = defaultdict(list)
 
     def on_round_end(self, round: RoundState) -> None:
@@ -98,10 +101,9 @@ class Recorder(Hook):
         drawn, count = round.drawn[stream, 1:], round.topology.nodes  # the first nodes of the trace's tree
         row["drawn"][:count] = drawn
         row["tokens"][:count] = np.where(drawn, round.tokens[stream, 1:], 0)
-        # If siblings of the same drafter were drawn, a filter left no token for the others.
-        tree = round.topology
-        families = np.where(tree.parents > 0, tree.parents, -tree.drafter_of)[1:]
-        row["tokens"][:count][~drawn & np.isin(families, families[drawn])] = NO_TOKEN
+        parents, owner = round.topology.parents[1:], round.topology.drafter_of[1:]
+        has_been_fed = round.fed[stream, parents] & ((parents > 0) | round.drafting[stream, owner])
+        row["tokens"][:count][~drawn & has_been_fed] = NO_TOKEN  # the drafter or a filter left none
         row["sent"][[at - 1 for at in sent[1:]]] = True
         if DRAFT_HIDDEN in self._widths:
             row[DRAFT_HIDDEN] = np.zeros((nodes, self._widths[DRAFT_HIDDEN]), dtype=np.float16)
@@ -113,8 +115,11 @@ class Recorder(Hook):
         before, last = text.tokens[record.context - 2 : record.context]  # the anchor is the last committed token
         row |= zip(ANCHOR_FEATURES, anchor_columns(anchor.row, [last], [before])[0].tolist(), strict=True)
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
-        if round.signals is not None:
-            row |= zip(SIGNALS, round.signals[stream].T[: len(SIGNALS)], strict=True)
+        none = np.zeros(self.tree.drafters, dtype=np.float32)  # the policy was not called
+        values = {
+            n: none if round.signals is None else round.signals[stream, :, SIGNALS.index(n)] for n in self.signals
+        }
+        row |= values
         state, explored = round.policy_state, False
         if self._policy is not None and isinstance(state, ExploringState):  # not the state of the fallback
             # The state after the round has the number of the next one.
@@ -213,6 +218,7 @@ class LiveCollector:
         policy = exploring(policy, explore, tree.deepest) if explore else policy
         match = self.mode.name == Match.name
         self._recorder = self.recorder(tree, self.features, temperature, match, self.widths, policy)
+        self.signals = self._recorder.signals
         self._speculator = Speculator(
             pair,
             policy,

@@ -112,8 +112,7 @@ class PositionsCollector(LiveCollector):
         self.batch = 1 if carries else max(1, min(BATCH, memory_bytes // text_bytes))
         # K + 1 tokens past the limit, so that the tree of no anchor before the limit is cut by it.
         longer = replace(settings, max_new_tokens=self._limit + self._depth + 1, verification=Match.name)
-        self.signals = SIGNALS if any(drafter.has_signals for drafter in drafters) else ()
-        policy = _DraftsOnly(tree.deepest, self.signals)
+        policy = _DraftsOnly(tree.deepest, SIGNALS if any(drafter.has_signals for drafter in drafters) else ())
         super().__init__(pair, policy, longer, hidden=hidden, batch=self.batch, drafters=drafters)
         self._names = (
             *self.features, *ANCHOR_FEATURES, *self.widths, "draft_prob", "target_prob", "overlap", "accepted", "observed",

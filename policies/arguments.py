@@ -22,7 +22,8 @@ _TINY = 2.0**-53  # exclusive bounds of shares
 
 def as_list(value: Any, *kinds: type) -> list[Any]:
     """Return the items of `value` as a list. A text, a path, or an object of `kinds` becomes a list with one item."""
-    if isinstance(value, (str, bytes, os.PathLike, *kinds)) or not isinstance(value, Iterable):
+    is_scalar = getattr(value, "ndim", None) == 0  # such a tensor or array has `__iter__`, which raises
+    if isinstance(value, (str, bytes, os.PathLike, *kinds)) or is_scalar or not isinstance(value, Iterable):
         return [value]
     return list(value)
 

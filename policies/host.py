@@ -280,7 +280,9 @@ def is_trusted(policy: StopPolicy) -> bool:
 _TYPES: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("name", "cost_name"), (str, "one line of text")),
     **dict.fromkeys(("first", "max_depth"), (int, "a whole number, 0 or more")),
-    **dict.fromkeys(("trims", "carries", "reads_clock", "reads_seconds", "joint"), (bool, "True or False")),
+    **dict.fromkeys(
+        ("trims", "carries", "reads_clock", "reads_seconds", "joint", "routes", "joins"), (bool, "True or False")
+    ),
 }
 """Type and description of the plain attributes of a policy."""
 

@@ -120,7 +120,8 @@ class OneDrafter(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """See `StopPolicy`."""
-        return step.alive if step.drafter is None else step.alive & (step.drafter == self.index), state
+        kept = step.alive & (step.depth < self.max_depth)
+        return kept if step.drafter is None else kept & (step.drafter == self.index), state
 
 
 class ThresholdRoute(RoutingPolicy):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import specstop as ss
 
@@ -60,15 +57,6 @@ def test_every_public_name_can_be_imported() -> None:
     assert not hasattr(ss, "evaluat")
     assert ss.__version__[0].isdigit()
     assert (Path(ss.__file__).parent / "py.typed").is_file()
-
-
-@pytest.mark.parametrize("name", ["collect", "decode", "train"])
-def test_a_package_can_be_called_like_its_function(name: str) -> None:
-    package = getattr(ss, name)
-    assert package is sys.modules[f"specstop.{name}"]
-    assert inspect.signature(package) == inspect.signature(getattr(package, name))
-    with pytest.raises(TypeError):
-        package()
 
 
 def test_the_import_loads_no_library() -> None:

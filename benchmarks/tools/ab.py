@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from scipy import stats
+from specstop.decode.benchmark import Ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("policies", "decode", "collect", "train", "cli")
@@ -76,12 +77,9 @@ class Checkout:
             last = "\n    ".join([*done.stderr.splitlines()[-20:], *lines[-20:]])
             raise CheckoutError(f"{script.name} of {self.name} ended with exit code {done.returncode}:\n    {last}")
         try:
-            result = json.loads(lines[-1])
-        except (IndexError, ValueError):
-            result = None
-        if not isinstance(result, dict):
-            raise CheckoutError(f"expected one JSON object in the last line of {script.name} of {self.name}")
-        return result
+            return dict(json.loads(lines[-1]))
+        except (IndexError, TypeError, ValueError) as error:
+            raise CheckoutError(f"expected a JSON object in the last line of {script.name} of {self.name}") from error
 
 
 def prepare(name: str, folder: Path, repository: Path = ROOT) -> Checkout:
@@ -128,18 +126,6 @@ def _call(command: Sequence[str], problem: str) -> str:
         lines = (done.stderr or done.stdout).splitlines()
         raise CheckoutError("\n    ".join([f"{problem} (exit code {done.returncode})", *lines[-20:]]))
     return done.stdout
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A geometric mean of ratios with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 def numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
@@ -242,7 +228,6 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--bar", action="append", default=[], metavar="KEY<=X", help="bar on a ratio; repeatable")
     parser.add_argument("--rounds", type=int, default=6, help="default: 6")
     parser.add_argument("--resolution", type=float, default=0.05, help="largest error of BEFORE over BEFORE (0.05)")
-    parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(list(words[:cut]))
     if options.rounds < 2:
         parser.error("--rounds: expected at least 2")
@@ -287,12 +272,10 @@ def main() -> int:
     for row in rows:
         note = "" if row.is_reliable(options.resolution) else "   TOO NOISY"
         medians = "".join(f"{statistics.median(values):>10.4g}" for values in (row.before, row.after))
-        print(f"{row.ratio!s:<24}{row.repeated!s:<24}{medians}  {row.key}{note}")
+        print(f"{row.ratio.text():<24}{row.repeated.text():<24}{medians}  {row.key}{note}")
     for text, holds in met.items():
         print(f"{'met' if holds else 'MISSED':<8}{text}")
     line = {"before": options.before, "after": options.after, "rows": [asdict(row) for row in rows], "bars": met}
-    if options.out:
-        options.out.write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(line))
     return int(not all(met.values()) or not rows)
 

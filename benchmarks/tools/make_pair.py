@@ -98,7 +98,6 @@ class Recipe:
         rate: Peak learning rate of matrices (Muon).
         other_rate: Peak learning rate of embeddings and norms (AdamW).
         held_out: Share of the files held out for prompts.
-        text_bytes: Most bytes of text to learn from, 0 = all of it.
         prompts: Training and test prompts.
         prompt_tokens: Least and most tokens of a prompt.
         seed: Decides split, weights, batches and prompts.
@@ -119,7 +118,6 @@ class Recipe:
     rate: float = 0.02
     other_rate: float = 3e-3
     held_out: float = 0.12
-    text_bytes: int = 0
     prompts: tuple[int, int] = (800, 800)
     prompt_tokens: tuple[int, int] = (64, 160)
     seed: int = 0
@@ -170,13 +168,7 @@ def split_documents(
     random.Random(recipe.seed).shuffle(order)
     held_out = max(2, round(recipe.held_out * len(order)))
     train_prompts = max(1, round(0.6 * held_out))
-    learn, size = [], 0
-    for document in order[held_out:]:
-        if recipe.text_bytes and size >= recipe.text_bytes:
-            break
-        learn.append(document)
-        size += len(document.text.encode())
-    return learn, order[:train_prompts], order[train_prompts:held_out]
+    return order[held_out:], order[:train_prompts], order[train_prompts:held_out]
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -585,22 +577,19 @@ def main() -> int:
     options = parser.parse_args()
     recipe = dataclasses.replace(RECIPE, seed=options.seed)
     if options.smoke:
-        few = {"shallow_steps": 2, "steps": 2, "draft_steps": 2, "generated_rows": 8, "text_bytes": 100_000}
+        few = {"shallow_steps": 2, "steps": 2, "draft_steps": 2, "generated_rows": 8}
         recipe = dataclasses.replace(recipe, **few)
     transformers.logging.disable_progress_bar()
     try:
         if (options.out / "pair.json").is_file() and not options.overwrite:
             existing = read_json(options.out / "pair.json", "the pair")
-            if (existing["draft"], existing["recipe"]) != (
-                options.draft,
-                json.loads(json.dumps(dataclasses.asdict(recipe))),
-            ):
+            wanted = json.loads(json.dumps(dataclasses.asdict(recipe)))
+            if (existing["draft"], existing["recipe"]) != (options.draft, wanted):
                 raise InputError(f"--out: {options.out} holds a pair of another recipe; pass --overwrite to replace it")
         else:
             prepare_output_dir(options.out, overwrite=options.overwrite, inputs=[])
-            make_pair(
-                stdlib_documents(), recipe, options.out, distilled=options.draft == "distilled", target=options.target
-            )
+            documents = stdlib_documents()[: 60 if options.smoke else None]
+            make_pair(documents, recipe, options.out, distilled=options.draft == "distilled", target=options.target)
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,14 +1,14 @@
 """Mutation test: the share of small random changes of product code that the tests notice.
 
-    python benchmarks/tools/mutants.py --count 200 --jobs 2 --out mutants.json
+    pip install coverage pytest-cov
+    python benchmarks/tools/mutants.py --count 200 --out mutants.json
     python benchmarks/tools/mutants.py --files policies/rules.py --count 25 --tests ../before/tests
 
-Each worker copies the checkout to a temporary folder. For each mutant it changes one expression or statement of one
-file, runs the tests of `TEST_FOLDERS` for that file with `pytest -x -n0`, and restores the file. A mutant is killed
-if pytest fails or exceeds its time limit: three times the time of the unchanged code plus 30 s. The mutants depend on
-`--seed`, `--count` and the product files only, so that two sets of tests (`--tests`) are compared on the same
-mutants. A mutant can be equivalent to the original code. The share killed is therefore for comparisons and never
-reaches 1.
+All tests run once under coverage, in a copy of the checkout. For each mutant, one expression or statement is changed,
+and tests that execute the changed line run with `pytest -x`: the cheapest of each file, then the second of each file,
+up to `--budget` seconds. A mutant is killed if a test fails or takes three times as long as before plus 30 s. Mutants
+depend on `--seed`, `--count` and the product files only, so that two sets of tests (`--tests`) are compared on the same
+mutants. Some are equivalent to the original code: the share killed is for comparisons and never reaches 1.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
-import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
@@ -42,24 +44,16 @@ FILES = (
 )
 """Product files and folders that are mutated by default."""
 
-TEST_FOLDERS = {
-    "decode/verify": ("decode/verify",),
-    "decode/drafters": ("decode/drafters",),
-    "decode/engines": ("decode/engines",),
-    "decode/hf": ("decode/hf",),
-    "decode/models": ("decode/models",),
-    "decode/profile": ("decode/profile", "policies/costs"),
-    "decode": ("decode/test_*.py", "decode/verify"),
-    "policies/rules.py": ("policies/learned", "policies/batches", "train/replay"),
-    "policies/learned.py": ("policies/learned", "policies/heads", "policies/test_storage.py", "train/replay"),
-    "policies": ("policies",),
-    "collect": ("collect",),
-    "train/replay": ("train/replay",),
-    "train/evaluate": ("train/evaluate",),
-    "train": ("train",),
-    "cli": ("cli",),
-}
-"""Test folders or patterns below `tests/` by prefix of the mutated file; the first prefix that matches is used."""
+PRELOADED = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "lightning",
+    "xgboost",
+    "numba",
+    "sklearn",
+    "hypothesis",
+)
+"""Modules that are imported once, before the tests of the mutants run in forks."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -154,63 +148,94 @@ def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Mutant
     return sorted(drawn, key=lambda mutant: (mutant.file, mutant.start, mutant.after))
 
 
+class Selection:
+    """The tests of each line of the product, from one run of all tests under coverage."""
+
+    def __init__(self, worker: Worker, jobs: int) -> None:
+        import coverage
+
+        data_file = worker.root.parent / "coverage"
+        command = [sys.executable, "-m", "pytest", "-q", f"-n{jobs}", "-p", "no:cacheprovider", "--durations=0", "-vv"]
+        command += [f"--cov={worker.root / path.split('/')[0]}" for path in FILES]
+        command += ["--cov-context=test", "--cov-report="]
+        environment = {**worker.environment, "COVERAGE_FILE": str(data_file)}
+        done = subprocess.run(command, cwd=worker.root, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"expected passing tests before a change, got:\n{done.stdout[-3000:]}")
+        self.root, self.data = worker.root, coverage.CoverageData(str(data_file))
+        self.data.read()
+        self.seconds: dict[str, float] = {}
+        for seconds, test in re.findall(r"^([\d.]+)s \w+ +(tests/.*\S)", done.stdout, re.MULTILINE):
+            self.seconds[test] = self.seconds.get(test, 0) + float(seconds)
+
+    def tests_of(self, mutant: Mutant, budget_s: float) -> tuple[list[str], float]:
+        """Return the tests of a mutant and their seconds. Lines without a test of their own get those of the file."""
+        contexts = self.data.contexts_by_lineno(str(self.root / mutant.file))
+        lines = [contexts.get(mutant.line, [])]
+        if not any(lines[0]):
+            lines = list(contexts.values())
+        tests = {context.split("|")[0] for line in lines for context in line if context}
+        ranks: dict[str, int] = {}
+        order = []
+        for test in sorted(tests, key=lambda test: (self.seconds.get(test, 0), test)):
+            file = test.split("::")[0]
+            ranks[file] = ranks.get(file, -1) + 1
+            order.append((ranks[file], self.seconds.get(test, 0), test))
+        chosen, total = [], 0.0
+        for _, seconds, test in sorted(order):
+            if not chosen or total + seconds <= budget_s:
+                chosen.append(test)
+                total += seconds
+        return chosen, total
+
+
 class Worker:
     """A copy of a checkout in which mutants are tested one after the other."""
 
     def __init__(self, folder: Path, root: Path, tests: Path) -> None:
         self.log = folder / "output.txt"
-        self.root, site = folder / "tree", folder / "site" / "specstop"
+        self.root, self.site = folder / "tree", folder / "site"
         ignore = shutil.ignore_patterns(".*", "__pycache__", "build")
         shutil.copytree(root, self.root, ignore=ignore)
         shutil.rmtree(self.root / "tests", ignore_errors=True)
         shutil.copytree(tests, self.root / "tests", ignore=ignore)
-        site.mkdir(parents=True)
+        (self.site / "specstop").mkdir(parents=True)
         for path in [*(self.root / "src" / "specstop").iterdir(), *(p.parent for p in self.root.glob("*/__init__.py"))]:
-            (site / path.name).symlink_to(path)
-        self.environment = {**os.environ, "PYTHONPATH": str(site.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-        self.environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            (self.site / "specstop" / path.name).symlink_to(path)
+        self.environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.environment["PYTHONPATH"] = os.pathsep.join([str(self.site), os.environ.get("PYTHONPATH", "")])
         self.environment.setdefault("NUMBA_CACHE_DIR", str(folder / "numba"))
 
-    def test(self, paths: Sequence[str], limit_s: float | None = None) -> str:
-        """Run tests and return `passed`, `failed` or `timeout`.
+    def _run_pytest(self, tests: Sequence[str]) -> None:
+        os.setsid()
+        os.chdir(self.root)
+        os.environ.update(self.environment)
+        sys.path[:0] = [str(self.site), str(self.root)]
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os._exit(pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]))
 
-        The exit code of pytest is 1 for failed tests and 2 for an error during collection; both kill a mutant.
-        """
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *paths]
-        with open(self.log, "wb") as log:
-            process = subprocess.Popen(
-                command, cwd=self.root, env=self.environment, stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                return "failed" if process.wait(limit_s) else "passed"
-            except subprocess.TimeoutExpired:
-                return "timeout"
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # tests start processes, which must not outlive a mutant
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    def test(self, tests: Sequence[str], limit_s: float) -> str:
+        """Run tests in a fork, which saves the imports, and return `passed`, `failed` or `timeout`."""
+        process = multiprocessing.get_context("fork").Process(target=self._run_pytest, args=(tests,))
+        process.start()
+        process.join(limit_s)
+        result = "timeout" if process.is_alive() else "failed" if process.exitcode else "passed"
+        with contextlib.suppress(ProcessLookupError):  # tests start processes, which must not outlive a mutant
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+        return result
 
-    def try_mutant(self, mutant: Mutant, paths: Sequence[str], limit_s: float) -> str:
+    def try_mutant(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> str:
         """Return the result of the tests with a mutant in the file."""
         path = self.root / mutant.file
         source = path.read_bytes()
         path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
         try:
-            return self.test(paths, limit_s)
+            return self.test(tests, limit_s) if tests else "passed"
         finally:
             path.write_bytes(source)
-
-
-def tests_for(file: str, tests: Path) -> list[str]:
-    """Return the paths of the tests of a product file, relative to the checkout."""
-    prefix = next((prefix for prefix in TEST_FOLDERS if file.startswith(prefix)), None)
-    patterns = TEST_FOLDERS[prefix] if prefix else ("",)
-    files = [f"tests/{path.relative_to(tests)}" for pattern in patterns for path in sorted(tests.glob(pattern or "*"))]
-    if not files:
-        raise SystemExit(
-            f"expected tests of {file} at {', '.join(patterns)} below {tests}, got none; adapt TEST_FOLDERS"
-        )
-    return files
 
 
 def main() -> int:
@@ -219,41 +244,27 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=FILES, help="product files or folders, relative to --root")
     parser.add_argument("--count", type=int, default=200, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of mutants")
-    parser.add_argument("--jobs", type=int, default=1, help="number of workers, each with its copy of the checkout")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of tests per mutant")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of the run under coverage")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout with the product files")
     parser.add_argument("--tests", type=Path, help="folder of tests (default: tests/ of --root)")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
     root, tests = options.root.resolve(), (options.tests or options.root / "tests").resolve()
-    mutants = draw(root, options.files, options.count, options.seed)
-    selections = {mutant.file: tests_for(mutant.file, tests) for mutant in mutants}
+    mutants, results = draw(root, options.files, options.count, options.seed), list[str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for number in range(options.jobs):
-            workers.put(Worker(Path(folder) / str(number), root, tests))
-        limits: dict[tuple[str, ...], float] = {}
-        first = workers.get()
-        for paths in dict.fromkeys(tuple(paths) for paths in selections.values()):
-            started = time.perf_counter()
-            if first.test(paths) != "passed":
-                raise SystemExit(f"expected passing tests before a change, got:\n{first.log.read_text()[-3000:]}")
-            limits[paths] = 3 * (time.perf_counter() - started) + 30
-        workers.put(first)
-
-        def run(mutant: Mutant) -> str:
-            worker, paths = workers.get(), tuple(selections[mutant.file])
-            try:
-                result = worker.try_mutant(mutant, paths, limits[paths])
-            finally:
-                workers.put(worker)
-            print(f"{result:8} {mutant.file}:{mutant.line}  {mutant.before!r} -> {mutant.after!r}", file=sys.stderr)
-            return result
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            results = list(pool.map(run, mutants))
+        worker = Worker(Path(folder), root, tests)
+        selection = Selection(worker, options.jobs)
+        for name in PRELOADED:
+            importlib.import_module(name)
+        for mutant in mutants:
+            chosen, seconds = selection.tests_of(mutant, options.budget)
+            results.append(worker.try_mutant(mutant, chosen, 3 * seconds + 30))
+            change = f"{mutant.before!r} -> {mutant.after!r}"
+            print(f"{results[-1]:8} {mutant.file}:{mutant.line}  {change}", file=sys.stderr, flush=True)
     print(f"{'file':<48}{'mutants':>8}{'killed':>8}{'share':>8}")
     survived = [mutant for mutant, result in zip(mutants, results, strict=True) if result == "passed"]
-    for file in [*selections, "total"]:
+    for file in [*dict.fromkeys(mutant.file for mutant in mutants), "total"]:
         total = sum(file in (mutant.file, "total") for mutant in mutants)
         killed = total - sum(file in (mutant.file, "total") for mutant in survived)
         print(f"{file:<48}{total:>8}{killed:>8}{killed / max(total, 1):>8.3f}")

@@ -13,7 +13,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind, base_features
 from ...policies.learned import LearnedPolicy
-from ..drafters.spec import needs_draft, reads_states
+from ..drafters.spec import needs_draft, parse_spec, reads_states
 
 KEY = "specstop"
 ANCHORS = ("anchor_token", "before_token", "temperature")
@@ -23,6 +23,8 @@ ANCHORS = ("anchor_token", "before_token", "temperature")
 def is_available_in_engines(name: str, greedy: bool) -> bool:
     """Whether a feature can be computed in an engine; `greedy`: at temperature 0 there is no noise."""
     sources = [FEATURES[source] for source in base_features([name])]
+    if any(one.kind is Kind.ROUTE for one in sources):
+        return False
     return all(one.name in ANCHORS if one.kind is Kind.ANCHOR else greedy or not one.needs.noisy for one in sources)
 
 
@@ -43,11 +45,13 @@ def check_engine_policy(policy: StopPolicy) -> StopPolicy:
 
 
 def check_engine_drafter(name: str, reads: bool = False) -> str:
-    """Return the name of a drafter. Raises `InputError` if it `reads` hidden states of the target."""
+    """Return the name of a drafter. Raises `InputError` for several, or if it `reads` hidden states of the target."""
+    if len(parse_spec(name)) > 1:
+        raise InputError(f"drafter {name}: an engine has one drafter; expected one such as {parse_spec(name)[-1].text}")
     if reads or reads_states(name):
         raise InputError(
             f"drafter {name}: it reads the target's hidden states, which vllm does not pass to a drafter; expected model, "
-            "lookup, suffix, or two such as suffix+model"
+            "lookup or suffix"
         )
     return name
 
@@ -59,7 +63,7 @@ class EngineSettings:
     Attributes:
         draft: folder or hub name of the draft model, if the drafter has one.
         policy: value of `--policy`: a folder, or a name such as `confidence:0.4`.
-        drafter: value of `--drafter`: `model`, `lookup`, `suffix`, a plugin's, or two such as `suffix+model`.
+        drafter: value of `--drafter`: `model`, `lookup`, `suffix`, or a plugin's.
         profile: latency profile of the engine, for policies that observe the seconds of rounds.
         dtype, device: of the draft; "" = the engine's.
         temperature: of sampling, for features that read it.

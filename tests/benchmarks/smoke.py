@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_scripts import BENCHMARKS, script
+from test_benchmarks import BENCHMARKS, script
 
 
 @pytest.mark.parametrize("name", script("tools/bars").SCRIPTS)

@@ -1,15 +1,32 @@
-"""The arithmetic of the harness and of the tools of `benchmarks/`; `smoke.py` runs the scripts."""
+"""The arithmetic of the harness of `benchmarks/`; `smoke.py` runs the scripts."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import math
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
-import torch
-from benchmark_scripts import script
 from hypothesis import given, settings, strategies as st
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    """Return a script, such as `tools/ab`, as the module `benchmark_<name>`."""
+    alias = f"benchmark_{Path(name).name}"
+    if alias not in sys.modules:
+        if str(BENCHMARKS) not in sys.path:
+            sys.path.append(str(BENCHMARKS))  # for `harness`
+        spec = importlib.util.spec_from_file_location(alias, BENCHMARKS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[alias] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
+        spec.loader.exec_module(sys.modules[alias])
+    return sys.modules[alias]
+
 
 positive = st.floats(0.1, 10.0)
 
@@ -53,30 +70,3 @@ def test_values_of_one_cluster_are_resampled_together() -> None:
     alone, clustered = (harness.ratio_of_sums(values, ones, labels) for labels in (None, np.arange(200) // 10))
     assert alone.value == clustered.value
     assert 2.5 < (clustered.high - clustered.low) / (alone.high - alone.low) < 4.0  # the root of 10
-
-
-def test_a_geometric_ratio_has_students_interval() -> None:
-    ab = script("tools/ab")
-    ratio = ab.geometric_ratio([2.0, 3.0, 2.0], [1.0, 1.0, 2.0])
-    logs = np.log([2.0, 3.0, 1.0])
-    half = 4.30265 * logs.std(ddof=1) / 3**0.5
-    assert np.allclose(
-        [ratio.value, ratio.low, ratio.high], np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
-    )
-    assert ab.geometric_ratio([0.0, 1.0], [1.0, 1.0]) is None
-    assert dict(ab.numbers({"a": [1, True, math.nan], "b": {"c": "3", "d": 2.5}})) == {"a.0": 1.0, "b.d": 2.5}
-
-
-def test_prompts_of_a_pair_come_from_files_that_are_not_trained_on() -> None:
-    make_pair = script("tools/make_pair")
-    texts = ["".join(f"doc{n}_{line} = value({line})\n" for line in range(60)) for n in range(10)]
-    documents = [make_pair.Document(f"file{n}.py", text, "group") for n, text in enumerate(texts)]
-    recipe = make_pair.dataclasses.replace(make_pair.RECIPE, vocabulary=320, held_out=0.4, prompt_tokens=(8, 16))
-    learn, *held_out = make_pair.split_documents(documents, recipe)
-    assert len({document.name for part in (learn, *held_out) for document in part}) == 10
-    tokenizer = make_pair.train_tokenizer((document.text for document in learn), recipe.vocabulary)
-    for side in held_out:
-        prompts = make_pair.cut_prompts(tokenizer, side, 12, recipe)
-        assert prompts and all(any(p["prompt"] in document.text for document in side) for p in prompts)
-    windows = make_pair.windows_of(torch.arange(21), 5)
-    assert windows.tolist() == [list(range(start, start + 6)) for start in (0, 5, 10, 15)]

@@ -14,18 +14,15 @@ from typing import Any
 import pytest
 import yaml
 from byte_pair import PERSON, byte_pair, is_person
-from commands import COMPACT, cli, during, files, loading_once, model_options, parsed, refused
+from commands import COMPACT, cli, during, loading_once, model_options, parsed, refused
 from conftest import make_prompts
-from specstop.cli.options import Models, PromptSource
 from specstop.collect import shards
 from specstop.collect.store import Trace, load_trace
 from specstop.decode.verify.modes import MODES
 from specstop.policies.profile import Profile
-from transformers import AutoTokenizer
 
 COUNT = 24
 SHARDS = ("--extra", "shards=4")
-CLOCK = "{% for c in strftime_now('%f') %}w{{ c }} {% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,17 +38,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
-    """A folder with prompts, and with a pair whose chat template writes the current time."""
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prompts."""
     folder = tmp_path_factory.mktemp("options")
     prompts = make_prompts(COUNT, "c", 50)
     lines = [{"id": p.id, "question": [p.text, "more"], "category": f"g{i % 2}"} for i, p in enumerate(prompts)]
     (folder / "bench.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    shutil.copytree(pair_folder, folder / "clock")
-    for side in ("target", "draft"):
-        tokenizer = AutoTokenizer.from_pretrained(pair_folder / side)
-        tokenizer.chat_template = CLOCK
-        tokenizer.save_pretrained(folder / "clock" / side)
     return folder
 
 
@@ -65,7 +57,7 @@ def extra(**parameters: object) -> list[str]:
     return [word for name, value in parameters.items() for word in ("--extra", f"{name}={value}")]
 
 
-def merge_repetitions(*command: object) -> Trace:
+def collected(*command: object) -> Trace:
     answer = cli(*command)
     assert answer.code == 0, answer.err
     return load_trace(Path(str(command[-1])))
@@ -73,40 +65,13 @@ def merge_repetitions(*command: object) -> Trace:
 
 @pytest.fixture(scope="module")
 def done(collect: list[object], home: Path) -> Trace:
-    return merge_repetitions(*collect, *SHARDS, "--out", home / "done")
+    return collected(*collect, *SHARDS, "--out", home / "done")
 
 
 def remove_shards(out: Path) -> None:
     """Leave the trace as an interrupted process does."""
     for file in out.glob("data/*0000[12]*"):
         file.unlink()
-
-
-def test_info_describes_a_trace(done: Trace) -> None:
-    facts = parsed("info", done.folder)
-    assert facts["positions"] == done.row_count and [row["depth"] for row in facts["acceptance"]] == [1, 2]
-    assert facts["bytes"] == sum(len(raw) for name, raw in files(done.folder).items() if name.endswith(".parquet"))
-    assert facts["prompts from"] == "bench.jsonl, column question" and facts["groups"][:3] == "2: "
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--depth", 2), "--verification block --depth 2"), (("--tree", "2,1"), "--tree 2,1 --verification match --depth 2"),
-        (("--collector", "live"), "--verification match --depth 2"),
-    ],
-)  # fmt: skip
-def test_the_next_command_times_the_rounds_of_the_trace(
-    collect: list[object], home: Path, tmp_path: Path, options: tuple[str, ...], words: str
-) -> None:
-    sampled = ("--temperature", 0.7, "--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--limit", 3)
-    answer = cli(*collect, *sampled, *options, "--out", tmp_path / "t")
-    assert answer.code == 0, answer.err
-    line = next(line for line in answer.out.splitlines() if line.startswith("Next: specstop profile"))
-    tree, _, rest = words.rpartition("--verification")
-    expected = f"--sampling top_p=0.8 --sampling repetition_penalty=1.2 {tree}--verification{rest} --prompts"
-    assert "--temperature 0.7" in line and f"{expected} {home / 'bench.jsonl'} --out profile.json" in line
-    assert load_trace(tmp_path / "t").header.sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
 
 
 def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:
@@ -116,7 +81,7 @@ def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
     command = [*collect, "--column", "prompt", "--prompts", tmp_path / "p.jsonl", "--temperature", 0.7]
     recorded = ["--depth", 1, "--verification", "match", *extra(completions="answer")]
-    rows = merge_repetitions(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
+    rows = collected(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
     assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
     facts = parsed("info", tmp_path / "a")
     assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
@@ -125,18 +90,6 @@ def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_
     assert "[1 of 2: q, sample a]" in answer.out and "[2 of 2: q, sample b]" in answer.out, answer.err
     first, second = parsed(*decode, "--policy", "fixed:1")["texts"]
     assert first != second
-
-
-def test_a_template_of_the_current_time_is_rendered_once(collect: list[object], home: Path, tmp_path: Path) -> None:
-    out = tmp_path / "trace"
-    command = [*collect, *model_options(home / "clock"), *extra(shards=3), "--out", out]
-    assert cli(*command, "--chat").code == 0
-    whole = load_trace(out).table()
-    remove_shards(out)
-    assert cli(*command, "--chat", "--resume").code == 0
-    assert load_trace(out).table() == whole
-    remove_shards(out)
-    assert "prompts" in refused(*command, "--resume")
 
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -164,15 +117,6 @@ def test_resume_reads_the_stored_prompts_of_a_pipe(
     assert "several processes" in refused(*command, "--prompts", "-", "--out", tmp_path / "other")
 
 
-def test_the_prompts_of_the_shipped_pair_are_used_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for side in ("train", "test"):
-        (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
-    monkeypatch.setattr("specstop.train.shipped_pair.shipped_pair", lambda: tmp_path)
-    for side in ("train", "test"):
-        prompts = PromptSource(limit=2).read(Models(), side)
-        assert [prompt.text for prompt in prompts] == [f"{side} 0", f"{side} 1"]
-
-
 def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
     collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +127,7 @@ def test_each_process_collects_its_shards_and_info_checks_that_all_exist(
     assert "(0, 2)" in refused("info", out, "--check")
     assert "--overwrite: expected one process" in refused(*collect, "--out", out, "--overwrite")
     monkeypatch.setenv("RANK", "0")
-    assert merge_repetitions(*collect, *SHARDS, "--out", out).table() == done.table()
+    assert collected(*collect, *SHARDS, "--out", out).table() == done.table()
     assert cli("info", out, "--check").code == 0
 
 
@@ -198,24 +142,6 @@ def test_ctrl_c_keeps_completed_shards_and_states_how_to_continue(
     assert yaml.safe_load((out / "run.yaml").read_text())["command"] == "collect"
     assert cli("collect", "--config", out / "run.yaml", "--resume").code == 0
     assert load_trace(out).table() == done.table()
-
-
-def test_trees_live_rounds_mixed_text_and_hidden_states_are_collected(
-    collect: list[object], done: Trace, home: Path
-) -> None:
-    live = ("--collector", "live", "--policy", "confidence:0.3", "--verification", "block", *extra(explore=0.5))
-    tree, rounds, mixed, hidden = (
-        merge_repetitions(*collect, *options, "--out", home / f"kind{at}")
-        for at, options in enumerate(
-            (("--tree", "2,1", "--temperature", 0.7), (*live, "--temperature", 0.7), ("--depth", 1, *extra(mix=0.2)),
-             (*SHARDS, *extra(hidden="target,draft")))
-        )
-    )  # fmt: skip
-    assert tree.header.tree.name == "2,1" and mixed.header.mix == 0.2
-    assert (rounds.header.verification, rounds.header.explore) == ("block", 0.5)
-    assert done.header.hidden == {} and hidden.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
-    facts = parsed("info", hidden.folder)
-    assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
 
 
 # Decoding
@@ -279,20 +205,7 @@ def test_structured_output(tmp_path: Path) -> None:
     assert {line["same_text"] for line in lines} == {2}, "includes the loops of transformers"
     assert cli("collect", *command, "--sampling", schema, "--out", tmp_path / "t", "--depth", 3).code == 0
     assert "json-schema" in parsed("info", tmp_path / "t")["filter"]
-    for item, noun in (
-        ("json_schema=.", "directory"), (f"json_schema={tmp_path / 'target/model.safetensors'}", "UTF-8"),
-        (f"json_schema={tmp_path / 'p.txt'}", "JSON"), (f"grammar={tmp_path / 'p.txt'}", "grammar"),
-    ):  # fmt: skip
-        assert noun in refused("decode", *models, "a", "--sampling", item)
-
-
-def test_several_texts_have_headings_and_quiet_omits_the_table(models: list[str]) -> None:
-    command = ["decode", "w7 w8", "w9 w10", *models, "--policy", "fixed:2", "--max-new-tokens", "4", "--batch", 2]
-    texts = json.loads(cli(*command, "--json").out)["texts"]
-    quiet, plain = cli(*command, "--quiet"), cli(*command)
-    alone = f"[1 of 2: 0]\nw7 w8{texts[0]}\n\n[2 of 2: 1]\nw9 w10{texts[1]}\n"
-    assert (quiet.code, quiet.out.replace(" ", "")) == (0, alone.replace(" ", ""))
-    assert plain.out.startswith(quiet.out) and "tokens/s" in plain.out
+    assert "grammar" in refused("decode", *models, "a", "--sampling", f"grammar={tmp_path / 'p.txt'}")
 
 
 @pytest.mark.parametrize(
@@ -320,16 +233,12 @@ from specstop.policies import StopPolicy
 class Raiser(StopPolicy):
     name, features, max_depth = "raiser", ("top1",), 4
 
-    def __init__(self, method="keep", after=0):
-        self.method, self.left = method, after
+    def __init__(self, method="keep"):
+        self.method = method
 
     def act(self, method):
-        if self.method == "print":
-            print("noise")
         if method == self.method:
-            self.left -= 1
-            if self.left < 0:
-                raise ValueError("boom")
+            raise ValueError("boom")
 
     def keep(self, step, state):
         self.act("keep")
@@ -390,17 +299,3 @@ def test_evaluate_leaves_out_a_policy_that_fails(
     assert "confidence:0.7" in names and not any("raiser" in name for name in names)
     assert "raiser" in refused(*command, tmp_path / "other", "--primary", "raiser", "--quiet")
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.usefixtures("module")
-def test_a_failing_policy_leaves_no_trace_and_no_profile_and_its_output_goes_to_standard_error(
-    models: list[str], tmp_path: Path
-) -> None:
-    common = [*models[:-2], "--prompts", tmp_path / "p.txt", "--depth", 4, "--quiet"]
-    live = ["--collector", "live", "--policy", "raiser?after=5", "--max-new-tokens", 12, "--out", tmp_path / "live"]
-    assert "raiser: " in refused("collect", *common, *live)
-    assert "raiser: " in refused("profile", *common, "--policy", "raiser", "--repeats", 1, "--out", tmp_path / "x.json")
-    assert not (tmp_path / "x.json").exists()
-    for command in (["decode", "w7 w8"], ["bench", "--no-library", "--prompts", tmp_path / "p.txt"]):
-        answer = cli(*command, *models, "--policy", "raiser?method=print", "--json")
-        assert answer.code == 0 and "noise" in answer.err and json.loads(answer.out)

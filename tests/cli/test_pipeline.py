@@ -1,25 +1,20 @@
-"""The command line from prompts to a report, on the tiny pair; `specstop demo`."""
+"""The command line from prompts to a report, on the tiny pair."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import specstop.train.demo as demo_module
 import yaml
 from commands import COMPACT, cli, files, model_options, parsed, write_prompts
 from conftest import NEW, make_prompts
 from specstop.collect.store import load_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.decode.profile.measuring import Effort
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.profile import Profile
-from specstop.policies.storage import load_policy_folder
-from specstop.train.demo import Sizes
 
 DEPTH = 4
 POLICIES = ("fixed:0", "fixed:3", "policy")
@@ -64,21 +59,6 @@ def done(home: Path, models: list[str], few_draws: None) -> dict[str, Any]:
     return out
 
 
-def test_artefacts_are_described(done: dict[str, Any], home: Path) -> None:
-    trace, facts = load_trace(home / "fit"), parsed("info", home / "fit")
-    assert (facts["prompts"], facts["depth"], facts["temperature"]) == (36, DEPTH, 0.7)
-    assert (facts["positions"], facts["shards"], facts["verification"]) == (
-        len(trace.rows),
-        "2 of 2",
-        "match (lossless)",
-    )
-    profile = Profile.load(home / "profile.json")
-    assert (profile.max_depth, set(profile.decision_s), done["profile"]["kind"]) == (DEPTH, {"confidence"}, "profile")
-    assert load_policy_folder(home / "policy").metadata.metrics == done["train"]
-    facts = parsed("info", home / "policy")
-    assert [facts[key] for key in ("kind", "name", "head", "rule")] == ["policy", "logistic", "logistic", "derived"]
-
-
 def test_decode_gives_the_texts_of_the_target_with_every_policy(done: dict[str, Any], pair: Pair) -> None:
     assert pair.tokenizer is not None
     prompts = make_prompts(10, "held", 22)
@@ -91,18 +71,6 @@ def test_decode_gives_the_texts_of_the_target_with_every_policy(done: dict[str, 
     assert done["fixed:0"]["drafted"] == 0 < done["fixed:3"]["drafted"]
     assert done["fixed:0"]["acceptance"] == []
     assert [row[0] for row in done["fixed:3"]["acceptance"]] == [1, 2, 3]
-
-
-def test_results_are_printed_as_tables(done: dict[str, Any], home: Path, models: list[str]) -> None:
-    evaluate = ("evaluate", "--traces", home / "held", "--profile", home / "costs.json", "--wide")
-    for args, word in (
-        (("policies", "--wide"), "built in"), (("policies", "--drafters"), "suffix"), (evaluate, "oracle bound"),
-        (("info", home / "fit"), "P(A >= depth)"), (("info", home / "policy"), "derived"),
-        (("info", home / "profile.json"), "draft step"), (("decode", "w7", *models, "--max-new-tokens", 8), "tokens/s"),
-    ):  # fmt: skip
-        answer = cli(*args)
-        assert answer.code == 0 and word in answer.out, answer
-    assert {row["name"] for row in parsed("policies") if row["loads"]} >= {"fixed", "confidence"}
 
 
 def test_a_saved_configuration_gives_the_same_result(done: dict[str, Any], home: Path, tmp_path: Path) -> None:
@@ -129,22 +97,3 @@ def test_the_command_line_takes_precedence_over_a_file(home: Path, models: list[
     assert answer.code == 0, answer.err
     header = load_trace(tmp_path / "t").header
     assert (header.depth, header.prompts, header.seed, header.max_new_tokens) == (2, 1, 9, 5)
-
-
-def test_the_demo_prints_stages_a_table_a_verdict_and_the_next_commands(
-    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_draws: None
-) -> None:
-    pair, effort = Path(shutil.copytree(pair_folder, tmp_path / "pair")), Effort(repetitions=1)
-    for side, seed in (("train", 21), ("test", 22)):
-        write_prompts(pair / f"prompts-{side}.jsonl", make_prompts(20, side, seed))
-    sizes = Sizes(10, 4, live=2, tokens=12, depth=3, heads=("logistic",), effort=effort, decision_effort=effort)
-    monkeypatch.setattr(demo_module, "QUICK", sizes)
-    monkeypatch.setattr(demo_module, "REFERENCE_TOKEN_S", 1.0)  # any machine is fast enough
-    monkeypatch.chdir(tmp_path)
-    answer = cli("demo", "--quick", "--pair", pair)
-    assert answer.code == 0, answer.err
-    for stage in ("collect:", "profile:", "train:", "evaluate:", "decode:"):
-        assert sum(line.startswith(stage) for line in answer.out.splitlines()) == 1
-    assert "plain decoding" in answer.out and "oracle bound" in answer.out
-    assert all(f"specstop {command} --" in answer.out for command in ("collect", "profile", "train"))
-    assert Path("specstop-demo/report/report.html").is_file()

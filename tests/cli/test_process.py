@@ -1,9 +1,7 @@
-"""Help and imports, standard streams that are full or closed, tables, and Ctrl-C."""
+"""Help and imports, standard streams that are full or closed, and Ctrl-C."""
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import os
 import pkgutil
@@ -14,11 +12,7 @@ from typing import Any
 
 import pytest
 from commands import COMMANDS, ascii_locale, cli, during, model_options
-from specstop.cli.output import table
-from specstop.collect.prompts import Prompt
-from specstop.collect.run import collect
 from specstop.collect.store import Trace, load_trace
-from specstop.decode.models.pair import Pair
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 
@@ -91,15 +85,6 @@ SCRIPT = [sys.executable, "-c", "from specstop.cli.main import main; main()"]
 linux = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 
 
-def test_a_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    table("t", ("name", "value", "description"), [("a\x1b", "1.5", "word " * 60), ("b" * 200, "-", "x" * 200)])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "".join(lines).count("x") == 201, "nothing is cut off"
-    assert "\x1b" not in "".join(lines), "nothing controls the terminal"
-
-
 @linux
 def test_results_are_written_when_standard_output_is_full(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
@@ -125,51 +110,7 @@ def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None
     assert (run.returncode, run.stderr) == (code, err)
 
 
-def test_a_console_replaces_characters_that_it_cannot_encode(pair: Pair, tmp_path: Path) -> None:
-    collect(pair, [Prompt("naïve-日本-😀", "w7 w8", "größe")], tmp_path / "trace-é", depth=2, max_new_tokens=5)
-    for more, text in (((), "1: gr??e"), (("--json",), "1: gr\\u00f6\\u00dfe")):
-        console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-        answer = cli("info", tmp_path / "trace-é", *more, stdout=console)
-        console.seek(0)
-        assert (answer.code, answer.err) == (0, "") and text in console.read()
-
-
-def test_an_argument_that_is_not_text_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for arguments in (["collect", "--out", "a\udcff"], ["decode", "w7", "\udcff", "--target", "a", "--draft", "b"]):
-        answer = cli(*arguments)
-        assert (answer.code, answer.err.count("\n"), answer.out) == (2, 1, "")
-        assert "encoding" in answer.err and "\\udcff" in answer.err
-    run = subprocess.run([*SCRIPT, "collect", "--out", "trace-é"], capture_output=True, env=ascii_locale())
-    assert run.returncode == 2 and b"encoding" in run.stderr and run.stderr.count(b"\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 INTERRUPTED = (130, "specstop: interrupted\n")
-
-RUN_WITH_SIGNAL = """
-import signal, sys
-_, module, ignored = sys.argv
-if ignored == "True":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == module:
-            signal.raise_signal(signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-from specstop.cli.main import main
-sys.argv = ["specstop", "policies", "--json"]
-main()
-"""
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_ctrl_c_in_an_import_unless_it_is_ignored(ignored: bool) -> None:
-    """A shell ignores SIGINT for background jobs."""
-    command = [sys.executable, "-c", RUN_WITH_SIGNAL, "numpy", str(ignored)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == ((0, "") if ignored else INTERRUPTED)
-
 
 INTERRUPTIONS = {
     "within Lightning": (["train", "--head", "mlp"], "lightning.pytorch.callbacks:EarlyStopping.on_train_epoch_end", 1),
@@ -196,14 +137,3 @@ def test_ctrl_c_in_the_middle_of_a_command(
     assert (answer.code, answer.err) == INTERRUPTED
     assert answer.out == ""
     assert {path.name for path in tmp_path.rglob("*")} <= {"out", "profile.json"}
-
-
-def test_an_interrupted_drafter_names_the_same_command(
-    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "p.txt").write_text("w7 w8\nw9 w10\n")
-    during(monkeypatch, importlib.import_module("specstop.train.drafters.fit"), "record_texts")
-    command = ["train-drafter", "--kind", "medusa", "--target", pair_folder / "target", "--prompts", tmp_path / "p.txt"]
-    folders = ["--out", tmp_path / "out", "--checkpoints", tmp_path / "kept"]
-    answer = cli(*command, *folders, "--max-new-tokens", 12, "--quiet")
-    assert answer.code == 130 and "same command" in answer.err and "--resume" not in answer.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import yaml
@@ -13,7 +12,6 @@ from commands import COMPACT, cli, files, model_options, parsed, refused, write_
 from conftest import make_prompts
 from contract_policies import DEPTH
 from specstop.collect.store import Trace
-from specstop.decode.profile.measuring import Effort
 from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
@@ -52,14 +50,6 @@ def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 HELD = ("evaluate", "--traces", "held", "--profile", "profile.json")
 
 
-def shown(*command: object) -> str:
-    """Run a command that succeeds without warnings, and return its output; tables must fit 80 columns."""
-    answer = cli(*command, "--quiet")
-    assert (answer.code, answer.err) == (0, "")
-    assert all(len(line) <= 80 for line in answer.out.splitlines() if line[:1] in "┏┃┡│└")
-    return " ".join(answer.out.split())
-
-
 def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
     run = [*HELD, "--traces", "fit", "--profile", "slow.json", "--policy", "policy", "--policy", "fixed:2"]
     assert "--allow-overlap" in refused(*run, "--out", tmp_path / "t", "--quiet") and not (tmp_path / "t").exists()
@@ -80,36 +70,18 @@ def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
     assert (saved["command"], len(saved["traces"]), len(saved["policy"])) == ("evaluate", 2, 2)
 
 
-def test_reports_are_compared(tmp_path: Path) -> None:
-    section = parsed("evaluate", "--compare", "report", "--compare", "other/report.json")
-    assert {"plain decoding", "best fixed"} <= {row[0] for row in section["rows"]}
-    assert "Also different: nothing" in shown("evaluate", "--compare", "report", "--compare", "other")
-    text = shown(*HELD, "--policy", "confidence:0.6", "--compare", "report", "--out", tmp_path / "r")
-    assert "Change from the earlier report" in text
-    section = json.loads((tmp_path / "r" / "report.json").read_text())["details"]["comparison"]
-    ratios = {name: (ratio["value"], ratio["low"]) for name, ratio, _ in section["rows"]}
-    assert ratios["confidence:0.6"] == pytest.approx((1.0, 1.0))
-
-
 def test_policies_are_compared_by_batch_size(full_profile: Profile, tmp_path: Path) -> None:
     verify = {n: ((n, 5e-3), (4 * n, 5e-3), (6 * n, 5e-3 + 1e-3 * n)) for n in (2, 4)}
     side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), verify)
     dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "batch.json")
     run = [*HELD[:3], "--profile", tmp_path / "batch.json", "--policy", "confidence:0.5"]
-    assert "Batch sizes" in shown(*run, "--out", tmp_path / "r", "--batch", "1,4")
+    assert "Batch sizes" in cli(*run, "--out", tmp_path / "r", "--batch", "1,4").out
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     batch, texts = report["details"]["batch"], report["facts"]["prompts"]
     assert batch["sizes"] == [1, 4] and batch["requests"] == [texts, 2 * texts], "four batches of four or more"
     assert [line["name"] for line in batch["lines"][1:3]] == ["Hugging Face default", "confidence:0.5"]
     alone = next(line for line in report["lines"] if line["name"] == "confidence:0.5")
     assert batch["lines"][2]["tokens_per_s"][0] == pytest.approx(alone["tokens_per_s"]), "one stream, as in the report"
-    (tmp_path / "few.json").write_text(json.dumps(list(range(9))))
-    for options, noun in (
-        (["--batch", "8"], "got 8"), (["--batch", "2", "--arrivals", "-1"], "a rate above 0"),
-        (["--batch", "2,4", "--arrivals", tmp_path / "few.json"], f"expected {2 * texts} times"),
-    ):  # fmt: skip
-        assert noun in refused(*run, "--out", tmp_path / "refused", "--quiet", *options)
-        assert not (tmp_path / "refused").exists()
 
 
 # Profiles
@@ -143,18 +115,6 @@ def test_decision_costs_are_added_to_a_profile(
     assert not any("does not price" in text for text in evaluate(sides[1], priced).findings)
 
 
-def test_a_noisy_profile_is_saved_with_a_warning(
-    profile: Profile, profile_command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noisy = timed_profile(profile, jitter=0.5)
-    measure = mock.Mock(return_value=noisy)
-    monkeypatch.setattr("specstop.decode.profile.measure_profile", measure)
-    answer = cli(*profile_command, "--out", tmp_path / "p.json", "--budget", 30, "--repeats", 7)
-    assert (answer.code, answer.err) == (0, f"warning: {parsed('info', tmp_path / 'p.json')['verdict']}\n")
-    assert measure.call_args.kwargs["effort"] == Effort(30.0, repetitions=7)
-    assert Profile.load(tmp_path / "p.json") == noisy
-
-
 def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: list[object], tmp_path: Path) -> None:
     filters = ["--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--temperature", 0.7]
     added = ["--policy", "confidence:0.4", "--profile", tmp_path / "p.json"]
@@ -178,27 +138,7 @@ def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path: Path) ->
     assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml", MANIFEST}
 
 
-def test_a_search_lists_its_trials(tmp_path: Path) -> None:
-    answer = cli(*TRAIN, tmp_path / "p", "--tune", 2, "--head", "logistic", "--rule", "step,survival", "--quiet")
-    assert answer.code == 0, answer.err
-    trials = answer.out[answer.out.index("\nTrials") :].splitlines()
-    assert [sum(rule in line for line in trials) for rule in ("step", "survival")] == [1, 1]
-
-
 # Other runtimes
-
-
-@pytest.mark.parametrize("target", ["hf", "onnx", "vllm", "sglang", "trtllm", "llama.cpp"])
-def test_an_export_lists_what_is_lost(target: str, tmp_path: Path) -> None:
-    if target == "onnx":
-        pytest.importorskip("onnx")
-    portable, out = target in ("hf", "onnx"), tmp_path / "out"
-    source = () if portable else ("--traces", "fit", "--profile", "profile.json")
-    policy = ("--policy", "policy") if portable or target in ("sglang", "llama.cpp") else ()
-    answer = cli("deploy", "--to", target, *source, *policy, "--out", out, "--quiet")
-    assert answer.code == 0, answer.err
-    assert out.is_file() or "## What is lost" in (out / "README.md").read_text()
-    assert (out / "run.yaml").exists() != portable
 
 
 def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_path: Path) -> None:

@@ -161,25 +161,12 @@ def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(
     assert max(map(max, table["tokens"].to_pylist())) < VOCABULARY
 
 
-def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    import specstop.collect.run as module
-
-    monkeypatch.setattr(module, "SHARD_BYTES", 3 * 2 * 16 * (DEPTH + 1) * NEW)
-    options: dict[str, Any] = {"depth": DEPTH, "max_new_tokens": NEW}
-    assert plan_run(pair, prompts, **options, hidden=BOTH).header.shards == 3
-    assert plan_run(pair, prompts, **options, hidden=BOTH, shards=2).header.shards == 2
-    assert plan_run(pair, prompts, **options).header.shards == 1
-    monkeypatch.setattr(module, "PROMPTS_PER_SHARD", len(prompts))
-    twice: dict[str, Any] = {**options, "temperature": 0.7, "draws": 2}
-    assert [plan_run(pair, prompts, **twice, hidden=hidden).header.shards for hidden in (BOTH, ())] == [6, 1]
-
-
 # Any drafter
 
 SHORT = 3
 SPECS = (
     *("lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer"),
-    *("suffix?confidence=0.3+model", "lookup?confidence=0.9+medusa"),
+    *("suffix+model", "lookup+medusa"),
 )
 
 
@@ -221,8 +208,8 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
 
 @pytest.mark.parametrize(
     ("kind", "temperature", "tree"),
-    [("suffix", 0.0, None), ("hydra", 0.7, "2,2,1"), ("suffix?confidence=0.3+medusa", 0.7, None),
-     ("suffix?confidence=0.3+medusa", 0.7, "2,2,1")],
+    [("suffix", 0.0, None), ("hydra", 0.7, "2,2,1"), ("suffix+medusa", 0.7, None),
+     ("suffix+medusa", 0.7, "2,2,1")],
 )  # fmt: skip
 def test_texts_side_by_side_give_the_rows_of_each_alone(
     pair: Pair, folders: Path, prompt_ids: list[list[int]], kind: str, temperature: float, tree: str | None

@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from simulated_engine import Engine, Request
 from specstop.collect.acceptance import depth_outcomes
 from specstop.collect.engines.through_vllm import RoundRecorder, engine_features
-from specstop.collect.engines.vllm_profile import StepTimer, measure_vllm
+from specstop.collect.engines.vllm_profile import measure_vllm
 from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.exploring import exploring
 from specstop.collect.live import LiveCollector
@@ -26,7 +26,7 @@ from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, Header, PromptTask, chain
 from specstop.collect.store import Trace
 from specstop.decode.drafters import find_drafters
-from specstop.decode.engines.drafting import Drafting, EngineDraft, Options
+from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -34,7 +34,6 @@ from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.measurements import Key
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.evaluate.analysis import trace_outcomes
@@ -143,9 +142,6 @@ def test_rounds_that_explore_are_marked(endless_pair: Pair, requests: list[Reque
     assert 0.25 < explored.mean() < 0.75
 
 
-NOTHING: Any = np.zeros((0, 0))
-
-
 def test_a_machine_without_vllm_is_an_error_of_one_line(
     pair: Pair, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,64 +153,6 @@ def test_a_machine_without_vllm_is_an_error_of_one_line(
     assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr", "stdout may be JSON"
     with pytest.raises(InputError, match="vLLM cannot be imported"):
         measure_vllm("t", "d", [[1, 2, 3]], depth=2, new_tokens=4)
-
-
-class Steps:
-    """Plays steps of an engine for a timer: the clock of the draft model and of decisions, and the drafts."""
-
-    def __init__(self, policy: str | None = None, streams: int = 1) -> None:
-        self.model_s = self.policy_s = 0.0
-        self.timer = StepTimer(lambda: (self.model_s, self.policy_s))
-        self.timer.policy, self.timer.streams = policy, streams
-
-    def play(
-        self, *drafted: int, seconds: float = 20.0, first: float = 1.0, later: float = 1.0, outside: float = 0.5,
-        decisions: float = 0.0, backlog: int = 1, hit_limit: bool = False, observed: int | None = None,
-    ) -> None:  # fmt: skip
-        """Draft these lengths and, after `seconds`, report the outcome of the first `observed` drafts; default: of all."""
-        drafts = [
-            EngineDraft(row, 10, [7] * count, count, count, backlog, hit_limit=hit_limit and row == 1)
-            for row, count in enumerate(drafted)
-        ]
-        if any(drafted):
-            self.model_s += first
-            self.timer.on_draft_step(1, NOTHING, NOTHING, NOTHING)
-        self.model_s += later
-        self.policy_s += decisions
-        self.timer.on_drafts(drafts, first + later + outside + decisions)
-        if seconds:
-            self.timer.on_outcomes(drafts[:observed], [seconds] * len(drafts[:observed]))
-
-
-def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
-    steps = Steps()
-    steps.timer.on_begin(0, NOTHING, None)
-    steps.play(3, seconds=20.125, later=4.0, decisions=0.125, backlog=2)
-    steps.play(0, seconds=9.0, first=0.0, later=0.0, outside=0.25)
-    steps.play(1, seconds=0.0, later=0.0, outside=0.25)
-    expected = {
-        ("batch verify", (1, 4)): 15.0, ("verify", (3,)): 14.5, ("outside", (3,)): 0.5, ("first draft", (2,)): 1.0,
-        ("later drafts", (3,)): 4.0, ("batch verify", (1, 1)): 9.0, ("verify", (0,)): 8.75, ("outside", (0,)): 0.25,
-    }  # fmt: skip
-    assert dict(steps.timer.timed) == {Key(name, "short", counts): [s] for (name, counts), s in expected.items()}
-    assert steps.timer.contexts["short"] == [10, 10]
-
-
-def test_under_a_policy_only_its_decisions_are_timed() -> None:
-    steps = Steps("mine", 3)
-    for drafted in ((3, 1, 0), (0, 0, 0), (2, 1, 0)):
-        steps.play(*drafted, decisions=0.75)
-    assert dict(steps.timer.timed) == {Key("decisions", "mine", (3,)): [0.75]}
-
-
-@pytest.mark.parametrize("case", ["another began", "one ended", "cut by an end of text", "complete"])
-def test_only_complete_steps_are_timed(case: str) -> None:
-    steps = Steps(streams=2)
-    steps.play(2, 2, hit_limit=case == "cut by an end of text", observed=1 if case == "one ended" else None)
-    if case == "another began":
-        steps.timer.on_begin(1, NOTHING, None)
-    steps.play(2, 2)
-    assert bool(steps.timer.timed) == (case == "complete")
 
 
 # Acceptance records, of simulated engines with known truth
@@ -423,27 +361,6 @@ def test_a_line_without_a_valid_record_is_named(tmp_path: Path, record: Any) -> 
     with pytest.raises(InputError, match=r"path: .*line 2: "):
         import_vllm(write(tmp_path / "r.jsonl", [response([1]), record]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["metrics", "usage", "per_step_accepted", "per_step_drafted", "num_spec_tokens"]), inner
-        )
-    ),
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(record=JSON)
-def test_malformed_records_are_refused_with_one_error(tmp_path_factory: pytest.TempPathFactory, record: Any) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    try:
-        import_vllm(write(folder / "r.jsonl", [response([1, 3]), record]), folder / "out")
-    except InputError as error:
-        assert "line 2" in str(error) and not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("content", [b"\xff\n", b"", None, b'{"num_spec_tokens": 3, "per_step_accepted": []}'])

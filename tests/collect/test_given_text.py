@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import Case
 from conftest import EOS, NEW, make_prompts
 from contract_policies import DEPTH, TEST_POLICIES
 from drawn_law import drawn_traces, replay_law
-from enumeration import EXACT
-from random_stops import ByTokens, TrimmingByRows
+from enumeration import EXACT, distance, enumerate_texts, target_texts
 from reference_features import Rows, compute
 from scipy import stats
-from specstop.collect.completions import agreeing_anchors, given_noise, sampled_rows, sampling_balance, target_rows
+from specstop.collect.completions import given_noise, sampled_rows, sampling_balance, target_rows
 from specstop.collect.given_text import KeyedDraws, gumbel_given
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
@@ -32,7 +30,6 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from specstop.policies import Confidence
-from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES, HISTORY_FEATURES
 from specstop.policies.fixed import FixedLength
@@ -40,9 +37,8 @@ from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from text_law import Case, apart, live_law
 from torch import Tensor
-from trace_helpers import Carrying, by_anchor
+from trace_helpers import Carrying, assert_replay_is_live, by_anchor
 
 FALSE_ALARM = 1e-5
 """Significance level of each statistical test; the seeds are fixed."""
@@ -52,38 +48,40 @@ TEMPERATURE = 0.7
 TOP_P = SamplingParams(top_p=0.8, repetition_penalty=1.2)
 LOGITS = torch.tensor([1.0, 0.2, -0.5, -2.0, -math.inf, 0.9], dtype=torch.float64)
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2}
-STOPS: dict[str, Callable[[int], StopPolicy]] = {
-    "by-tokens": partial(ByTokens, 3, stops=0.5),
-    "by-tokens-from-the-anchor": partial(ByTokens, 5, first=0, stops=0.2),
-    "trims-by-rows": partial(TrimmingByRows, 4),
-}
 
 
 @pytest.mark.parametrize(
-    ("mode", "tree", "stop"),
-    [  # all of them, rejection's and block's, are in the benchmark of exactness
-        *(("rejection", "chain:3", stop) for stop in ("by-tokens", "by-tokens-from-the-anchor")),
-        *(("block", "chain:3", stop) for stop in ("by-tokens", "trims-by-rows")),
-        *(("point", "chain:3", stop) for stop in STOPS),
-        *(("rejection", tree, "by-tokens-from-the-anchor") for tree in ("2,1", "2,2")),
-        ("rejection_replace", "1,2", "by-tokens-from-the-anchor"),
+    ("mode", "tree", "decider", "kind"),
+    [
+        ("rejection", "chain:3", "confidence", "dense"), ("rejection", "chain:3", "from-anchor", "mixed"),
+        ("rejection", "chain:3", "selects-by-round", "mixed"), ("block", "chain:3", "confidence", "dense"),
+        ("block", "chain:3", "trims-unsure", "mixed"), ("block", "chain:3", "adaptive", "mixed"),
+        ("rejection", "2,1", "from-anchor", "mixed"), ("rejection", "2,2", "confidence", "mixed"),
+        ("rejection_replace", "1,2", "from-anchor", "mixed"),
     ],
-)
-def test_replay_has_the_joint_law_of_the_live_loop(mode: str, tree: str, stop: str) -> None:
-    is_tree = not tree.startswith("chain")
-    seed, eos = (2, True) if stop == "by-tokens" else (1, is_tree)
-    case = Case(mode, tree, STOPS[stop], "mixed", seed, eos, new=4 if is_tree else 5)
-    live = live_law(case)
-    assert math.isclose(sum(live.values()), 1.0) and len(live) > 20
-    assert apart(live, replay_law(case)) <= EXACT
+)  # fmt: skip
+def test_replay_has_the_joint_law_of_the_live_loop(mode: str, tree: str, decider: str, kind: str) -> None:
+    """Every random choice is enumerated, of the loop and of what the collector draws given each text."""
+    case = Case(mode, tree, decider, kind, 1, eos=kind == "mixed")
+    live = enumerate_texts(case).joint
+    assert math.isclose(sum(live.values()), 1.0) and len(live) > 15
+    assert distance(live, replay_law(case)) <= EXACT
+
+
+def test_replay_of_point_drafts_is_the_live_loop(
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
+) -> None:
+    settings = Settings(TEMPERATURE, NEW, DEPTH, verification="point")
+    policies = [FixedLength(DEPTH), Confidence(0.3, DEPTH), TEST_POLICIES["adaptive"]]
+    assert len(assert_replay_is_live(pair, prompts, policies, settings, profile, tmp_path)) > 100
 
 
 @pytest.mark.parametrize("mode", ["rejection", "block"])
 def test_chances_are_those_of_acceptance_given_prefix_and_token(mode: str) -> None:
     """Over texts and draws, the share of accepted tokens among those that look alike."""
-    case = Case(mode, "chain:2", STOPS["by-tokens"], "dense", 4, new=4)
+    case = Case(mode, "chain:2", "fixed", "dense", 4)
     sums: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for text, probability in case.texts().items():
+    for text, probability in target_texts(case).items():
         arrays, weights = drawn_traces(case, text)
         row = arrays.offset
         tokens, accepted = arrays.tokens[row].tolist(), arrays.accepted[row].tolist()
@@ -114,11 +112,11 @@ def test_keyed_draws_have_the_law_of_their_weights() -> None:
 
 @pytest.fixture(scope="module")
 def drawn(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    """A trace by verification, of two draws if they differ."""
+    """A trace of two draws by verification."""
     folder = tmp_path_factory.mktemp("drawn")
     return {
-        name: collect(pair, prompts, folder / name, verification=name, draws=draws, **OPTIONS)
-        for name, draws in (("rejection", 2), ("block", 2), ("point", 1))
+        name: collect(pair, prompts, folder / name, verification=name, draws=2, **OPTIONS)
+        for name in ("rejection", "block")
     }
 
 
@@ -177,18 +175,12 @@ def test_replay_refuses_policies_that_would_change_the_law(drawn: dict[str, Trac
     class Noisy(FixedLength):
         features = ("noisy_margin",)
 
-    class TrimsOneSibling(TrimmingByRows):
-        features = ("branch_rank",)
-
-        def keep(self, step, state):  # type: ignore[no-untyped-def]
-            return step.alive & (step.features[..., 0] < 1), state
-
     arrays = trace_arrays(drawn["rejection"])
     for policy, feature in ((Trims(0.3, DEPTH), "drawn_prob"), (Noisy(2), "noisy_margin")):
         with pytest.raises(PolicyError, match=feature):
             replay(arrays, policy, profile)
     with pytest.raises(TraceError, match="candidates"):
-        replay_law(Case("rejection", "2,1", lambda depth: TrimsOneSibling(1, depth), "dense", 1, new=4))
+        replay_law(Case("rejection", "2,1", "trims-by-place", "dense", 1))
 
 
 def test_a_policy_that_carries_state_decodes_all_texts_of_one_draw_in_order(
@@ -230,17 +222,6 @@ def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kep
     result = train(trace, profile, rule="survival", threshold=0.4)
     assert not set(result.policy.features) & set(HISTORY_FEATURES), "earlier rounds are not known"
     assert result.metrics["rows"] > 0 and "held_out_tokens_per_s" not in result.metrics
-
-
-@pytest.mark.parametrize(
-    ("agrees", "ended", "anchors"),
-    [
-        ([1, 1, 1, 1, 1, 1], False, [1, 2, 3, 4]), ([1, 1, 1, 0, 1, 1], False, [1, 4]),
-        ([0, 1, 1, 1, 1, 1], True, [1, 2, 3, 4, 5]), ([1, 1, 1, 1, 1, 0], True, [1, 2, 3]), ([1], False, []),
-    ],
-)  # fmt: skip
-def test_anchors_look_two_tokens_ahead(agrees: list[int], ended: bool, anchors: list[int]) -> None:
-    assert agreeing_anchors(np.array(agrees, dtype=bool), 2, ended).tolist() == anchors
 
 
 def test_mixed_rows_are_those_of_a_loop_over_positions(
@@ -392,27 +373,6 @@ def test_texts_of_another_temperature_are_refused_before_anything_is_written(pai
                 collect(pair, many, tmp_path / "a", completions=words, **options)
     assert not (tmp_path / "a").exists()
     assert errors[0] > 4 > abs(errors[1]) and errors[2] < -4, "tokens of colder texts are less surprising"
-
-
-def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> None:
-    prompts = make_prompts(9, "loop", 51)
-    named, texts = encoded(plain_pair, prompts), sampled_texts(plain_pair, prompts, 12, 0.9, TOP_P)
-    parts = []
-    for p, prompt in named:
-        for at, token in enumerate(texts[p.id]):
-            ids = torch.tensor([[*prompt, *texts[p.id][:at]]])
-            with torch.no_grad():
-                logits = plain_pair.target(ids).logits[:, -1]
-                probs = torch.softmax(TOP_P.build(0.9, prompt, (EOS,), torch.device("cpu"))(ids, logits)[0], -1)
-            possible = probs[probs > 0]
-            parts.append((p.id, float(probs[token].log() - (possible * possible.log()).sum())))
-    values = np.array([value for _, value in parts])
-    off = values - values.mean()
-    sums = np.array([off[[owner == p.id for owner, _ in parts]].sum() for p, _ in named])
-    error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
-    result = sampling_balance(plain_pair, Settings(0.9, 12, sampling=TOP_P, verification="match"), named, texts, 12)
-    assert (result["mean"], result["standard_error"]) == pytest.approx((values.mean(), error), rel=1e-9)
-    assert (result["texts"], result["tokens"], result["impossible"]) == (9, len(values), 0)
 
 
 def test_unusable_completions_are_refused_and_leave_what_was_there(

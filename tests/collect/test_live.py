@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from byte_pair import PERSON, byte_pair
 from conftest import EOS, NEW
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates
 from specstop.collect.prompts import Prompt
@@ -239,27 +238,6 @@ def test_replay_of_filtered_traces_is_the_live_loop(
     if sampling.processors:  # two tokens are left for three siblings
         assert missing[:, [2, 5]].all() and not missing[:, [0, 1, 3, 4]].any()
     assert not any(values.numpy()[missing].any() for values in arrays.columns.values() if values.dim() == 2)
-
-
-@pytest.fixture(scope="module")
-def structured() -> tuple[Pair, Any, list[Prompt]]:
-    """A pair of bytes, a grammar and prompts."""
-    grammars = pytest.importorskip("specstop.decode.verify.grammar")
-    pytest.importorskip("llguidance")
-    pair = byte_pair()
-    prompts = [Prompt(str(at), text) for at, text in enumerate(("the name", '{"age": 4', "a tag", "ok?"))]
-    return pair, grammars.Grammar.from_json_schema(PERSON, pair.tokenizer), prompts
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("tree", [None, "2,2,1,1,1"])
-def test_replay_under_a_grammar_is_the_live_loop(
-    structured: tuple[Pair, Any, list[Prompt]], profile: Profile, tmp_path: Path, temperature: float, tree: str | None
-) -> None:
-    pair, grammar, prompts = structured
-    sampling = SamplingParams(processors=(grammar,))
-    settings = Settings(temperature, 90, DEPTH, tree=tree, sampling=sampling, verification="match")
-    assert len(assert_replay_is_live(pair, prompts, POLICIES, settings, profile, tmp_path / "t")) > 50
 
 
 def test_a_policy_is_warned_about_where_it_was_not_trained(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -188,23 +189,13 @@ def test_folders_are_read_as_data_sets(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_hub_name_has_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def load_dataset(path: str, name: str | None, split: str | None) -> Any:
-        calls.append((path, name, split))
-        return datasets.Dataset.from_list([{"question": f"of {split}"}])
-
+    load_dataset = Mock(return_value=datasets.Dataset.from_list([{"question": "q"}]))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in ("hf:openai/gsm8k:main:train[:5]", "hf:me/mine::dev", "hf:me/mine"):
-        assert read_prompts(name)[0].text == f"of {calls[-1][2]}"
-    assert calls == [("openai/gsm8k", "main", "train[:5]"), ("me/mine", None, "dev"), ("me/mine", None, None)]
-    for name in ("hf:", "hf:a/b/c"):
-        refused(name, "expected hf:organisation/name")
-
-    def fail(*args: object, **options: object) -> None:
-        raise ConnectionError("no way\nthere")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    assert read_prompts("hf:openai/gsm8k:main:train[:5]")[0].text == read_prompts("hf:me/mine")[0].text == "q"
+    arguments = [(*call.args, *call.kwargs.values()) for call in load_dataset.call_args_list]
+    assert arguments == [("openai/gsm8k", "main", "train[:5]"), ("me/mine", None, None)]
+    refused("hf:a/b/c", "expected hf:organisation/name")
+    load_dataset.side_effect = ConnectionError("no way\nthere")
     refused("hf:a/b", "hf:a/b: no way$")
 
 

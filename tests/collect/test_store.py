@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies
-from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain, draft_of, pair_options
+from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain
 from specstop.collect.store import (
     Trace,
     check_trace,
@@ -86,22 +86,6 @@ def test_text_that_is_no_header_is_refused(text: str | bytes) -> None:
 def test_fields_out_of_range_or_in_contradiction_are_refused(changes: dict[str, Any], noun: str) -> None:
     with pytest.raises(TraceError, match=f"here: .*{noun}"):
         Header.from_json(json.dumps({**RAW, **changes}), "here")
-
-
-@pytest.mark.parametrize(
-    ("draft", "facts", "words"),
-    [
-        ("d", {}, "--draft d"), ("", {}, "--draft DRAFT"),
-        ("hydra:h", {"drafter": "hydra:h", "draft model": ""}, "--drafter hydra:h"),  # the header has the spec as `draft`
-        ("suffix+model", {"drafter": "suffix+model", "draft model": "d"}, "--draft d --drafter suffix+model"),
-        ("d", {"device": "NVIDIA H100", "dtype": "bfloat16"}, "--draft d --device cuda --dtype bfloat16"),
-    ],
-)  # fmt: skip
-def test_the_pair_is_named_by_the_options_of_commands(draft: str, facts: dict[str, Any], words: str) -> None:
-    header = dataclasses.replace(HEADER, draft=draft, facts=facts)
-    assert " ".join(pair_options(header)) == f"--target t {words}"
-    assert pair_options(dataclasses.replace(header, target=""))[:2] == ["--target", "TARGET"]
-    assert draft_of(header) in ("d", "DRAFT")
 
 
 @pytest.mark.parametrize("streaming", [None, False, True])

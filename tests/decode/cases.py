@@ -48,7 +48,7 @@ class Case:
         seed: of the table.
         sampling: name in `SHAPINGS`.
         eos: whether the last token of the vocabulary ends a text.
-        drafter: as of `find_drafter`.
+        drafter: as of `find_drafters`.
         vocabulary, new, temperature, prompt: of the texts.
         attention: backend of the models.
         draft_knows: how many tokens of the vocabulary, the first ones; 0 = all.

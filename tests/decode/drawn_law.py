@@ -10,24 +10,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from enumeration import Enumerator
+from cases import Case
+from deciders import DECIDERS
+from enumeration import Enumerator, JointLaw, target_texts
+from oracle import Law, oracle_pair
 from specstop.collect.completions import target_rows
 from specstop.collect.dense import DenseCollector, node_features
 from specstop.collect.proposals import Proposals, TargetText
 from specstop.collect.schema import Header, PromptTask, parents
-from specstop.decode.rounds import play_round
 from specstop.decode.settings import Settings
-from specstop.decode.topology import Topology
+from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.modes import MODES
-from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable
 from specstop.policies.features import ANCHOR_FEATURES
-from specstop.policies.host import PolicyHost
 from specstop.policies.profile import Profile
 from specstop.train.replay.arrays import TraceArrays
-from specstop.train.replay.checks import check_replayable
-from specstop.train.replay.source import TraceSource
-from text_law import Case, JointLaw, Rounds
+from specstop.train.replay.run import replay
 from torch import Tensor
 
 CHANCES = ("accept_chance", "next_chance")
@@ -85,40 +83,31 @@ class EnumeratedDraws:
         return torch.searchsorted(mass, torch.tensor(uniform, dtype=torch.float64)[:, None], right=True)[:, 0]
 
 
-def replay_law(case: Case, texts: dict[tuple[int, ...], float] | None = None) -> JointLaw:
-    """Return the joint law of text and rounds of replay, of all texts or of these."""
+def replay_law(case: Case) -> JointLaw:
+    """Return the joint law of text and rounds of replay."""
     out: JointLaw = {}
-    for text, probability in (case.texts() if texts is None else texts).items():
+    tree = parse_tree(case.tree)
+    policy = DECIDERS[case.decider]().limited(tree.deepest)
+    for text, probability in target_texts(case).items():
         if len(text) < 2:
             out[text, ()] = probability
             continue
         arrays, weights = drawn_traces(case, text)
-        for played, weight in zip(replayed(arrays, case.policy()), weights.tolist(), strict=True):
+        rounds: list[tuple[tuple[int, ...], ...]] = [()] * len(weights)
+        for sequence, *counts in replay(arrays, policy, profile(tree)).log.tolist():
+            rounds[sequence] += (tuple(counts),)
+        for played, weight in zip(rounds, weights.tolist(), strict=True):
             out[text, played] = out.get((text, played), 0.0) + probability * weight
     return out
 
 
-def replayed(arrays: TraceArrays, policy: StopPolicy) -> list[Rounds]:
-    """Return the rounds of each sequence, as the shared round loop plays them on a trace."""
-    check_replayable(arrays, policy, profile(arrays.tree))
-    source, host = TraceSource(arrays, policy, np.arange(arrays.sequences)[:, None]), PolicyHost(policy)
-    host.start(arrays.keys.numpy())
-    rounds: list[list[Any]] = [[] for _ in range(arrays.sequences)]
-    tokens = arrays.tokens.numpy()
-    while source.active.any():
-        anchor, active = source.anchor, source.active
-        made = play_round(source, host)
-        sent = made.sent[:, 1:]
-        for at in np.flatnonzero(active).tolist():
-            rows = tuple((node + 1, int(tokens[source.row[at], node])) for node in np.flatnonzero(sent[at]).tolist())
-            rounds[at].append((int(anchor[at]), int(made.drafted[at]), rows, int(made.accepted[at])))
-        source.next_texts()
-    return [tuple(played) for played in rounds]
-
-
 def drawn_traces(case: Case, text: tuple[int, ...]) -> tuple[TraceArrays, Any]:
     """Return every trace that the collector may draw given a text, each as a sequence, with their probabilities [S]."""
-    pair, tree, start = case.pair, case.topology, len(case.prompt)
+    pair, tree, start = (
+        oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends),
+        parse_tree(case.tree),
+        len(case.prompt),
+    )
     numbers: dict[int, Numbers] = {}
 
     def wanted(position: int, node: int) -> bool:
@@ -173,12 +162,11 @@ def _combined(
 
 
 def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:
-    tree, names = case.topology, node_features(case.topology, case.mode)
-    eos = (case.vocabulary - 1,) if case.eos else ()
-    mode = MODES[case.mode]
+    tree = parse_tree(case.tree)
+    names = node_features(tree, case.mode)
     header = Header(
-        "", "", {}, case.vocabulary, eos, 1.0, parents(tree), names, ANCHOR_FEATURES, case.new, 0, 1, many, "",
-        verification=case.mode, label=mode.label,
+        "", "", {}, case.vocabulary, case.ends, 1.0, parents(tree), names, ANCHOR_FEATURES, case.new, 0, 1, many, "",
+        verification=case.mode, label=MODES[case.mode].label,
     )  # fmt: skip
     tokens = torch.from_numpy(columns["tokens"]).int()
     full = torch.full((many,), rows, dtype=torch.int64)
@@ -196,7 +184,7 @@ def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:
         text_tokens=torch.from_numpy(np.array(columns["text_tokens"])[::rows].copy()).long(),
         accepted=torch.from_numpy(columns["accepted_length"]).long(),
         tokens=tokens,
-        ends=torch.isin(tokens, torch.tensor(eos, dtype=torch.int32)),
+        ends=torch.isin(tokens, torch.tensor(case.ends, dtype=torch.int32)),
         cut=torch.from_numpy(columns["cut"]),
         columns={name: torch.from_numpy(np.asarray(columns[name])) for name in (*ANCHOR_FEATURES, *names)},
         path=None if tree.is_chain else torch.from_numpy(columns["accepted"]),

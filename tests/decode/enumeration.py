@@ -23,6 +23,7 @@ NEGLIGIBLE = 1e-15
 EXACT = 1e-12
 MOST_LEAVES = 3000
 Texts = dict[tuple[int, ...], float]
+JointLaw = dict[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], float]
 
 
 class TooMany(Exception):
@@ -107,6 +108,7 @@ class Proof:
 
     Attributes:
         texts: probability by text.
+        joint: probability by (text, rounds); a round is (anchor, drafted, verified, accepted).
         distance: total variation from the target's distribution.
         leaves: sequences of choices.
         drafted, dropped, accepted, later: sums over leaves of tokens drawn, drawn but not verified, accepted, and accepted
@@ -116,6 +118,7 @@ class Proof:
     """
 
     texts: Texts = field(default_factory=dict)
+    joint: JointLaw = field(default_factory=dict)
     distance: float = 1.0
     leaves: int = 0
     drafted: int = 0
@@ -168,7 +171,10 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
         proof.leaves += 1
         if proof.leaves > most:
             raise TooMany(str(case))
+        rounds = tuple((r.anchor, r.drafted, r.verified, r.accepted) for r in generation.rounds)
+        key = generation.tokens, rounds
         proof.texts[generation.tokens] = proof.texts.get(generation.tokens, 0.0) + source.probability
+        proof.joint[key] = proof.joint.get(key, 0.0) + source.probability
         proof.drafted += sum(r.drafted for r in generation.rounds)
         proof.dropped += sum(r.drafted - r.verified for r in generation.rounds)
         proof.accepted += sum(r.accepted for r in generation.rounds)
@@ -200,9 +206,9 @@ def target_texts(case: Case) -> Texts:
     return out
 
 
-def distance(one: Texts, other: Texts) -> float:
+def distance(one: dict[Any, float], other: dict[Any, float]) -> float:
     """Return the total variation between two distributions; what does not sum to 1 counts as well."""
-    return 0.5 * sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other})
+    return 0.5 * sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})
 
 
 def prove_within(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> tuple[Case, Proof]:

@@ -1,7 +1,7 @@
 """Small random models of many kinds, for tests and for `benchmarks/architectures.py`.
 
 Configurations of eleven kinds of model (`CONFIGS`), small configurations of causal language model classes of
-transformers (`build_class`), and the comparison of decoded texts with those of `generate`.
+transformers (`build_class`), and the comparison of its texts with those of `generate` (`sweep_class`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from specstop.decode import Pair, Settings, Speculator, Tally, join
+from specstop.decode import Settings, Speculator, join
 from specstop.decode.loop import Request
-from specstop.policies import Confidence, FixedLength, InputError, StopPolicy
+from specstop.policies import FixedLength, InputError
 from specstop.policies.errors import PairError
 from transformers import (
     AutoModelForCausalLM,
@@ -37,7 +37,6 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-TIE = 1e-4
 VOCABULARY = 64
 WINDOW = 6  # shorter than every text and several trees
 IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -76,9 +75,6 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 """Small configurations by name; those with a window have layers that see `WINDOW` tokens."""
 
 EAGER_ONLY = ("gemma2",)  # transformers has no other attention for its soft-capped scores
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-SHAPES = (None, "3,2,1", "fork:4x4", "parents:-1,-1,0,0,1,2,5")
-POLICIES: tuple[StopPolicy, ...] = (FixedLength(4), Confidence(0.2))
 
 
 def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
@@ -114,63 +110,6 @@ def plain(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
     ids = torch.tensor([list(prompt)], device=model.device)
     out: Any = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
     return [int(token) for token in out[0, len(prompt) :]]
-
-
-@torch.inference_mode()
-def margin(model: PreTrainedModel, prefix: Sequence[int]) -> float:
-    """Return the difference of the two best logits after a prefix."""
-    best = model(torch.tensor([list(prefix)], device=model.device)).logits[0, -1].double().topk(2).values
-    return float(best[0] - best[1])
-
-
-@dataclass
-class Compared:
-    """Texts of one model, tree and policy, compared with the plain ones.
-
-    Attributes:
-        margins: of the target's two best logits, where a text first differs.
-        accepted: accepted tokens / verified tokens.
-    """
-
-    texts: int = 0
-    equal: int = 0
-    margins: list[float] = field(default_factory=list)
-    accepted: float = 0.0
-
-    @property
-    def ties(self) -> int:
-        """Texts that differ after a tie."""
-        return sum(m < TIE for m in self.margins)
-
-    @property
-    def wrong(self) -> int:
-        """Texts that differ without a tie."""
-        return len(self.margins) - self.ties
-
-
-def compare(
-    target: PreTrainedModel,
-    pair: Pair,
-    policy: StopPolicy,
-    tree: str | None,
-    texts: Sequence[list[int]],
-    expected: Sequence[list[int]],
-    new: int,
-) -> Compared:
-    """Decode `texts` with one policy and tree and compare them with `expected`, the plain texts of `target`."""
-    speculator = Speculator(pair, policy, Settings(0.0, new, tree=tree))
-    made = [speculator.generate(prompt) for prompt in texts]
-    out = Compared(len(made))
-    for prompt, generation, right in zip(texts, made, expected, strict=True):
-        got = list(generation.tokens)
-        if got == right:
-            out.equal += 1
-            continue
-        first = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
-        out.margins.append(margin(target, [*prompt, *right[:first]]))
-    facts = Tally(made).summary()
-    out.accepted = facts["accepted"] / max(1, facts["verified"])
-    return out
 
 
 CLASS_VOCABULARY = 96

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.decode.drift_monitor import DEVIATIONS, SLACK, WINDOW, DriftMonitor, make_monitor
+from specstop.decode.drift_monitor import DEVIATIONS, SLACK, WINDOW, DriftMonitor
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.plain import plain_texts
-from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.heads import build_head
@@ -47,23 +46,6 @@ def test_the_band_has_the_mean_and_variance_of_the_accepted_length():
         monitor.add((0.8, 0.4, 0.3), 2)
     half = DEVIATIONS * math.sqrt(variance / WINDOW) + SLACK * mean
     assert monitor.band() == pytest.approx((2.0, mean - half, mean + half))
-
-
-@pytest.mark.parametrize(("depths", "cut"), [(4, True), (0, False)])
-def test_rounds_that_were_cut_or_without_a_decision_do_not_count(depths, cut):
-    monitor = make_monitor(promising(0.9), "warn", True)
-    assert monitor is not None
-    one, true = np.ones(1, dtype=np.int64), np.array([True])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(WINDOW):  # nothing is accepted
-            state = monitor._policy.start(1, one)
-            for depth in range(1, depths):
-                features = np.full((1, 1, 1), depth, dtype=np.float32)
-                step = DraftStep(depth, true[:, None], one[:, None] - 1, features, {}, one - 1)
-                state = monitor._policy.keep(step, state)[1]
-                monitor.on_decision(step, state)
-            assert monitor.on_outcome(RoundOutcome(true, 4 * one, 4 * one, 0 * one, true & cut, np.zeros(1))) is None
 
 
 @pytest.fixture(scope="module")

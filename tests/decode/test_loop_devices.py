@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import random_models as table
 import torch
 from conftest import build_draft, build_model
-from small_models import table
 from specstop.decode import Settings, Speculator, model_source, summaries
 from specstop.decode.benchmark import bench, count_differences
 from specstop.decode.drafters import model as model_drafter

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
-from small_models import table
-from specstop.decode.models.attention import Part, TreeRows
-from specstop.decode.models.cache import CachedModel
 from specstop.decode.records import Generation, Round, Tally
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology, chain, from_parents, from_widths, parse_tree
 from specstop.policies.arguments import MAX_ROWS
 from specstop.policies.errors import InputError
-from torch import Tensor
 
 SHAPES = {
     "4,2,2,1": (1 + 4 + 8 + 16 + 16, 4, 16), " 4, 2": (1 + 4 + 8, 2, 8), "8": (9, 1, 8), "fork:4x5": (21, 5, 4),
@@ -95,50 +89,6 @@ def test_a_list_of_parents_is_renumbered_by_depth_and_stays_the_same_tree(offset
 
 
 # Trees in the cache
-
-NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32
-MODELS = [("llama", "sdpa"), ("llama", "eager"), ("mistral-window", "sdpa"), ("gemma3", "sdpa"), ("opt", "eager")]
-CACHED = ["chain:5", "3,2,2", "fork:3x3", "parents:-1,-1,0,0,1,2,5", f"fork:2x{table.WINDOW + 4}"]
-
-
-def path_of(tree: Topology, row: int) -> list[int]:
-    return [*path_of(tree, tree.parent[row]), row] if row >= 0 else []
-
-
-@pytest.mark.parametrize(("kind", "attention"), MODELS, ids="-".join)
-@torch.no_grad()
-def test_rows_of_a_tree_have_the_logits_of_their_chains_before_and_after_a_path_is_kept(kind, attention):
-    """The rows are read at once, or level by level with rows missing; a second tree follows the kept path."""
-    model, near = table.build(kind, torch.float64, attention), NEAR[attention]
-
-    def check(logits: Tensor, texts: list[list[int]]) -> None:
-        """Compare logits with the last row of each text in one forward pass without a cache."""
-        alone = torch.stack([model(torch.tensor([text]), use_cache=False).logits[0, -1] for text in texts])
-        torch.testing.assert_close(logits, alone, atol=near, rtol=0)
-
-    for seed, name in enumerate(CACHED):
-        tree, draw = parse_tree(name), random.Random(seed)
-        rows, gap = list(range(len(tree))), len(tree) // 2
-        if seed % 2:
-            rows = [row for row in rows if gap not in path_of(tree, row)]
-        levels = [[row for row in rows if tree.depth[row] == depth] for depth in range(tree.deepest + 1)]
-        prefix = [draw.randrange(3, table.VOCABULARY) for _ in range((2, 9, 12)[seed % 3])]
-        cached = CachedModel(model, 80, table.VOCABULARY)
-        cached.read(torch.tensor([prefix]))
-        for parts in ([rows], [level for level in levels if level]):
-            words, read = [draw.randrange(3, table.VOCABULARY) for _ in tree.parent], list[int]()
-            for part in parts:
-                at = TreeRows(tree, len(prefix), read, part)
-                logits = cached.read_parts([Part(0, [words[row] for row in part], tree=at)])
-                read += part
-                check(logits, [[*prefix, *(words[r] for r in path_of(tree, row))] for row in part])
-            kept = path_of(tree, draw.choice(rows[2:]))
-            cached.keep(len(prefix), [len(prefix) + read.index(row) for row in kept])
-            prefix += [words[row] for row in kept]
-            assert cached.length == len(prefix)
-            check(cached.read(torch.tensor([[7, 9]]))[0], [[*prefix, 7], [*prefix, 7, 9]])
-            prefix += [7, 9]
-
 
 # The state of a round
 

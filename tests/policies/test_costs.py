@@ -123,21 +123,6 @@ def test_a_fitted_curve_never_falls_and_keeps_the_sum(timings: list[tuple[int, f
     assert predicted == pytest.approx(sum(float(values.sum()) for values in side.values()))
 
 
-def test_the_first_draft_step_of_a_batch_has_a_separate_price() -> None:
-    timings: m.Timings = {
-        Key(what, side, counts): np.array([value])
-        for side in ("short", "long")
-        for what, counts, value in (
-            (m.VERIFY, (1,), 4.0), (m.BATCH_VERIFY, (2, 4), 5.0), (m.BATCH_FIRST, (2,), 3.0), (m.BATCH_DRAFTS, (2, 4), 8.0),
-        )
-    }  # fmt: skip
-    costs = m.estimate(timings, (10.0, 40.0), 1)
-    assert costs.first_draft_s([0, 2], 20.0).tolist() == pytest.approx([0.0, 3.0])
-    assert costs.draft_s([0, 2], 20.0).tolist() == pytest.approx([0.0, 2.0])
-    drafted = np.array([3, 3])
-    assert costs.batch_seconds(np.array([20, 20]), drafted, np.array([1, 1]), drafted, 0.5) == pytest.approx(13.5)
-
-
 # Measurements
 
 EXACT = 1e-6
@@ -158,16 +143,6 @@ def test_costs_and_draws_of_timings_without_noise_are_exact(profile: Profile) ->
         assert one.prefill_seconds(np.array([30])) == pytest.approx(profile.prefill_seconds(np.array([30])), rel=1e-4)
         assert one.decision("confidence") == pytest.approx(profile.decision("confidence"), rel=EXACT)
     assert not draw.measurements and draw.resampled(np.random.default_rng(1)) is draw
-
-
-def test_a_first_draft_step_that_reads_several_tokens_has_no_price_of_a_later_step() -> None:
-    """A drafter that reads the text again never has one token to read, and its later steps may read nothing."""
-    timed: dict[Key, list[float]] = {}
-    for side in m.CONTEXTS:
-        timed |= {Key(m.PLAIN, side): [4e-3], Key(m.VERIFY, side, (1,)): [5e-3], Key(m.LATER, side, (2,)): [2e-4]}
-        timed |= {Key(m.FIRST, side, (2,)): [6e-3], Key(m.FIRST, side, (3,)): [6.1e-3]}
-    low = Profile.measured(merge_repetitions([timed]), (20.0, 60.0), 2, 0.7).low
-    assert (*low.draft_s, low.later_s) == pytest.approx((6e-3, 6e-3, 2e-4), rel=EXACT)
 
 
 def test_a_slow_repetition_is_slow_for_all_costs_of_a_draw(profile: Profile) -> None:
@@ -302,25 +277,13 @@ def test_a_profile_round_trips_through_its_file(profile: Profile, tmp_path: Path
     assert Profile.load(tmp_path / "p.json") == dataclasses.replace(original, measurements=Measurements())
 
 
-NAN, INF = float("nan"), float("inf")
-SERIES = {"what": "verify", "of": "short", "counts": [1], "ns": [[1]]}
 DAMAGES: list[tuple[str, Any, str]] = [  # keys from the outside in, value, noun of the message
-    ("schema", 2, "schema"), ("kind", "policy", "schema"), ("low", 3, "low"), ("high.verify_s", None, "high.verify_s"),
-    ("low.verify_s", [1e-3] * 3, "verify_s"), ("low.verify_s", [], "verify_s"), ("low.verify_s", [4e-3] * 2000, "verify_s"),
-    ("low.verify_s", [0.0] * 7, "verify_s"), ("low.verify_s", [4e-3, -8.5e-3] * 3, "verify_s"),
-    ("high.draft_s", [1e-3, 1e308], "draft_s"), ("step_s", "0.004", "step_s"), ("step_s", True, "step_s"),
-    ("step_s", -1e-6, "step_s"), ("step_s", 10**400, "step_s"), ("round_s", NAN, "finite"), ("prefill_s", [1.0], "prefill_s"),
-    ("decision_s", [1.0], "decision_s"), ("decision_s", {"\ud800": 1e-3}, "control characters"),
-    ("low.context", -1.0, "context"), ("high.context", 8.0 + 1e-9, "context"), ("high.context", 7.0, "context"),
-    ("low.tree_verify_s", [[0.5, 1e-3]], "tree_verify_s"), ("low.tree_verify_s", [[3, 1e-3], [2, 1e-3]], "tree_verify_s"),
-    ("tree_outside_s", [1e-3, 1e-3, -1e-3], "outside"), ("temperature", -0.5, "temperature"),
-    ("verification", "x" * 201, "verification"), ("facts", [["made", "up"]], "facts"),
+    ("schema", 2, "schema"), ("low", 3, "low"), ("low.verify_s", [1e-3] * 3, "verify_s"),
+    ("low.verify_s", [0.0] * 7, "verify_s"), ("step_s", "0.004", "step_s"), ("step_s", -1e-6, "step_s"),
+    ("round_s", float("nan"), "finite"), ("decision_s", {"\ud800": 1e-3}, "control characters"),
+    ("high.context", 7.0, "context"), ("low.tree_verify_s", [[3, 1e-3], [2, 1e-3]], "tree_verify_s"),
     ("facts", {"device": "\x1b[2J"}, "control characters"), ("facts", json.loads("[" * 100 + "]" * 100), "nested"),
-    ("measurements", 3, "p.json"), ("measurements", [3], "p.json"), ("measurements", [{"what": "verify"}], "p.json"),
-    ("measurements", [SERIES] * 2, "p.json"),
-    *(("measurements", [{**SERIES, **change}], "p.json") for change in (
-        {"ns": [[1.5]]}, {"ns": [[-1]]}, {"ns": [[True]]}, {"ns": [[], []]}, {"counts": ["1"]}, {"counts": [1, 2]},
-        {"what": 7}, {"what": "wait"}, {"of": "middle"}, {"what": "decisions", "of": "confidence", "counts": [0]})),
+    ("measurements", [{"what": "verify", "of": "short", "counts": [1], "ns": [[-1]]}], "p.json"),
 ]  # fmt: skip
 
 

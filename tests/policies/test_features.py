@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -159,12 +160,10 @@ def test_a_custom_feature_is_known_when_its_inputs_are_and_is_finite() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_unknown_and_invalid_features_are_refused() -> None:
-    for name, nouns in (("entropi", "'entropi'.*'entropy'"), ("lead-rati", "lead-ratio")):
-        with pytest.raises(PolicyError, match=nouns):
-            feature(name)
-    for name in ("noisy_margin", "noisy_score"):
-        with pytest.raises(PolicyError, match="match"):
-            compiled([name], Rows(torch.zeros(2, 5), 0.7))
+    with pytest.raises(PolicyError, match=r"'lead-rati'.*lead-ratio"):
+        feature("lead-rati")
+    with pytest.raises(PolicyError, match="match"):
+        compiled(["noisy_margin"], Rows(torch.zeros(2, 5), 0.7))
     for inputs, name in (((), "x"), (("nope",), "x"), (("lead-ratio",), "x"), (("top1",), "entropy")):
         with pytest.raises(PolicyError, match="expected"):
             custom_feature(*inputs, name=name)(lambda *values: values[0])
@@ -196,3 +195,10 @@ def test_custom_features_are_the_same_live_in_evaluation_and_in_training(
     assert train(trace, profile, out=tmp_path / "policy", features=names).policy.features == names
     texts = decode(plain_pair, ["w7 w8 w9"], tmp_path / "policy", settings=Settings(0.0, 16, verification="match"))
     assert texts[0].failure is None
+
+
+@pytest.mark.parametrize("value", ["no_such_module:x", "math:missing"])
+def test_a_damaged_plugin_of_a_feature_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f, "entry_points", lambda group: [EntryPoint("damaged", value, group)])
+    with pytest.raises(PolicyFailure, match="'damaged'"):
+        feature("damaged")

@@ -10,21 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.collect.store import Trace
-from specstop.decode import decode
-from specstop.decode.hf.stopping import PolicyStoppingCriteria
-from specstop.decode.models.pair import Pair
-from specstop.decode.profile import add_decisions
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.host import PolicyHost, is_trusted, put, take, validate_policy, with_costs
-from specstop.policies.profile import Profile
+from specstop.policies.host import PolicyHost, is_trusted, put, take, validate_policy
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.testing import keys, make_step, make_tree
-from specstop.train import trace_arrays
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.replay.run import replay
 from steps import draft_step, round_outcome
 
 
@@ -208,14 +199,6 @@ def test_a_memory_that_grew_is_padded_with_zeros() -> None:
     assert put(np.ones((2, 1)), np.array([1]), None).tolist() == [[1.0], [0.0]]
 
 
-@pytest.mark.parametrize(
-    ("state", "other"), [([1, 2], [3]), ({"a": np.ones(2)}, {"a": np.ones(1)}), (None, np.ones(1)), ((), (np.ones(1),))]
-)
-def test_an_invalid_state_is_refused(state: State, other: State) -> None:
-    with pytest.raises(PolicyFailure):
-        put(state, np.array([0]), other)
-
-
 # Validation of plugins
 
 
@@ -228,17 +211,11 @@ def odd(attribute: str, value: Any) -> StopPolicy:
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    *(("features", value, "tuple") for value in ("entropy", None, 7, ["entropy"], ("top1", "top1"))),
-    ("features", (1, 2), "the int 1"), ("features", ("entrpy",), "entropy"), ("features", property(fail), "KeyError"),
-    *(("hidden", value, "tuple") for value in ("draft_hidden", None)), ("hidden", ("draft_hiden",), "draft_hidden"),
-    *(("sizes", value, "whole numbers") for value in (3, {"draft_hidden": "wide"})),
-    *(("unasked", value, "whole numbers") for value in (3, {8: -1}, {"8": 3})),
-    *((name, value, "whole number") for name in ("max_depth", "first") for value in ("4", -1, 2.5, None, True)),
-    ("max_depth", property(lambda self: 4), "max_depth"),
-    *(("name", value, "text") for value in ("", None, "a\nb", "\ud800")), ("cost_name", 5, "text"),
-    *((name, 1, "True or False") for name in ("trims", "carries", "reads_clock", "joint")),
-    ("reads_clock", np.bool_(True), "True or False"),
-    *(("limited", value, "limited") for value in (lambda self, depth: None, lambda self, depth: self)),
+    ("features", ["entropy"], "tuple"), ("features", ("top1", "top1"), "tuple"), ("features", (1, 2), "the int 1"),
+    ("features", ("entrpy",), "entropy"), ("features", property(fail), "KeyError"), ("hidden", None, "tuple"),
+    ("sizes", 3, "whole numbers"), ("unasked", {8: -1}, "whole numbers"), ("max_depth", "4", "whole number"),
+    ("first", -1, "whole number"), ("max_depth", property(lambda self: 4), "max_depth"), ("name", "a\nb", "text"),
+    ("trims", 1, "True or False"), ("limited", lambda self, depth: None, "limited"),
 ]  # fmt: skip
 
 
@@ -260,26 +237,3 @@ def test_a_wrong_attribute_is_refused_by_name(attribute: str, value: Any, noun: 
 def test_another_object_than_a_policy_is_refused(policy: Any, noun: str) -> None:
     with pytest.raises(PolicyError, match=noun):
         validate_policy(policy)
-
-
-def test_costs_for_a_plugin_are_validated(profile: Profile) -> None:
-    plugin = Plugin()
-    assert with_costs(plugin, None) is plugin is with_costs(plugin, profile)
-    for value, noun in ((fail, r"with_costs\(\)"), (lambda self, profile: None, "StopPolicy")):
-        with pytest.raises(PolicyError, match=noun):
-            with_costs(odd("with_costs", value), profile)
-
-
-def test_policies_are_validated_wherever_they_enter(pair: Pair, traces: dict[float, Trace], profile: Profile) -> None:
-    entrances: list[Callable[[Any], Any]] = [
-        lambda policy: decode(pair, ["w7 w8"], policy),
-        PolicyStoppingCriteria,
-        lambda policy: replay(trace_arrays(traces[0.7]), policy, profile),
-        lambda policy: evaluate(traces[0.7], profile, [policy]),
-        lambda policy: add_decisions(profile, [policy], 48),
-    ]
-    for enter in entrances:
-        with pytest.raises(PolicyError, match=r"Odd\.features: .*entropy"):
-            enter(odd("features", ("entrpy",)))
-        with pytest.raises(PolicyError, match="class Confidence"):
-            enter(Confidence)

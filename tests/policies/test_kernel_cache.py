@@ -29,14 +29,6 @@ def shifted(x):
 """
 
 
-def run(code: str, cache: Path, *path: Path) -> str:
-    """Return the output of Python code in another process."""
-    python_path = os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": python_path}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A small package with this compiler, a kernel, a function that it calls, and a constant in another module."""
@@ -53,21 +45,23 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_kernel_is_compiled_again_only_when_a_source_changes(root: Path, tmp_path: Path) -> None:
-    def call(cache: Path) -> float:
-        return float(run("from package.kernels.caller import caller; print(caller(0.0))", cache, root))
-
     cache, helper = tmp_path / "cache", root / "package/kernels/helper.py"
-    assert call(cache) == 11.0
+
+    def call() -> float:
+        command = [sys.executable, "-c", "from package.kernels.caller import caller; print(caller(0.0))"]
+        python_path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": python_path}
+        return float(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+
+    assert call() == 11.0
     helper.write_text(HELPER.replace("10.0", "20.0"))
-    assert call(cache) == 21.0
+    assert call() == 21.0
     (root / "package/counter_rng.py").write_text("SHIFT = 2.0\n")
-    assert call(cache) == 22.0
+    assert call() == 22.0
     files = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
     assert len(files) == 2, "of three versions; older folders are deleted"
-    assert call(cache) == 22.0
+    assert call() == 22.0
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")} == files
-    (tmp_path / "file").write_text("")
-    assert call(tmp_path / "file") == 22.0, "a cache that cannot be written is no error"
 
 
 def test_kernels_import_only_sources_of_the_cache_key() -> None:

@@ -13,7 +13,7 @@ from head_tensors import DRAFT, NAMES, TENSORS, draw, features, knots, random_po
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
-from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, TrainingMetadata, build_rule
+from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, build_rule
 from specstop.policies.rules import BatchRule, Derived, Rule, Threshold
 from specstop.train.fit.rules import derived_thresholds
 from steps import draft_step
@@ -64,15 +64,6 @@ def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
 ) -> None:
     with pytest.raises(PolicyError, match="calibration"):
         Calibrator(kind, temperature, None if table is None else np.array(table, dtype=np.float32))
-
-
-def test_each_output_has_its_calibration_map() -> None:
-    accept, next_ = Calibrator("temperature", 1.7), Calibrator("isotonic", knots=knots())
-    head, x = build_head("mlp", NAMES, TENSORS["mlp"]), features(9, 2)
-    policy = LearnedPolicy("mine", NAMES, head, accept, next_, Derived([0.1]), 4)
-    for depth in (0, 1):
-        scores = head.scores(x.reshape(18, -1), depth).reshape(9, 2, 2)
-        assert np.array_equal(policy.probabilities(x, depth), [accept(scores[..., 0]), next_(scores[..., 1])])
 
 
 # Survival
@@ -143,25 +134,6 @@ def test_each_depth_is_recalibrated_before_the_next_factor(first: int, power: fl
         assert np.array_equal(alone, state[2:3])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda t: t[..., ::-1], lambda t: t * 1.5, lambda t: t[0], lambda t: t[..., :1], lambda t: t.astype(np.float64),
-        lambda t: np.where(t > 0.9, np.float32(np.nan), t),
-    ],
-    ids=["falling", "above one", "a dimension short", "one knot", "float64", "nan"],
-)  # fmt: skip
-def test_survival_tables_that_are_no_monotone_maps_are_refused(damage: Any) -> None:
-    with pytest.raises(PolicyError):
-        SurvivalMaps(damage(survival_tables(power=0.2)))
-
-
-def test_a_policy_covers_all_temperatures_between_those_of_its_traces() -> None:
-    several, one = TrainingMetadata(temperature=(0.0, 0.7, 1.0)), TrainingMetadata(temperature=0.7)
-    assert [several.covers(t) for t in (0.0, 0.3, 1.0, 1.2)] == [True, True, True, False]
-    assert one.covers(0.7) and not one.covers(0.0)
-
-
 # Stop rules
 
 
@@ -221,28 +193,21 @@ def altered(rule: Rule, **entries: Any) -> dict[str, Any]:
     return {**json.loads(json.dumps(rule.to_dict())), **entries}
 
 
-DERIVED, TREE, NAN = Derived([0.1]), make_tree_policy().rule, math.nan
-BAD_RATES: list[Any] = [[(2, 1.0), (1, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, math.inf)], [(1, NAN)], [3], "none"]
+DERIVED, TREE = Derived([0.1]), make_tree_policy().rule
+BAD_RATES: list[Any] = [[(2, 1.0), (1, 1.0)], [(0, 1.0)], [(1, math.nan)], "none"]
 
 
 @pytest.mark.parametrize(
     ("raw", "noun"),
     [
-        ({"kind": "guess"}, "guess"), ({}, "kind"), ([], "rule"), ({"kind": "step"}, "threshold"),
-        ({"kind": "step", "threshold": 1.5}, "threshold"), ({"kind": "any", "threshold": -0.1}, "threshold"),
-        ({"kind": "survival", "threshold": math.nan}, "threshold"), ({"kind": "step", "threshold": "x"}, "step"),
-        (altered(DERIVED, thresholds=[]), "depth"), (altered(DERIVED, thresholds=[NAN]), "depth"),
-        (altered(DERIVED, thresholds=3), "derived"), (altered(DERIVED, last=0), "last"),
-        (altered(DERIVED, first=2), "first"), (altered(DERIVED, first="0"), "first"),
+        ({"kind": "guess"}, "guess"), ([], "rule"), ({"kind": "step", "threshold": 1.5}, "threshold"),
+        ({"kind": "survival", "threshold": math.nan}, "threshold"), (altered(DERIVED, thresholds=[]), "depth"),
+        (altered(DERIVED, first=2), "first"),
         *((altered(DERIVED, scales=rates), "rule") for rates in BAD_RATES),
-        *((altered(BatchRule(), rates=rates), "rule") for rates in BAD_RATES),
-        *((altered(BatchRule(), lengths=lengths), "rule") for lengths in (
-            [(8, 1), (2, 1)], [(0, 1)], [(10**9, 1)], [(2, -1)], [3], "none")),
-        (altered(BatchRule(), send="some"), "send"), (altered(BatchRule(), first=-1), "first"),
+        *((altered(BatchRule(), lengths=lengths), "rule") for lengths in ([(8, 1), (2, 1)], [(0, 1)], [(2, -1)])),
+        (altered(BatchRule(), send="some"), "send"),
         *((altered(TREE, **{name: value}), "gain") for name, value in (
-            ("rate", 0.0), ("rate", NAN), ("draft_s", []), ("verify_s", [-1.0]), ("acceptance", ["x"]),
-            ("shares", [(1.0,)]), ("shares", [(1.0, math.inf)]), ("children", [[3], [1]]), ("children", [[2000]]),
-            ("first", 9), ("first", True), ("width", 0), ("unknown", 1))),
+            ("rate", math.nan), ("verify_s", [-1.0]), ("shares", [(1.0,)]), ("children", [[3], [1]]), ("unknown", 1))),
     ],
 )  # fmt: skip
 def test_an_invalid_rule_is_refused(raw: Any, noun: str) -> None:

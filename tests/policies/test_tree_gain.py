@@ -245,9 +245,3 @@ def test_decisions_follow_the_formulas_for_random_prices_trees_and_ties(seed: in
     part = DraftTree(*(values[at].copy() for values in (tree.tokens, tree.parent, tree.depth, tree.drawn)))
     assert np.array_equal(policy.node_survival(part, part_state), values[at])
     assert np.array_equal(policy.select(part, part_state), chosen[at])
-
-
-def test_the_state_of_another_tree_is_not_used() -> None:
-    policy, tree = make_tree_policy(), make_drawn(2)
-    state = play_steps(policy, make_steps(policy, 1, parent=np.array([-1, -1, -1, -1, 0])))
-    assert np.array_equal(policy.node_survival(tree, state), policy.node_survival(tree, None))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_prompts
 from specstop.decode.profile.measuring import Effort
-from specstop.policies import InputError
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo import Demo, Sizes, demo
 from specstop.train.heads.networks import MLPEstimator
@@ -64,21 +62,6 @@ def test_every_head_is_in_the_report_and_all_policies_decode_the_same_text(resul
     for line in result.live:
         assert line.same_text == line.tally.texts == SIZES.live
         assert line.measured > 0 < line.predicted and line.miss == line.measured / line.predicted - 1
-
-
-def test_an_interrupted_or_refused_demo_leaves_nothing(pair_with_prompts: Path, tmp_path: Path) -> None:
-    def interrupt(task: str, done: int, total: int) -> None:
-        if task == "profile":
-            raise KeyboardInterrupt
-
-    small = replace(SIZES, train=8, test=2, live=2, heads=("logistic",))
-    with pytest.raises(KeyboardInterrupt):
-        demo(tmp_path / "out", pair=pair_with_prompts, sizes=small, progress=interrupt)
-    with pytest.raises(InputError, match="pair"):
-        demo(tmp_path / "out", pair=pair_with_prompts / "target")
-    with pytest.raises(InputError, match="temperature"):
-        demo(tmp_path / "out", pair=pair_with_prompts, temperature=-1.0)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])

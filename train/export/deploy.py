@@ -44,7 +44,7 @@ def deploy(
         traces: dense training traces of chains. Required for engines; with `profile` they add the expected speed to `hf`.
         profile: costs of rounds; tables have lengths for the batch sizes that it measured.
         held_out: traces of other prompts to report on; None = a quarter of the prompts of `traces`.
-        drafter: of `hf`, as of `find_drafter`; None = that of the traces, or that the policy was trained with.
+        drafter: of `hf`, as of `find_drafters`; None = that of the traces, or that the policy was trained with.
         seed: of the split, the bootstrap and the order of requests.
         overwrite: replace `out`.
         progress: see `Progress`.

@@ -50,7 +50,7 @@ def check_exportable(source: PolicySpec, policy: StopPolicy, spec: str | None) -
     Args:
         source: how the policy was named.
         policy: the policy; a learned one knows the drafter that it was trained with.
-        spec: as of `find_drafter`; None = the drafter of the training, by default the draft model.
+        spec: as of `find_drafters`; None = the drafter of the training, by default the draft model.
 
     Raises:
         InputError: there is no such drafter, or it reads a text file, which is not exported.

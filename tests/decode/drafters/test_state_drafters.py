@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from conftest import NEW, build_model
-from scaled_models import CAP, FACTOR, SCALED, scaled_model
+from conftest import NEW
+from scaled_models import SCALED, scaled_model
 from small_drafters import new_round, proposed, small_drafter, small_network
 from specstop.decode.drafters import (
     LookupDrafter,
@@ -19,7 +19,7 @@ from specstop.decode.drafters import (
     with_drafter,
 )
 from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapse_symbols, collapsed_length, count_candidates
-from specstop.decode.drafters.networks import LayerNetwork, output_layer, output_scale
+from specstop.decode.drafters.networks import LayerNetwork, output_layer
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
@@ -27,7 +27,6 @@ from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from transformers import PreTrainedConfig
 
 SAME = {"atol": 1e-9, "rtol": 0.0}  # float64, in another order of operations
 
@@ -229,18 +228,3 @@ def test_last_states_become_the_logits_of_models_that_scale_them(name):
     for kind in ("layer", "ctc"):
         torch.testing.assert_close(small_drafter(kind, join(model, None))._output(states), out.logits, **same)
     assert float((model.get_output_embeddings()(states) - out.logits).abs().max()) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"logits_soft_cap": 30.0}, (1.0, 30.0)), ({"model_type": "hyperclovax", "logits_scaling": 4.0}, (4.0, 0.0)),
-        ({"output_multiplier": FACTOR, "final_logit_softcapping": CAP}, (FACTOR, CAP)),
-    ],
-)  # fmt: skip
-def test_scales_and_caps_of_other_families(fields, expected):
-    config = PreTrainedConfig()
-    for name, value in fields.items():
-        setattr(config, name, value)
-    assert output_scale(config) == expected
-    assert type(output_layer(build_model())) is torch.nn.Linear

@@ -6,12 +6,11 @@ The rest is specific to vLLM (proposer, settings, coefficients) and to SGLang (r
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
@@ -28,8 +27,7 @@ from specstop.decode.engines.drafters import load_engine_drafter
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.settings import EngineSettings, check_engine_policy, read_settings
 from specstop.decode.engines.sglang import CostedSteps, costed_steps_factory, rule_entry
-from specstop.decode.engines.vllm import Proposer, request_names
-from specstop.decode.engines.vllm_plugin import SWITCH, read_coefficients, register
+from specstop.decode.engines.vllm import Proposer
 from specstop.decode.topology import chain
 from specstop.policies import InputError, LearnedPolicy, PairError, PolicyError, SpecstopWarning, load_policy
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
@@ -85,7 +83,7 @@ class DraftingRun:
         return [by_row.get(i, []) for i in range(len(sampled))]
 
 
-@pytest.mark.parametrize("spec", ["model", "lookup", "suffix", "suffix+model"])
+@pytest.mark.parametrize("spec", ["model", "lookup", "suffix"])
 def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec, monkeypatch):
     """Requests are preempted, moved, aborted, trimmed and read in chunks; the cache grows in the runs with names."""
     events, reference = Counter[str](), find_drafters(spec, plain_pair)[0]
@@ -233,7 +231,7 @@ def load(drafter: str, target: Path, draft: str = "") -> Drafter:
 
 def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
     (tmp_path / "code.txt").write_text("a b c", encoding="utf-8")
-    for spec in ("lookup", f"suffix:{tmp_path / 'code.txt'}", "suffix+model", "model"):
+    for spec in ("lookup", f"suffix:{tmp_path / 'code.txt'}", "model"):
         draft = str(pair_folder / "draft") if spec.endswith("model") else ""
         drafter = load(spec, tmp_path if spec == "model" else pair_folder / "target", draft)
         drafter.reserve(2, 64)
@@ -242,7 +240,9 @@ def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
         assert drafter.propose(new_round([0, 20], chain(K)), 0, [(1, [0])]).dense(48).shape == (1, 48)
         assert (drafter.readable < 1 << 20) == bool(draft)
     with pytest.raises(InputError, match="hidden"):
-        load("suffix+ctc:heads", pair_folder / "target")
+        load("ctc:heads", pair_folder / "target")
+    with pytest.raises(InputError, match="one drafter"):
+        load("suffix+model", pair_folder / "target", str(pair_folder / "draft"))
     with pytest.raises(PairError, match="target"):
         load("lookup", tmp_path)
 
@@ -278,17 +278,6 @@ def test_requests_that_commit_nothing_have_no_draft(pair_folder, plain_pair):
         Proposer(vllm_config(pair_folder, vocabulary=4000)).load_model(None)
 
 
-def test_names_of_requests_come_from_the_calling_model_runner():
-    def call(self):
-        """Like a method of vLLM's model runner."""
-        return request_names(self.input_batch.token_ids_cpu, 2)
-
-    texts = np.zeros((2, 8), dtype=np.int32)
-    for names, expected in ((["a", "b", "c"], ["a", "b"]), (["a"], None), (["a", 3], None), (("a", "b"), None)):
-        assert call(SimpleNamespace(input_batch=SimpleNamespace(token_ids_cpu=texts, req_ids=names))) == expected
-    assert request_names(texts, 1) is None
-
-
 @pytest.mark.parametrize(
     ("features", "temperature", "hidden", "missing"),
     [
@@ -315,7 +304,7 @@ def test_features_that_engines_do_not_provide_are_named(features, temperature, h
 @pytest.mark.parametrize(
     ("raw", "noun"),
     [
-        (None, "object"), ({"specstop": {"drafter": "suffix+model"}}, "draft"), ({"specstop": {"polcy": "x"}}, "policy"),
+        (None, "object"), ({"specstop": {"drafter": "model"}}, "draft"), ({"specstop": {"polcy": "x"}}, "policy"),
         ({"specstop": {"draft": 3}}, "draft"), ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature"),
         ({"specstop": {"draft": "d", "rows": 0}}, "rows"), ({"specstop": {"draft": "d", "rows": True}}, "rows"),
     ],
@@ -325,42 +314,6 @@ def test_invalid_settings_are_refused_by_name(raw, noun):
         read_settings(raw)
     settings = read_settings({"other": 1, "specstop": {"draft": "d", "policy": "fixed:2", "temperature": 1, "rows": 8}})
     assert settings == EngineSettings(draft="d", policy="fixed:2", temperature=1.0, rows=8)
-
-
-def test_the_plugin_sets_the_coefficients_of_the_file_in_its_environment_variable(tmp_path, monkeypatch):
-    class Estimator:
-        """The constructor of vLLM's class in 0.32 and 0.33."""
-
-        def __init__(self, max_num_reqs: int, num_speculative_steps: int, device: Any) -> None:
-            self.slope, self.intercepts = torch.full((1,), 0.5), torch.full((num_speculative_steps,), -0.2)
-
-    path, parts = tmp_path / "acceptance.json", ["vllm", "v1", "worker", "gpu", "spec_decode", "acceptance_estimator"]
-    for count in range(1, 1 + len(parts)):
-        name = ".".join(parts[:count])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules[name].OnlineAcceptanceEstimator = Estimator
-    monkeypatch.delenv(SWITCH, raising=False)
-    register()
-    assert Estimator(1, 2, None).slope.tolist() == [0.5]
-    monkeypatch.setenv(SWITCH, str(path))
-    for slope in (0.1, 0.7):  # the last one applies
-        path.write_text(json.dumps({"slope": slope, "intercepts": [0.3, -0.4], "rows": 9}))
-        register()
-    instance = Estimator(8, 4, device=torch.device("cpu"))
-    assert instance.slope.tolist() == pytest.approx([0.7])
-    assert instance.intercepts.tolist() == pytest.approx([0.3, -0.4, -0.4, -0.4])
-    monkeypatch.setitem(sys.modules, name, None)  # another version of vLLM
-    with pytest.warns(SpecstopWarning, match="adaptive verification"):
-        register()
-
-
-@pytest.mark.parametrize(
-    "text", ["", '{"slope": 1}', '{"slope": 1, "intercepts": []}', '{"slope": NaN, "intercepts": [1]}']
-)
-def test_an_invalid_file_of_coefficients_is_refused(text, tmp_path):
-    (tmp_path / "acceptance.json").write_text(text)
-    with pytest.raises(InputError, match=SWITCH):
-        read_coefficients(tmp_path / "acceptance.json")
 
 
 CANDIDATES = {1: [1, 2, 4], 8: [0, 1, 2]}

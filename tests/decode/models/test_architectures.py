@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import random_models as table
 import torch
 import transformers as hub
 from conftest import build_model
-from small_models import table
 from specstop.decode import Pair, Settings, Speculator, join, load_pair, plain_texts, with_engine
 from specstop.decode.loop import Request
 from specstop.policies import FixedLength, InputError, PairError, SpecstopWarning
@@ -73,7 +73,7 @@ def test_a_model_without_sdpa_is_loaded_with_eager_attention(tmp_path, tokenizer
     tokenizer.save_pretrained(tmp_path)
     pair, prompt = load_pair(tmp_path, tmp_path), [5, 6, 7, 8]
     expected = [table.plain(model, prompt, 9)]
-    assert table.compare(pair.target, pair, FixedLength(3), "2,2", [prompt], expected, 9).equal == 1
+    assert texts(pair, [prompt], 9, 3, "2,2", 1, "auto") == expected
 
 
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.002), (torch.bfloat16, 0.3)])

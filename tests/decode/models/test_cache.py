@@ -11,18 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import random_models as table
 import torch
 import transformers as hub
 from conftest import VOCABULARY, build_draft, build_model
-from small_models import table
 from specstop.decode import Settings, Speculator, join, parse_tree
 from specstop.decode.loop import Request
-from specstop.decode.models import attention as attention_module, cuda as cuda_module
+from specstop.decode.models import cuda as cuda_module
 from specstop.decode.models.attention import Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.device import round_up_size
-from specstop.decode.models.engine import CompactModel, PackedLinear, choose_engine, speed_up
+from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
 from specstop.policies import Confidence, InputError, SpecstopWarning
 from tape import Graphs, record_calls, recorder, simulate_graphs
 from torch.nn import functional
@@ -211,30 +211,6 @@ def test_attention_in_parts_equals_the_whole(queries, visible, device):
     torch.testing.assert_close(parts, whole.to(dtype), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.usefixtures("without_gradients")
-def test_a_compact_model_with_grouped_heads_attends_in_parts(monkeypatch):
-    """As on a GPU, where queries that share a head are grouped."""
-    divided: list[int] = []
-
-    def counting(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
-        divided.append(key.shape[2])
-        return divided_attention(query, key, *rest)
-
-    monkeypatch.setattr(attention_module, "is_divided", lambda query, key, mask: key.shape[2] >= 512)
-    monkeypatch.setattr(attention_module, "divided_attention", counting)
-    model = build_model(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=700).float()
-    compact: Any = CompactModel(model)
-    compact._grouped = True
-    simulate_graphs(monkeypatch)
-    caches = CachedModel(model, 640, VOCABULARY), CudaGraphModel(compact, 640, VOCABULARY, recorder=recorder)
-    tokens = random_tokens(640, seed=1)
-    steps = *((at, at + 2) for at in range(300, 306, 2)), (306, 510), *((at, at + 3) for at in range(510, 530, 3))
-    for first, end in ((0, 300), *steps):
-        expected, logits = (chain(cache, tokens[first:end]) for cache in caches)
-        torch.testing.assert_close(logits, expected, atol=FLOAT32, rtol=FLOAT32)
-    assert set(divided) == {512, 768}
-
-
 # Recorded calls
 
 
@@ -271,22 +247,6 @@ def test_recorded_calls_give_the_same_logits(name, graphs):
     assert_same(expected, readings(recorded_model(model, 110, states)), NEAR[attention])
     assert graphs.recorded == recorded, "a smaller cache takes over the recordings"
     assert len(graphs.pools) == 1 and model.config._attn_implementation == attention
-
-
-@pytest.mark.usefixtures("without_gradients")
-def test_calls_are_recorded_when_they_come_again_or_in_advance(model, graphs):
-    cache, reference, recorded = recorded_model(model), CachedModel(model, 120, VOCABULARY), list[int]()
-    for tokens in ([1] * 9, *[[1]] * 10):  # past 16 tokens, attention reads the next size
-        assert_same([chain(reference, tokens, 1)], [chain(cache, tokens, 1)])
-        recorded.append(graphs.recorded)
-    assert recorded == [0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
-    cache.roll_back(0)
-    reference.roll_back(0)
-    cache.prepare([(2, 1), (3, 0)], [10, 12, 40])
-    assert (graphs.recorded, cache.length) == (6, 0), "two calls at two sizes of attention"
-    for tokens in ([3] * 9, [5] * 3):
-        assert_same([chain(reference, tokens)], [chain(cache, tokens)])
-    assert graphs.recorded == 6, "a prompt is never recorded"
 
 
 def test_texts_of_recorded_calls_are_the_same_in_batches_and_in_threads(model, prompt_ids, monkeypatch):

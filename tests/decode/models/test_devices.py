@@ -15,14 +15,13 @@ from accelerator import DEVICE, Accelerator, to_device
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode import Pair, Settings, Speculator, join, load_pair, plain_texts, with_drafter, with_engine
-from specstop.decode.hooks import Timer
 from specstop.decode.loop import Request
 from specstop.decode.models import attention as attention_module
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel, open_cache
-from specstop.decode.models.device import Compiled, download, upload, wide_linear
+from specstop.decode.models.device import Compiled, download, upload
 from specstop.decode.models.engine import CompactModel
-from specstop.decode.models.placement import call_from, copy_to_host, iterate_tensors
+from specstop.decode.models.placement import copy_to_host
 from specstop.policies import Confidence, FixedLength, InputError, SpecstopWarning
 from torch import nn
 from transformers import PreTrainedTokenizerFast, quantizers
@@ -30,7 +29,6 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 pytest.importorskip("accelerate")
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 PROMPT = [3, 4, 5]
 SPREAD = {
@@ -87,41 +85,6 @@ def test_transfers_keep_the_values():
     assert download(torch.tensor([1, 2]), torch.tensor([[0.5]])) == [[1, 2], [[0.5]]]
 
 
-def test_the_timer_of_a_gpu_waits_once_for_its_events(monkeypatch):
-    """The simulated device works for 2 s before each event."""
-    events, waits = list[Any](), list[int]()
-
-    class Event:
-        def record(self, stream: Any) -> None:
-            events.append(self)
-
-        def synchronize(self) -> None:
-            waits.append(1)
-
-        def elapsed_time(self, later: Any) -> float:
-            return 2e3 * (events.index(later) - events.index(self)) / len(waits)
-
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    timer = Timer(torch.device("cuda:1"))
-    for phase in ("draft", "verify", "draft"):
-        timer.add(phase, timer.mark())
-    assert not waits
-    assert timer.laps == timer.laps == {"draft": [2.0, 2.0], "verify": [2.0]} and len(waits) == 1
-
-
-def test_a_wide_output_layer_separates_logits_that_tie_in_half_precision(monkeypatch):
-    product = torch.matmul
-    monkeypatch.setattr(torch, "mm", lambda a, b, dtype: product(a.to(dtype), b.to(dtype)))  # what CUDA computes
-    head = nn.Linear(2, 2, dtype=torch.bfloat16)
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[16.0, 0.0], [16.0, 0.03125]]))
-        head.bias.zero_()
-        x = torch.ones(1, 1, 2, dtype=torch.bfloat16)
-        assert head(x).tolist() == [[[16.0, 16.0]]], "a tie in half precision"
-        assert wide_linear(x, head.weight, head.bias).tolist() == [[[16.0, 16.03125]]]
-
-
 def texts(pair: Pair, batch: int = 1, tree: str | None = None, length: int = 10) -> list[list[int]]:
     speculator = Speculator(pair, FixedLength(3), Settings(0.7, length, tree=tree, verification="match"), batch=batch)
     return [list(text.tokens) for text in speculator.run([Request(PROMPT, key) for key in range(3)])]
@@ -141,29 +104,6 @@ def test_a_target_on_disk_writes_the_same_texts(pair_folder, plain_pair):
         layer, expected = (getattr(pair.target, name)() for pair in (spread, plain_pair))
         assert torch.equal(copy_to_host(layer).weight, expected.weight.float())
         assert layer.weight.is_meta and not hasattr(copy_to_host(layer), "_hf_hook")
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_target_on_several_devices_is_called_from_that_of_the_draft(whole):
-    target = build_model()
-    draft, on_device = build_draft(target), ("model.layers.1", "lm_head")
-    expected = Pair(target, draft, None, VOCABULARY, (EOS,))
-    with Accelerator(), torch.no_grad():
-        placed = copy.deepcopy(target)
-        if whole:
-            to_device(placed)
-            call_from(placed, torch.device("cpu"))
-        else:
-            for name in SPREAD:
-                module, device = placed.get_submodule(name), torch.device("cpu")
-                if name in on_device:
-                    module, device = to_device(module), DEVICE
-                add_hook_to_module(module, AlignDevicesHook(device, skip_keys="past_key_values"))
-            add_hook_to_module(placed, AlignDevicesHook(torch.device("cpu"), skip_keys="past_key_values"))
-        with pytest.warns(SpecstopWarning, match="on several devices"):
-            pair = join(placed, draft)
-        for batch, tree in ((3, None),) if whole else ((1, None), (3, "2,1")):
-            assert texts(pair, batch, tree, 4) == texts(expected, batch, tree, 4)
 
 
 class Integers(nn.Module):
@@ -219,15 +159,6 @@ def test_a_quantised_target_keeps_its_types(quantised, pair_folder):
     assert load_pair(quantised, pair_folder / "draft", device_map="cpu").fingerprint == pair.fingerprint
     with pytest.raises(InputError, match="engine packed: its weights are quantised"):
         load_pair(quantised, pair_folder / "draft", engine="packed")
-
-
-def test_composite_tensors_are_hashed_by_their_parts():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    layer = nn.Linear(2, 2, bias=False)
-    layer.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)), requires_grad=False)
-    parts = {name: part.tolist() for name, part in iterate_tensors(layer)}
-    assert parts == {"weight.a": [[1.0, 1.0], [1.0, 1.0]], "weight.b": [[0.0, 0.0], [0.0, 0.0]]}
 
 
 # CUDA

@@ -14,7 +14,6 @@ from small_drafters import small_drafter
 from specstop.decode import Pair, Settings, Speculator, join, specstop_generate, with_engine
 from specstop.decode.drafters import Drafter
 from specstop.decode.loop import Request
-from specstop.decode.models.device import without_cudnn
 from specstop.policies import load_policy
 from tape import record_calls
 
@@ -111,30 +110,3 @@ def test_weights_and_adapters_that_change_between_two_texts_are_used(records, mo
     target.disable_adapters()
     results.append(texts())
     assert results[0] != results[1] != results[2] and results[3] == results[1]
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
-def test_a_generated_text_is_an_ordinary_tensor(shared):
-    target, ids = shared.target, torch.tensor([PROMPTS[2]])
-    target.gradient_checkpointing_enable()
-    target.enable_input_require_grads()
-    options: Any = {"attention_mask": torch.ones_like(ids), "draft_model": shared.draft, **GREEDY}
-    out = target.generate(ids, custom_generate=specstop_generate, **options)
-    target(out, labels=out).loss.backward()
-    out[0, 0] = 1  # fails for a tensor of inference mode
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_cudnn_attention_is_restored_when_the_last_thread_has_left(before, monkeypatch):
-    setting = [before]
-    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: setting[-1])
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", setting.append)
-    with without_cudnn(torch.device("cpu")):
-        assert setting == [before]
-    first, second = without_cudnn(torch.device("cuda")), without_cudnn(torch.device("cuda"))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not setting[-1]
-    second.__exit__(None, None, None)
-    assert setting[-1] == before

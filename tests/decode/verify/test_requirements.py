@@ -140,7 +140,7 @@ def test_a_token_that_a_grammar_forbids_is_no_rival(plain_pair, prompt_ids):
 # Profiles
 
 HYDRA = {"device": "cpu", "drafter": "hydra:folder/a"}
-BOTH = {"device": "cpu", "drafter": "suffix?confidence=0.3+medusa:here"}
+BOTH = {"device": "cpu", "drafter": "suffix+medusa:here"}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ BOTH = {"device": "cpu", "drafter": "suffix?confidence=0.3+medusa:here"}
         ({"facts": HYDRA}, 0.0, "hydra:folder/b", {}, ""),
         ({"facts": HYDRA}, 0.0, "hydra:/models/llama+hydra-v2", {}, ""),  # a plus sign of the path
         ({"facts": HYDRA}, 0.0, "suffix:/a/b+hydra:/models/llama+hydra-v2", {}, "suffix"),
-        ({"facts": BOTH}, 0.0, "suffix?confidence=0.6+medusa:there", {}, ""),
+        ({"facts": BOTH}, 0.0, "suffix+medusa:there", {}, ""),
         ({"facts": BOTH}, 0.0, "suffix", {}, "medusa"),
     ],
 )

@@ -198,11 +198,8 @@ def test_a_resumed_run_continues_with_its_texts_and_epochs(target: Pair, items: 
     ("changes", "noun"),
     [
         ({"kind": "medusas"}, "did you mean 'medusa'"),
-        ({"depth": 0}, "depth"),
         ({"kind": "ctc", "depth": 63, "max_new_tokens": 80}, "depth"),
-        ({"max_new_tokens": 4}, "max_new_tokens"),
         ({"prompts": [Prompt("p", "w9")]}, "prompts"),
-        ({"temperature": -1.0}, "temperature"),
         ({"engine": "compact"}, "engine"),
         # Texts of one and five tokens: a CTC-drafter of depth 2 has four positions, which need seven tokens.
         ({"kind": "ctc", "depth": 2, "max_new_tokens": 5, "epochs": 1}, "0 of 8 texts"),

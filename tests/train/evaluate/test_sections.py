@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,17 +15,15 @@ from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect import collect
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.measurements import DECISIONS
-from specstop.policies.storage import load_policy_folder
-from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays, train
+from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays
 from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, survival, time_share
-from specstop.train.evaluate.pricing import TIMED, TRAINED, PricedReplays, ProfileBootstrap, ResampleSource, with_prices
+from specstop.train.evaluate.pricing import TIMED, PricedReplays, ProfileBootstrap, ResampleSource, with_prices
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.bounds import oracle_plan, round_regret
 from timed import timed_profile
 
-from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay, save_policy
+from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay
 
 Sides = tuple[Trace, Trace]
 EXACT = 1e-12  # the same sums, in another order
@@ -172,32 +169,17 @@ def test_noise_of_a_profile_widens_intervals_and_is_shown(sides: Sides, full_pro
     assert "this machine was busy" in (tmp_path / "0.6" / "report.md").read_text()
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "decisions"
-
-
-@pytest.fixture(scope="module")
-def bare(full_profile: Profile) -> Profile:
-    """A noisy profile without any decision."""
-    return timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
-
-
-@pytest.fixture
-def forbid_measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(prices, "measure_decision", mock.Mock(side_effect=AssertionError("measured")))
-
-
 def test_measured_decisions_are_cached_by_profile_and_policy(
-    cache: Path, bare: Profile, sides: Sides, forbid_measuring: Callable[[], None]
+    full_profile: Profile, sides: Sides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path))
+    bare = timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
     header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
     first, unpriced = with_prices(bare, policies, header)
     assert unpriced == {"confidence": ("confidence:0.4", TIMED), "trimming": ("trimming", TIMED)}
-    assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
+    assert len(list((tmp_path / "decisions").iterdir())) == 2 and "fixed" not in first.decision_s
     assert first.decision("confidence") > 0
-    forbid_measuring()
+    monkeypatch.setattr(prices, "measure_decision", mock.Mock(side_effect=AssertionError("measured")))
     assert with_prices(bare, policies, header) == (first, unpriced)
     assert with_prices(first, policies, header) == (first, {})
     other_costs = dataclasses.replace(bare, step_s=2 * bare.step_s)
@@ -205,19 +187,6 @@ def test_measured_decisions_are_cached_by_profile_and_policy(
     for profile, policy in ((other_costs, policies[1]), (other_device, policies[1]), (bare, Confidence(0.5, DEPTH))):
         with pytest.raises(AssertionError, match="measured"):
             with_prices(profile, [policy], header)
-
-
-def test_a_policy_trained_for_the_profile_contains_its_timings(
-    cache: Path, bare: Profile, sides: Sides, tmp_path: Path, forbid_measuring: Callable[[], None]
-) -> None:
-    policy = load_policy_folder(save_policy(train(sides[0], bare).policy, tmp_path / "policy"))
-    forbid_measuring()
-    priced, unpriced = with_prices(bare, [policy], sides[1].header)
-    assert unpriced == {"logistic": (str(tmp_path / "policy"), TRAINED)} and not cache.exists()
-    assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
-    assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), "timings, not only their mean"
-    with pytest.raises(AssertionError, match="measured"):
-        with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
 
 
 def test_reports_are_compared_over_their_common_prompts(
@@ -247,9 +216,3 @@ def test_reports_are_compared_over_their_common_prompts(
     section = compare_reports(other_profile, other_prompts)
     assert all(ratio == "-" for _, ratio, _ in section["rows"])
     assert "no common prompts" in section["text"] and "temperature (0.7" in section["text"]
-    # The factors in a report are those of the texts, priced round by round.
-    factors, draws = one["details"]["per_prompt"]["profile"]["factors"], ProfileBootstrap(profiles[0]).profiles
-    assert set(factors) == {line["name"] for line in one["lines"]}
-    rounds = replay(held, policy, profiles[0])
-    measured, *drawn = (float(rounds.text_seconds(costs).sum()) for costs in (profiles[0], *draws))
-    assert factors[policy.name] == pytest.approx([seconds / measured for seconds in drawn], abs=1e-8)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,40 +68,6 @@ def compared(boot: Resamples, seconds: Array, price: Array | None = None) -> Rat
     """Return the interval of the policy in the second column against the first column."""
     ((ratio,),) = boot.simultaneous([boot.log_ratios(np.ones(len(seconds)), seconds, [1], [0], price)])
     return ratio
-
-
-def ratios_without_gain(places: int, policies: int, shared: float, seed: int, prompts: int = 30) -> list[Ratio]:
-    """Return the ratios of policies that gain nothing, in places with a share of common prompts.
-
-    A policy gains or loses on the same prompts in every place, so that its ratios are correlated over the places.
-    """
-    rng = np.random.default_rng([seed, round(10 * shared)])
-    common = round(shared * prompts)
-    separate = np.arange(common, common + places * (prompts - common)).reshape(places, -1)
-    count = common + separate.size
-    cost, gain = rng.gamma(4.0, size=count), rng.normal(0.0, 0.08, (count, policies))
-    families = []
-    for rows in separate:
-        names = np.concatenate([np.arange(common), rows])
-        pace = 1.0 + gain[names] + rng.normal(0.0, 0.02, (prompts, policies))
-        seconds = cost[names, None] * np.concatenate([np.ones((prompts, 1)), pace], 1)
-        boot = Resamples(names, replicates=500, among=range(count))
-        families.append(boot.log_ratios(np.full(prompts, 60.0), seconds, range(1, policies + 1), [0]))
-    return [ratio for family in boot.simultaneous(families) for ratio in family]
-
-
-WORLDS = int(os.environ.get("SPECSTOP_WORLDS", "100"))
-"""Simulated worlds. A longer run: SPECSTOP_WORLDS=2000 pytest -k false_deploy tests/train/evaluate/test_statistics.py"""
-
-
-@pytest.mark.parametrize(("places", "policies", "shared"), [(1, 20, 1.0), (3, 4, 1.0), (3, 4, 0.5)])
-def test_a_false_deploy_is_rare_over_all_policies_and_places(places: int, policies: int, shared: float) -> None:
-    """At most 2.5% false deployments, and intervals that hold in 95% of the worlds, within three standard errors."""
-    worlds = [ratios_without_gain(places, policies, shared, seed) for seed in range(WORLDS)]
-    false_deploy = np.mean([any(ratio.is_above for ratio in ratios) for ratios in worlds])
-    missed = np.mean([any(ratio.is_above or ratio.is_below for ratio in ratios) for ratios in worlds])
-    assert false_deploy <= 0.025 + 3 * (0.025 * 0.975 / WORLDS) ** 0.5
-    assert missed <= 0.05 + 3 * (0.05 * 0.95 / WORLDS) ** 0.5
 
 
 def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
@@ -382,20 +346,6 @@ def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     assert ratio != pytest.approx(truth.tokens.mean(), rel=1e-4), "the ratio is not unbiased in few rounds"
 
 
-@pytest.mark.parametrize("recorded", [None, FixedLength(1)], ids=["unknown", "wrong"])
-def test_without_the_recorded_policy_only_explored_rounds_count(
-    live: Any, profile: Profile, recorded: StopPolicy | None
-) -> None:
-    trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
-    without = importance_estimate(trace, FixedLength(4), profile, recorded=recorded)
-    known = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])
-    assert len(without.caveats) > len(known.caveats) and without.observed < known.observed
-    explored = read(trace).extra["explored"].numpy()
-    assert without.by_exploration == explored.sum()
-    rounds = observed_rounds(read(trace), FixedLength(4), profile)
-    assert without.tokens.value == pytest.approx(rounds.tokens[explored].mean())
-
-
 @pytest.mark.parametrize("name", ["", "fixed:x", "fixed:-1", "mine", "hub:a/b", "bandit?arms=fixed:1,mine"])
 def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(
     live: Any, profile: Profile, name: str, monkeypatch: pytest.MonkeyPatch
@@ -423,17 +373,6 @@ def test_estimates_that_a_trace_does_not_allow_are_refused(
             run()
 
 
-def test_a_report_on_a_live_trace_values_single_rounds(live: Any, profile: Profile, tmp_path: Path) -> None:
-    trace, policy = live(FixedLength(DEPTH), verification="rejection"), Confidence(0.7, DEPTH)
-    report = evaluate(trace, profile, [policy], out=tmp_path / "out")
-    line, rounds = report[policy.name], evaluate_rounds(single_rounds(trace), policy, profile)
-    assert line.tokens_per_s == pytest.approx(rounds.rate) and report.facts["rounds"] == len(rounds.committed)
-    assert line.block_efficiency == pytest.approx(float(rounds.committed.mean()))
-    assert report["oracle bound"].tokens_per_s >= max(one.tokens_per_s for one in report.lines)
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert report.caveats == rounds.caveats and all(caveat in text for caveat in rounds.caveats)
-
-
 def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:
     trace, recorded = live(TEST_POLICIES["from-anchor"], explore=0.25), TEST_POLICIES["from-anchor"]
     policies = [FixedLength(2), recorded, FixedLength(4)]
@@ -443,13 +382,6 @@ def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: 
         assert row[:2] == (policy.name, dataclasses.asdict(expected.to_recorded))
     assert section["rows"][1][1]["value"] == pytest.approx(1.0, rel=EXACT), "the recorded policy itself"
     assert "importance" not in evaluate(live(), profile, [FixedLength(2)]).details, "every round has full depth"
-
-
-def test_single_rounds_of_trees_are_as_drawn(live: Any, profile: Profile) -> None:
-    arrays = single_rounds(live(verification="rejection", tree="2,2,1"))
-    whole, early = (evaluate_rounds(arrays, policy, profile) for policy in (FixedLength(3), Confidence(0.5, 3)))
-    assert float(whole.committed.sum()) == float((arrays.accepted[~arrays.cut] + 1).sum())
-    assert early.committed.sum() < whole.committed.sum() and early.seconds.sum() < whole.seconds.sum()
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])

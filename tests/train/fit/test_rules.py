@@ -28,18 +28,16 @@ from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train import TraceArrays, TrainResult, trace_arrays, train
-from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit import rules as fit_rules
-from specstop.train.fit.adapt import MIN_GAIN_IN_SAMPLE, adapt_to_profile, retune, solve_rate
-from specstop.train.fit.batch_rules import SCALES, batch_rate, tune_batch_lengths, tune_batch_rule
+from specstop.train.fit.adapt import MIN_GAIN_IN_SAMPLE, adapt_to_profile, solve_rate
+from specstop.train.fit.batch_rules import batch_rate, tune_batch_lengths, tune_batch_rule
 from specstop.train.fit.rules import Part, best_of, derived_thresholds, fixed_grid, left_out_parts, replayed_rates
-from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares, tree_seconds
+from specstop.train.fit.tree_rules import TreeRounds, fit_paths, path_chances, sibling_shares
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import typical_context
 from specstop.train.replay.batch import arrive_at_once, replay_batch, request_order
 from specstop.train.replay.bounds import restrict_to_subtree, subtree
-from specstop.train.replay.checks import check_fit
 from specstop.train.replay.rounds import scale_costs
 from specstop.train.replay.run import replay
 from synthetic import with_batches
@@ -115,19 +113,6 @@ def test_rules_are_tuned_on_other_prompts(arrays: TraceArrays, learned: LearnedP
         assert rate == pytest.approx(tokens / seconds, rel=1e-6)  # sums of float32
 
 
-def test_retuning_tries_the_listed_first_decisions_only_and_drops_measured_speeds(
-    arrays: TraceArrays, full_profile: Profile, learned: LearnedPolicy
-) -> None:
-    late = learned.with_rule(Derived([0.4] * DEPTH, 2))
-    late.metadata = dataclasses.replace(learned.metadata, metrics={"rows": 3, "held_out_rounds": 5})
-    costs = scale_costs(full_profile, draft=3.0)
-    tuned = retune(late, arrays, costs, [2])
-    assert tuned.rule.first == 2 and tuned.rule.to_dict() != late.rule.to_dict()
-    assert tuned.metadata.metrics == {"rows": 3} and costs.same_costs(tuned.metadata.profile)
-    assert tuned.metadata.rho == replay(arrays, tuned, costs).rate
-    assert late.metadata.rho == learned.metadata.rho, "the policy itself does not change"
-
-
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, before: int
@@ -192,17 +177,6 @@ def test_a_rule_decides_nothing_in_batches_where_that_loses(held: TraceArrays, t
         assert not played.decisions[is_shared].any()
         assert torch.equal(played.log[is_shared], fixed.log[: int(is_shared.sum())])
     assert load_policy_folder(save_policy(settled, tmp_path / "p")).unasked == settled.unasked
-    free = timed.with_decisions({policy.cost_name: 0.0})
-    never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
-    best = int(np.argmax([batch_rate(FixedLength(k), [Part(held)], free, 4) for k in range(DEPTH + 1)]))
-    assert best == 1 or tune_batch_lengths(never, [Part(held)], free).unasked[4] == best
-    once = tune_batch_lengths(policy, [Part(held)], free)
-    assert isinstance(once.rule, Derived) and [size for size, _ in once.rule.scales] == [1, 2, 4]
-    for size, factor in once.rule.scales[1:]:
-        rules = {times: Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(size, times)]) for times in SCALES}
-        tried = {times: batch_rate(policy.with_rule(rule), [Part(held)], free, size) for times, rule in rules.items()}
-        assert tried[factor] == max(tried.values())
-    assert tune_batch_lengths(settled, [Part(held)], free).unasked == once.unasked, "it is settled from the start"
     assert tune_batch_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
 
 
@@ -298,21 +272,6 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
         decode(pair, [prompt_ids[0]], policy, settings=chained)
 
 
-def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
-    forest: Traces, trained: dict[float, TrainResult], full_profile: Profile
-) -> None:
-    policy, verify_s = trained[0.7].policy, tuple(30 * s for s in full_profile.low.verify_s)
-    costly = replace(full_profile, low=replace(full_profile.low, verify_s=verify_s))
-    report = evaluate(forest[0.7], costly, [policy], allow_overlap=True)
-    assert "rho as saved" in report["tree"].note
-    settled, note = adapt_to_profile(policy, trace_arrays(forest[0.7]), costly)
-    assert isinstance(settled, TreeGain) and settled.metadata.rho != policy.metadata.rho
-    assert "not fitted on" in note and costly.same_costs(settled.metadata.profile)
-    smaller = train(forest[0.7], costly.with_decisions({"tree": 1e-5}), head="logistic", rule="gain", nodes=[1]).policy
-    with pytest.warns(SpecstopWarning, match="trained for another tree"):
-        check_fit(smaller, forest[0.7])
-
-
 def test_rows_are_the_children_of_accepted_nodes(forest: Traces) -> None:
     """Counted out one by one."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
@@ -329,7 +288,7 @@ def test_rows_are_the_children_of_accepted_nodes(forest: Traces) -> None:
             below = tree.children[node]
             assert rows.depth[at] == tree.depth[node]
             assert bool(rows.labels[at, 0]) == accepted[node]
-            assert bool(rows.known[at, 1]) == (accepted[node] and bool(below))
+            assert bool(rows.has_label[at, 1]) == (accepted[node] and bool(below))
             if below:
                 assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
                 assert bool(rows.labels[at, 1]) == accepted[below[0]]
@@ -361,7 +320,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: Traces) 
     head = linear_head(names, np.random.default_rng(0).normal(size=(3, 3)))
     rounds = TreeRounds.of(arrays, names, visited)
     accept, next_ = fit_paths([(head, rounds)])
-    seen, (survival, next_chance) = rounds.seen, path_chances(head, accept, next_, rounds)
+    seen, (survival, next_chance) = rounds.reachable, path_chances(head, accept, next_, rounds)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
     policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)
@@ -390,22 +349,6 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
     (u, v), (rare, _) = sibling_shares([(head, rounds)], same, same)
     assert u == pytest.approx(-1.0, abs=0.15) and v == pytest.approx(-0.8, abs=0.15)
     assert rare < -2.0
-
-
-def test_prices_are_those_of_the_profile(forest: Traces, profile: Profile) -> None:
-    arrays = trace_arrays(forest[0.0])
-    seconds = tree_seconds(arrays, profile, 5e-5)
-    context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
-    one = np.ones(1, dtype=np.int64)
-
-    def round_s(fed: list[int], drafted: int, verified: int) -> float:
-        rows = np.array([fed])
-        (result,) = profile.round_seconds(one * context, one * drafted, one * verified, one, one * 0, 0.0, rows)
-        return float(result)
-
-    assert seconds["verify_s"][6] - seconds["verify_s"][2] == pytest.approx(round_s([1], 3, 6) - round_s([1], 3, 2))
-    later = round_s([1, 2, 0], 9, 4) - round_s([1, 0, 0], 3, 4)
-    assert seconds["draft_s"][1] == pytest.approx(later + 5e-5, rel=0.05)  # children a branch are a mean
 
 
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(

@@ -159,20 +159,9 @@ def state(**changes: Any) -> dict[str, Any]:
 
 STATES: dict[str, tuple[Any, str]] = {
     "batch norm": (state(layers__1__running_mean=torch.zeros(4)), "unknown: .*'layers.1.running_mean'"),
-    "a convolution": ({"layer1.0.weight": torch.zeros(2, 2)}, "not known, for 'layer1.0.weight'"),
     "a layer left out": ({k: v for k, v in state().items() if k != "layers.2.bias"}, "missing: 'layers.2.bias'"),
-    "a wrong width": (state(layers__2__weight=torch.zeros(1, 5)), "expected weight.1"),
     "not finite": (state(layers__0__bias=torch.full((4,), float("nan"))), "finite numbers in bias.0"),
-    "a list": ([torch.zeros(2)], "holds a list; expected a state dict"),
-    "a number": (state(layers__0__bias=3.0), "'layers.0.bias' is no plain tensor"),
     "a giant from one number": (state(layers__0__weight=torch.zeros(1).expand(1 << 20, 1 << 20)), "no plain tensor"),
-    "specdec blocks apart": (
-        {f"model.{i}.linear.{p}": torch.zeros(s) for i, n in enumerate((3, 4)) for p, s in (("weight", (n, n)), ("bias", n))}
-        | {"model.2.weight": torch.zeros(2, 3), "model.2.bias": torch.zeros(2)},
-        "blocks of different shapes",
-    ),
-
-
 }  # fmt: skip
 
 
@@ -188,37 +177,22 @@ def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path: Path, case: 
 
 def test_invalid_options_and_paths_are_refused_and_files_are_kept(tmp_path: Path) -> None:
     hub, full = tmp_path / "hub", tmp_path / "full"
-    for folder in (hub, full, tmp_path / "empty"):
+    for folder in (hub, full):
         folder.mkdir()
     path = saved(DecisionModel(11, 4, 1), hub / "pytorch_model.bin")
     (full / "mine").write_text("keep")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     for weights, out, options, noun in (
-        (path, "p", {"depth": 0}, "depth: expected 1 to 1024"),
         (path, "p", {"threshold": 1.5}, "threshold"),
-        (path, "p", {"rejection_weight": 0.0}, "rejection_weight"),
         (path, "p", {"rejection_weight": 6.0}, "rejection_weight: .* layout dynasd-hard"),
         (tmp_path / "none.pt", "p", {}, "does not exist"),
-        (tmp_path / "empty", "p", {}, "model.safetensors"),
-        (path, "full", {}, "not empty"),
         (path, "full", {"overwrite": True}, "mine"),
         (path, "hub", {"overwrite": True}, "which the command reads"),
-        (path, "hub/pytorch_model.bin", {"overwrite": True}, "which the command reads"),
-        (hub, "hub", {"overwrite": True}, "which the command reads"),
         (hub, "hub/new", {"overwrite": True}, "which the command reads"),
     ):
         with pytest.raises((InputError, PolicyError), match=noun):
             import_weights(weights, tmp_path / out, **options)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
-
-
-@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-@pytest.mark.parametrize("raw", [b"", b"\x80", b"PK\x03\x04 no", b"{" * 100, b"\x00" * 64], ids=repr)
-def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str, raw: bytes) -> None:
-    (tmp_path / name).write_bytes(raw)
-    with pytest.raises(PolicyError, match=name) as caught:
-        import_weights(tmp_path / name, tmp_path / "p")
-    assert "\n" not in str(caught.value)
 
 
 HEADS = 3
@@ -278,9 +252,7 @@ def test_imported_heads_draft(pair: Pair, pair_folder: Path, prompt_ids: list[li
     [
         ({"1.1.weight": None}, r"missing: '1.1.weight'"),
         ({"7.0.linear.weight": torch.zeros(1)}, r"unknown: '7.0.linear.weight'"),
-        ({f"{i}.0.linear.weight": torch.zeros(1) for i in range(3, 70)}, r"unknown: '64.0.linear.weight'"),
         ({"0.1.weight": torch.full((48, 16), torch.inf)}, r"0.1.weight has numbers that are not finite"),
-        ({"0.1.linear.weight": torch.zeros(1)}, r"unknown: '0.1.linear.weight'; Medusa's heads have one block"),
         (
             {"2.1.weight": torch.zeros(5, 16)},
             r"2.1.weight has the shape \[5, 16\] where this target's heads have \[48, 16\]",
