@@ -97,7 +97,7 @@ class ModelSource:
     def read_for(self, policy: StopPolicy) -> None:
         """Read the features of this policy from now on."""
         self.reader = FeatureReader(
-            policy, self.topology, self._temperature, self._widths, self._size, self._read_signals
+            policy, self.topology, self._temperature, self._widths, self._size, partial(read_signals, self.drafters)
         )
         if self._round is not None:  # a fallback may replace a policy in the middle of a round
             self.reader.begin(self._round)
@@ -210,19 +210,6 @@ class ModelSource:
         round.choices = choices
         self.reader.begin(round)
         return round
-
-    def _read_signals(self, round: RoundState, history: History) -> Array:
-        """Return the ROUTE features [S, D, .] of a round."""
-        values = np.zeros((self._size, len(self.drafters), len(ROUTE_FEATURES)), dtype=np.float32)
-        for stream, text in enumerate(round.texts):
-            if text is not None:
-                values[stream, :, -1] = text.prompt_tokens
-                for index, drafter in enumerate(self.drafters):
-                    values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
-        if history.idle is not None:
-            values[..., -2] = np.maximum(history.idle, 0.0)
-        round.signals = values
-        return values
 
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.CandidateSource`."""
@@ -413,6 +400,23 @@ class ModelSource:
                 new_tokens, self.settings.max_new_tokens, self.eos, self.settings.stops
             )
             round.ended[stream] = text.ended
+
+
+def read_signals(drafters: Sequence[Drafter], round: RoundState, history: History) -> Array:
+    """Return the ROUTE features [S, D, .] of a round, and set `RoundState.signals`.
+
+    Not a method: a reader that refers to its source is a cycle, which keeps the memory of recorded calls from being reused.
+    """
+    values = np.zeros((len(round.active), len(drafters), len(ROUTE_FEATURES)), dtype=np.float32)
+    for stream, text in enumerate(round.texts):
+        if text is not None:
+            values[stream, :, -1] = text.prompt_tokens
+            for index, drafter in enumerate(drafters):
+                values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
+    if history.idle is not None:
+        values[..., -2] = history.idle
+    round.signals = values
+    return values
 
 
 def process(round: RoundState, rows: Rows, raw: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -174,7 +174,7 @@ _ALL = (
     Feature("match_count", _ROUTE, "number of times that match occurs", 0, _INF),
     Feature("agreement_run", _ROUTE, "consecutive last tokens of the text that the drafter would have predicted", 0, _INF),
     Feature("agreement_rate", _ROUTE, f"running mean of such agreement, weight {AGREEMENT_WEIGHT} on the past", 0, 1),
-    Feature("idle_tokens", _ROUTE, "tokens committed since the drafter was used, 0 before its first use", 0, _INF),
+    Feature("idle_tokens", _ROUTE, "tokens committed since the drafter was used, or since the text began", 0, _INF),
     Feature("prompt_tokens", _ROUTE, "tokens of the prompt", 0, _INF),
 )  # fmt: skip
 
@@ -511,7 +511,7 @@ class History:
     Attributes:
         record: [S, 5] float64, `HISTORY_FEATURES`, then the sum of the weights in the means, 1 - 0.8^n after n rounds. With
             several drafters [S, D, 5], of the rounds in which each of them drafted alone.
-        idle: [S, D] float64, tokens committed since each drafter was used, -1 before its first use; None = one drafter.
+        idle: [S, D] float64, tokens committed since each drafter was used, or since the text began; None = one drafter.
     """
 
     record: Array
@@ -523,7 +523,7 @@ class History:
         columns = len(HISTORY_FEATURES) + 1
         if drafters == 1:
             return History(np.zeros((streams, columns)))
-        return History(np.zeros((streams, drafters, columns)), np.full((streams, drafters), -1.0))
+        return History(np.zeros((streams, drafters, columns)), np.zeros((streams, drafters)))
 
     def after(self, outcome: RoundOutcome) -> History:
         """Return the history after a round. Rounds that were cut do not count."""
@@ -540,7 +540,7 @@ class History:
             add_round(record, accepted, verified, alone & outcome.drafting[:, drafter], cut, PAST_WEIGHT, out)
             after[:, drafter] = out
         committed = (accepted + 1)[:, None]
-        idle = np.where(outcome.drafting, 0.0, np.where(self.idle < 0, self.idle, self.idle + committed))
+        idle = np.where(outcome.drafting, 0.0, self.idle + committed)
         return History(after, np.where(active[:, None], idle, self.idle))
 
     def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Array:

@@ -182,7 +182,7 @@ class TraceSource:
             elif history.idle is None:
                 continue
             else:
-                values = np.maximum(history.idle, 0.0)
+                values = history.idle
             features[..., at] = np.where(alive, values[:, owner], 0.0)
 
     def _states(self, name: str, first: int, alive: Array) -> Array:

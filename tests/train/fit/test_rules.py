@@ -320,7 +320,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: Traces) 
     head = linear_head(names, np.random.default_rng(0).normal(size=(3, 3)))
     rounds = TreeRounds.of(arrays, names, visited)
     accept, next_ = fit_paths([(head, rounds)])
-    seen, (survival, next_chance) = rounds.reachable, path_chances(head, accept, next_, rounds)
+    seen, (survival, next_chance) = rounds.features, path_chances(head, accept, next_, rounds)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
     policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)
