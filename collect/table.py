@@ -74,15 +74,7 @@ def import_table(
     """
     file = Path(path)
     check_limits({"depth": 1}, depth=depth)
-    for name in lengths:
-        if not NAME.fullmatch(name):
-            raise InputError(f"--lengths: expected NAME=COLUMN with letters, digits, - and _ in the name, not {name!r}")
-    if unknown := next((name for name in free if name not in lengths), None):
-        raise InputError(
-            f"--free: expected one of {', '.join(lengths)}, not {unknown!r}{close_match(unknown, lengths)}"
-        )
-    if unknown := next((key for key in columns or () if key not in KEYS), None):
-        raise InputError(f"--column: expected one of {', '.join(KEYS)}, not {unknown!r}{close_match(unknown, KEYS)}")
+    _check_names(lengths, columns or {}, free)
     prepare_output_dir(out, overwrite=overwrite, inputs=[file])
     names = {key: key for key in KEYS} | dict(columns or {})
     table = _read(file, [*names.values(), *lengths.values()])
@@ -131,6 +123,19 @@ def import_table(
         open_for_writing(stage, header)
         write_shard(stage, header, 0, [text.columns(at, tree, is_free) for at, text in enumerate(whole)])
     return load_trace(out)
+
+
+def _check_names(lengths: Mapping[str, str], columns: Mapping[str, str], free: Collection[str]) -> None:
+    """Raise `InputError` if a name of a drafter or of a column is invalid."""
+    for name in lengths:
+        if not NAME.fullmatch(name):
+            raise InputError(f"--lengths: expected NAME=COLUMN with letters, digits, - and _ in the name, not {name!r}")
+    if unknown := next((name for name in free if name not in lengths), None):
+        raise InputError(
+            f"--free: expected one of {', '.join(lengths)}, not {unknown!r}{close_match(unknown, lengths)}"
+        )
+    if unknown := next((key for key in columns if key not in KEYS), None):
+        raise InputError(f"--column: expected one of {', '.join(KEYS)}, not {unknown!r}{close_match(unknown, KEYS)}")
 
 
 def _read(file: Path, columns: Collection[str]) -> pa.Table:
