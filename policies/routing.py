@@ -19,7 +19,7 @@ from .learned import TrainingMetadata
 
 
 class RoutingPolicy(StopPolicy):
-    """Chooses drafters at depth 0. Each drafter then has a stop policy of its own.
+    """Chooses drafters at depth 0. Each drafter has a separate stop policy.
 
     Subclasses implement `route`.
 
@@ -104,17 +104,17 @@ class RoutingPolicy(StopPolicy):
             if step.depth >= stop.max_depth:
                 kept[:, branches] = False
             elif step.depth >= stop.first:
-                own = self._own_step(step, index, branches, kept)
-                kept[:, branches], parts[index + 1] = stop.keep(own, state[index + 1])
+                part = self._drafter_step(step, index, branches, kept)
+                kept[:, branches], parts[index + 1] = stop.keep(part, state[index + 1])
         return kept, tuple(parts)
 
-    def _own_step(self, step: DraftStep, index: int, branches: Array, alive: Array) -> DraftStep:
+    def _drafter_step(self, step: DraftStep, index: int, branches: Array, alive: Array) -> DraftStep:
         """Return the step of one drafter as its stop policy receives it."""
         offset = 0 if step.parent_drafter is None else int(np.searchsorted(step.parent_drafter, index))
         features = np.ascontiguousarray(step.features[:, branches][..., self._read[index]])
-        parent, own = (np.ascontiguousarray(each[:, branches]) for each in (step.parent, alive))
+        parent, alive = (np.ascontiguousarray(each[:, branches]) for each in (step.parent, alive))
         parent = parent - offset if step.depth else parent
-        return replace(step, alive=own, parent=parent, features=features, drafter=None, parent_drafter=None)
+        return replace(step, alive=alive, parent=parent, features=features, drafter=None, parent_drafter=None)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """See `StopPolicy`."""
@@ -128,7 +128,7 @@ class RoutingPolicy(StopPolicy):
 
 
 class OneDrafter(StopPolicy):
-    """Uses one drafter in every round, with a stop policy that reads no features, such as a fixed length.
+    """Drafts a fixed length with one drafter. It has no state, so it can replace a policy that fails in a round.
 
     Args:
         length: tokens to draft.
