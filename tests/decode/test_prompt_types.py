@@ -81,7 +81,7 @@ def test_other_prompts_are_refused(pair, kind):
     functions = [Request, speculator.generate, lambda one: plain_texts(pair, [one], [0], 4)]
     if kind != "text":
         functions.append(lambda one: encode_prompts(pair, [one]))
-    if kind not in ("text", "batch", "nested list", "0-d tensor"):
+    if kind not in ("text", "batch", "nested list"):
         functions.append(lambda one: decode(pair, one, FixedLength(2)))
     for function in functions:
         with pytest.raises(InputError, match=r"^prompts: expected"):
