@@ -17,7 +17,7 @@ from ..policies.arguments import check_limits
 from ..policies.contract import StopPolicy
 from ..policies.display import silent
 from ..policies.errors import InputError, PolicyError
-from ..policies.features import DRAFT_HIDDEN, SIGNALS, base_features, check_hidden, check_sizes
+from ..policies.features import DRAFT_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost, validate_policy
 from ..policies.profile import Profile
@@ -102,9 +102,6 @@ class Speculator:
             )
         widths = hidden_widths(pair, names, self._drafters[0], policy.name, "use another policy")
         check_sizes(policy, widths)
-        if any(name in SIGNALS for name in base_features(policy.features)):
-            for one in self._drafters:
-                one.keep_signals()
         self._timer = Timer(pair.device)
         self._source = ModelSource(
             pair, self._drafters, self.mode, self.topology, self.settings, policy, self._timer, widths,

@@ -109,9 +109,6 @@ class Drafter:
         """Return [S] int64, the tokens to read before it can propose, the anchor included; undefined without a text."""
         return np.zeros(self._streams, dtype=np.int64)
 
-    def keep_signals(self) -> None:
-        """Compute all `signals` from now on. They may be 0 otherwise."""
-
     def signals(self, stream: int, anchor: int) -> tuple[float, ...]:
         """Return `policies.features.SIGNALS` of a stream before it drafts: 0 for what it does not know.
 

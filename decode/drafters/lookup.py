@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -22,23 +21,14 @@ class TextIndex(ABC):
     """An index of the text of one stream, the anchor of the current round included."""
 
     has_anchor = False  # whether the anchor, which the target has not read, was appended
-    run, rate = 0, 0.0  # the signals of agreement (`policies.features`)
-
-    def extend(self, token: int) -> None:
-        """Append a token to the text, and note whether it was the likeliest one."""
-        weights = self.followers(())
-        agrees = bool(weights) and max(weights, key=weights.__getitem__) == token
-        self.run = (self.run + 1) * agrees
-        self.rate = AGREEMENT_WEIGHT * self.rate + (1.0 - AGREEMENT_WEIGHT) * agrees
-        self.append(token)
 
     @abstractmethod
-    def match(self) -> tuple[int, int]:
-        """Return the length of the longest match of the end of the text, and how often it occurred before."""
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text, and note whether each was the likeliest one."""
 
     @abstractmethod
-    def append(self, token: int) -> None:
-        """Append a token to the text."""
+    def signals(self) -> tuple[float, ...]:
+        """Return `policies.features.SIGNALS`."""
 
     @abstractmethod
     def followers(self, path: Sequence[int]) -> dict[int, float]:
@@ -50,7 +40,6 @@ class TextDrafter(Drafter):
 
     reading = "nothing"
     has_signals = True
-    _keeps_signals = False
 
     def __init__(self, pair: Pair, new_index: Callable[[], TextIndex]) -> None:
         self._device, self._dtype, self._new_index = pair.device, pair.logits_dtype, new_index
@@ -72,30 +61,20 @@ class TextDrafter(Drafter):
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         index = self._indexes[stream]
-        append = index.extend if self._keeps_signals else index.append
-        for token in tokens[index.has_anchor :]:
-            append(token)
+        index.extend(tokens[index.has_anchor :])
         index.has_anchor = False
 
     def _append_anchor(self, stream: int, anchor: int) -> TextIndex:
         """Append the anchor of a round to the index of a stream, unless it was."""
         index = self._indexes[stream]
         if not index.has_anchor:
-            (index.extend if self._keeps_signals else index.append)(anchor)
+            index.extend([anchor])
             index.has_anchor = True
         return index
 
-    def keep_signals(self) -> None:
-        """See `Drafter`: agreement takes a search for each committed token."""
-        self._keeps_signals = True
-
     def signals(self, stream: int, anchor: int) -> tuple[float, ...]:
         """See `Drafter`."""
-        index = self._append_anchor(stream, anchor)
-        length, count = index.match()
-        weights = index.followers(()).values()
-        best = max(weights, default=0.0) / (sum(weights) or 1.0)
-        return float(length), best, float(count), float(index.run), index.rate
+        return self._append_anchor(stream, anchor).signals()
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
@@ -111,35 +90,44 @@ class TextDrafter(Drafter):
 
 
 class LookupIndex(TextIndex):
-    """By context of at most `longest` tokens, the tokens that followed it."""
+    """By context of at most `longest` tokens, how often each token followed it."""
 
     def __init__(self, longest: int) -> None:
-        self.longest = longest
+        self.longest, self._run, self._rate = longest, 0, 0.0
         self._last: list[int] = []  # at most `longest` tokens
-        self._followers: dict[tuple[int, ...], list[int]] = {}
+        self._counts: dict[tuple[int, ...], dict[int, int]] = {}  # in the order of their last occurrences
 
-    def append(self, token: int) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """See `TextIndex`."""
-        for start in range(len(self._last)):
-            self._followers.setdefault(tuple(self._last[start:]), []).append(token)
-        self._last = [*self._last, token][-self.longest :]
+        for token in tokens:
+            _, counts = self._match(self._last)
+            agrees = token in counts and max(reversed(counts), key=counts.__getitem__) == token
+            self._run = (self._run + 1) * agrees
+            self._rate = AGREEMENT_WEIGHT * self._rate + (1.0 - AGREEMENT_WEIGHT) * agrees
+            for start in range(len(self._last)):
+                counts = self._counts.setdefault(tuple(self._last[start:]), {})
+                counts[token] = counts.pop(token, 0) + 1
+            self._last = [*self._last, token][-self.longest :]
+
+    def _match(self, context: Sequence[int]) -> tuple[int, dict[int, int]]:
+        """Return the length of the longest end of a context that has followers, and their counts."""
+        for start in range(len(context)):
+            if counts := self._counts.get(tuple(context[start:])):
+                return len(context) - start, counts
+        return 0, {}
+
+    def signals(self) -> tuple[float, ...]:
+        """See `TextIndex`."""
+        length, counts = self._match(self._last)
+        total = sum(counts.values())
+        best = max(counts.values(), default=0) / (total or 1)
+        return float(length), best, float(total), float(self._run), self._rate
 
     def followers(self, path: Sequence[int]) -> dict[int, float]:
         """See `TextIndex`."""
-        context = [*self._last, *path][-self.longest :]
-        for start in range(len(context)):
-            if followers := self._followers.get(tuple(context[start:])):
-                last = {token: at for at, token in enumerate(followers)}
-                # At most a thousandth: it only breaks ties.
-                return {t: n + 1e-3 * (last[t] + 1) / len(followers) for t, n in Counter(followers).items()}
-        return {}
-
-    def match(self) -> tuple[int, int]:
-        """See `TextIndex`."""
-        for start in range(len(self._last)):
-            if followers := self._followers.get(tuple(self._last[start:])):
-                return len(self._last) - start, len(followers)
-        return 0, 0
+        _, counts = self._match([*self._last, *path][-self.longest :])
+        # Later occurrences win ties, by at most a thousandth.
+        return {token: n + 1e-3 * at / len(counts) for at, (token, n) in enumerate(counts.items(), 1)}
 
 
 class LookupDrafter(TextDrafter):

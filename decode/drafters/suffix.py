@@ -5,164 +5,117 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from heapq import nlargest
-from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from ...policies.errors import InputError
+from ...policies.kernels import on_first_use
+from ...policies.kernels.suffix import CURRENT, EDGES, LINK, PROPOSED, SHARED_LENGTH, SHARED_STATE
 from ..models.pair import Pair
 from .lookup import TextDrafter, TextIndex
 
-MAX_PROPOSED, MAX_SINGLE = 32, 256
-"""Maximum number of tokens proposed after a row, and of single tokens that share the weight which no suffix explains."""
+MAX_PROPOSED = 32
+"""Maximum number of tokens proposed after a row."""
 
-MAX_COUNTED = 64
-"""Suffixes that are counted at each token, the longest first. More exist only in texts that repeat themselves immediately,
-where each has one continuation anyway."""
-
-START = 0
+kernels = on_first_use("suffix")
 
 
 class SuffixAutomaton:
-    """Suffix automaton of the substrings of one or several texts (Blumer et al., 1985), with their counts.
+    """Suffix automaton of the substrings of one or several texts, with their counts: see `policies.kernels.suffix`.
 
     Attributes:
-        next: by state, the next state by token.
-        link: by state, the state of its longest suffix that also occurs elsewhere; -1 for the start.
-        length: by state, the length of its longest substring.
-        count: by state, the number of its occurrences.
-        last: state of the current text.
+        arrays: the arrays of the kernels; others after each `reserve`.
     """
 
     def __init__(self) -> None:
-        self.next: list[dict[int, int]] = [{}]
-        self.link, self.length, self.count = [-1], [0], [0]
-        self.last = START
+        self._tokens = self._capacity = 0
+        states, edges, sizes = np.zeros((1, 5), np.int64), np.zeros((1, 4), np.int64), np.array([1, 0, 0])
+        states[0, LINK] = -1
+        self.arrays = states, edges, np.zeros(1, np.int64), sizes
+        self.reserve(128)
+
+    def reserve(self, tokens: int) -> None:
+        """Allocate memory for more tokens."""
+        self._tokens += tokens
+        if self._tokens <= self._capacity:
+            return
+        self._capacity = capacity = max(2 * self._capacity, self._tokens)
+        old_states, old_edges, _, sizes = self.arrays
+        states, edges = np.zeros((2 * capacity + 1, 5), np.int64), np.zeros((3 * capacity + 1, 4), np.int64)
+        states[: len(old_states)], edges[: len(old_edges)] = old_states, old_edges
+        table = np.zeros(1 << (6 * capacity).bit_length(), np.int64)
+        kernels().fill_table(edges, table, int(sizes[EDGES]))
+        self.arrays = states, edges, table, sizes
 
     def add_text(self, tokens: Sequence[int]) -> None:
         """Add a whole text."""
-        self.last = START
-        for token in tokens:
-            self.append(token)
+        self.reserve(len(tokens))
+        self.arrays[3][CURRENT] = 0
+        kernels().append(self.arrays, np.array(tokens, dtype=np.int64))
 
-    def append(self, token: int) -> None:
-        """Append a token to the current text."""
-        existing = self.next[self.last].get(token)
-        if existing is None:
-            self.last = self._grow(token)
-        else:  # of an earlier text; its state is split if it also has longer substrings
-            is_exact = self.length[existing] == self.length[self.last] + 1
-            self.last = existing if is_exact else self._split(self.last, token, existing)
-        state = self.last
-        for _ in range(MAX_COUNTED):
-            if state == START:
-                break
-            self.count[state] += 1
-            state = self.link[state]
-
-    def _grow(self, token: int) -> int:
-        """Return the new state of the text with one more token."""
-        new, state = self._add(self.length[self.last] + 1, {}, START, 0), self.last
-        while state >= 0 and token not in self.next[state]:
-            self.next[state][token] = new
-            state = self.link[state]
-        if state >= 0:
-            old = self.next[state][token]
-            self.link[new] = old if self.length[old] == self.length[state] + 1 else self._split(state, token, old)
-        return new
-
-    def _split(self, state: int, token: int, old: int) -> int:
-        """Return a separate state for the substrings of `old` that end with those of `state` and a token."""
-        copy = self._add(self.length[state] + 1, dict(self.next[old]), self.link[old], self.count[old])
-        self.link[old] = copy
-        while state >= 0 and self.next[state].get(token) == old:
-            self.next[state][token] = copy
-            state = self.link[state]
-        return copy
-
-    def _add(self, length: int, successors: dict[int, int], link: int, count: int) -> int:
-        self.next.append(successors)
-        self.link.append(link)
-        self.length.append(length)
-        self.count.append(count)
-        return len(self.next) - 1
-
-    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return state and length of the longest suffix of a substring and one more token that occurs in the texts."""
-        while token not in self.next[state]:
-            if state == START:
-                return START, 0
-            state = self.link[state]
-            length = self.length[state]
-        return self.next[state][token], length + 1
-
-    def match(self, tokens: Sequence[int], state: int = START, length: int = 0) -> tuple[int, int]:
-        """Return state and length of the longest suffix that occurs in the texts, of a substring followed by `tokens`."""
-        for token in tokens:
-            state, length = self.step(state, length, token)
+    def match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return state and length of the longest suffix of `tokens` that occurs in the texts."""
+        state, length = kernels().match(self.arrays, np.array(tokens, dtype=np.int64))
         return state, length
-
-    def earlier(self) -> tuple[int, int]:
-        """Return state and length of the longest suffix of the current text that occurs earlier."""
-        state = max(self.link[self.last], START)  # the link of the start is -1
-        return state, self.length[state]
-
-    def followers(self, state: int) -> dict[int, float]:
-        """Return the weights of the tokens after a substring and after its suffixes, by PPM-C.
-
-        After n continuations, d of them different, the share d / (n + d) goes to the shorter suffix.
-        """
-        weights: dict[int, float] = {}
-        share, is_matched = 1.0, False
-        while state >= 0 and share > 1e-6:
-            successors = self.next[state].items()
-            pairs = list(islice(successors, MAX_SINGLE) if state == START else successors)
-            if pairs and (is_matched or state != START):  # unconditional counts alone say nothing
-                is_matched = True
-                counts = [self.count[after] for _, after in pairs]
-                total = sum(counts) + len(counts)  # n + d
-                for (token, _), count in zip(pairs, counts, strict=True):
-                    weights[token] = weights.get(token, 0.0) + share * count / total
-                share *= len(counts) / total
-            state = self.link[state]
-        # Ties are broken by token id, so that the order of the texts does not matter.
-        return dict(nlargest(MAX_PROPOSED, weights.items(), key=lambda item: (item[1], -item[0])))
 
 
 class SuffixIndex(TextIndex):
-    """The automaton of a text, and the longest suffix of the text in `shared`, the automaton of a file and earlier texts."""
+    """The automaton of a text, and the longest suffix of the text in `shared`, the automaton of a file and earlier texts.
 
-    def __init__(self, shared: SuffixAutomaton) -> None:
+    Args:
+        shared: see above.
+        vocabulary: V.
+    """
+
+    def __init__(self, shared: SuffixAutomaton, vocabulary: int) -> None:
         self.text: list[int] = []
-        self._automaton, self._shared, self.shared_match = SuffixAutomaton(), shared, (START, 0)
+        self._automaton, self._shared = SuffixAutomaton(), shared
+        self._facts, self._agreement = np.zeros(5, dtype=np.int64), np.zeros(2)
+        self._memory = np.zeros(vocabulary), np.zeros(vocabulary, dtype=np.int64)
+        self._likeliest = np.zeros(MAX_PROPOSED, dtype=np.int64), np.zeros(MAX_PROPOSED)
 
-    def append(self, token: int) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """See `TextIndex`."""
-        self.text.append(token)
-        self._automaton.append(token)
-        self.shared_match = self._shared.step(*self.shared_match, token)
+        self.text += tokens
+        self._automaton.reserve(len(tokens))
+        new = np.array(tokens, dtype=np.int64)
+        kernels().extend(
+            self._automaton.arrays,
+            self._shared.arrays,
+            new,
+            self._facts,
+            self._agreement,
+            *self._memory,
+            *self._likeliest,
+        )
+
+    def match_shared(self) -> None:
+        """Search the whole text in the shared automaton, which may have other states now."""
+        self._facts[[SHARED_STATE, SHARED_LENGTH]] = self._shared.match(self.text)
+        self.extend([])
+
+    def signals(self) -> tuple[float, ...]:
+        """See `TextIndex`."""
+        _, _, proposed, length, count = self._facts.tolist()
+        weights = self._likeliest[1][:proposed].tolist()
+        return float(length), (weights[0] / sum(weights) if weights else 0.0), float(count), *self._agreement.tolist()
 
     def followers(self, path: Sequence[int]) -> dict[int, float]:
         """See `TextIndex`."""
-        text_state, text_length = self._automaton.match(path, *self._automaton.earlier())
-        state, length = self._shared.match(path, *self.shared_match)
-        if length > text_length:
-            return self._shared.followers(state)
-        return self._automaton.followers(text_state) if text_length else {}
-
-    def match(self) -> tuple[int, int]:
-        """See `TextIndex`."""
-        text_state, text_length = self._automaton.earlier()
-        state, length = self.shared_match
-        if length > text_length:
-            return length, self._shared.count[state]
-        return text_length, self._automaton.count[text_state] - 1 if text_length else 0  # without the end of the text
+        (tokens, weights), proposed = self._likeliest, int(self._facts[PROPOSED])
+        if path:
+            tokens, weights, arrays = np.empty_like(tokens), np.empty_like(weights), self._automaton.arrays
+            proposed = kernels().propose(
+                arrays, self._shared.arrays, np.array(path, dtype=np.int64), self._facts, *self._memory, tokens, weights
+            )
+        return dict(zip(tokens[:proposed].tolist(), weights[:proposed].tolist(), strict=True))
 
 
 class SuffixDrafter(TextDrafter):
     """What followed the longest suffix that occurred before, weighted by how often (SuffixDecoding, arXiv 2411.04975).
 
-    The counts are mixed with those after shorter suffixes (`SuffixAutomaton.followers`): the scores of a long and of a
+    The counts are mixed with those after shorter suffixes (PPM-C): the scores of a long and of a
     short repetition differ, and a policy can read them.
 
     Args:
@@ -185,7 +138,7 @@ class SuffixDrafter(TextDrafter):
             if pair.tokenizer is None:
                 raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
             self._file = list(map(int, pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]))
-        super().__init__(pair, lambda: SuffixIndex(self._shared))
+        super().__init__(pair, lambda: SuffixIndex(self._shared, pair.vocabulary))
 
     def reset(self) -> None:
         """See `Drafter`. The contents of the file are kept."""
@@ -205,7 +158,7 @@ class SuffixDrafter(TextDrafter):
         if self.carries:
             self._shared.add_text(self._indexes[stream].text)
             for index in self._indexes:  # the new text may have split states
-                index.shared_match = self._shared.match(index.text)
+                index.match_shared()
         super().begin(stream)
 
 

@@ -19,7 +19,7 @@ from specstop.decode.drafters import (
     SuffixDrafter,
     find_drafters,
 )
-from specstop.decode.drafters.suffix import START, SuffixAutomaton
+from specstop.decode.drafters.suffix import SuffixAutomaton, SuffixIndex
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.attention import Part
@@ -29,6 +29,7 @@ from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.fixed import FixedLength
+from specstop.policies.kernels.suffix import COUNT, EDGES, LENGTH, LINK, SHARED_LENGTH, STATES
 
 
 def begun(drafter: Any, *texts: Sequence[int]) -> Any:
@@ -90,33 +91,81 @@ def test_every_substring_is_counted(texts):
     automaton = SuffixAutomaton()
     for text in texts:
         automaton.add_text(text)
-    assert len(automaton.next) <= 2 * sum(map(len, texts)) + 1
+    states, _, _, sizes = automaton.arrays
+    assert sizes[STATES] <= 2 * sum(map(len, texts)) + 1 and sizes[EDGES] <= 3 * sum(map(len, texts))
     for part in {tuple(t[i:j]) for t in texts for i in range(len(t)) for j in range(i + 1, len(t) + 1)}:
-        state = START
-        for token in part:
-            state = automaton.next[state][token]
-        assert automaton.count[state] == occurrences(texts, part), part
-        assert automaton.length[automaton.link[state]] < len(part) <= automaton.length[state]
-    if len(texts) == 1:
-        (text,) = texts
-        suffixes = (n for n in range(len(text)) if occurrences(texts, text[len(text) - n :]) > 1)
-        assert automaton.earlier()[1] == max(suffixes, default=0)
+        state, length = automaton.match(part)
+        assert length == len(part) and states[state, COUNT] == occurrences(texts, part), part
+        assert states[states[state, LINK], LENGTH] < len(part) <= states[state, LENGTH]
+
+
+def suffix_index(text: Sequence[int], shared: Sequence[int] = (), vocabulary: int = 64) -> SuffixIndex:
+    automaton = SuffixAutomaton()
+    automaton.add_text(shared)
+    index = SuffixIndex(automaton, vocabulary)
+    index.extend(text)
+    return index
 
 
 def test_frequencies_are_mixed_by_the_escape_estimate():
     """After 5 came 8, 9, 9; after 4 5 came 9 alone: computed by hand, PPM-C."""
-    automaton = SuffixAutomaton()
-    for token in (5, 8, 4, 5, 9, 5, 9, 4, 5):
-        automaton.append(token)
-    state, length = automaton.earlier()
-    assert length == 2
+    text = (5, 8, 4, 5, 9, 5, 9, 4, 5)
     share = 0.5 * (2 / 5)
-    expected = {token: share * times / (9 + 4) for token, times in Counter([5, 8, 4, 5, 9, 5, 9, 4, 5]).items()}
+    expected = {token: share * times / (9 + 4) for token, times in Counter(text).items()}
     expected[9] += 1 / 2 + 0.5 * 2 / 5
     expected[8] += 0.5 * 1 / 5
-    followers = automaton.followers(state)
+    index = suffix_index(text)
+    followers = index.followers(())
     assert followers == pytest.approx(expected)
     assert next(iter(followers)) == 9, "the most likely first"
+    assert index.signals()[:3] == pytest.approx((2, expected[9] / sum(expected.values()), 1))
+
+
+def mixed(text: Sequence[int], shared: Sequence[int]) -> tuple[int, int, dict[int, float]]:
+    """Return length and count of the longest match, and the weights of what follows it, by a plain search."""
+
+    def lengths(other: Sequence[int]) -> list[int]:
+        return [n for n in range(1, len(text) + 1) if occurrences([other], text[len(text) - n :])]
+
+    own, other = max(lengths(text[:-1]), default=0), max(lengths(shared), default=0)
+    searched, longest = (shared, other) if other > own else (text, own)
+    weights, share, before = dict[int, float](), 1.0, list[list[int]]()
+    for n in range(longest, -1, -1):
+        suffix = list(text[len(text) - n :])
+        ends = [i for i in range(n, len(searched) + 1) if list(searched[i - n : i]) == suffix]
+        if ends in before or not longest:
+            continue  # a state of the automaton: the longest suffix with these ends
+        before.append(ends)
+        counts = Counter(searched[i] for i in ends if i < len(searched))
+        total = sum(counts.values()) + len(counts)
+        for token, times in counts.items():
+            weights[token] = weights.get(token, 0.0) + share * times / total
+        share *= len(counts) / total if counts else 1.0
+    return longest, occurrences([searched], text[len(text) - longest :]) - (searched is text), weights
+
+
+@given(
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=16),
+    shared=st.lists(st.integers(0, 3), max_size=10),
+    split=st.integers(0, 16),
+    path=st.lists(st.integers(0, 3), max_size=3),
+)
+@hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
+def test_signals_and_followers_are_those_of_a_plain_search(text, shared, split, path):
+    index, run, rate = suffix_index(text[:split], shared), 0, 0.0
+    index.extend(text[split:])
+    for at, token in enumerate(text):
+        weights = mixed(text[:at], shared)[2] if at else {}
+        agrees = bool(weights) and min(weights, key=lambda t: (-round(weights[t], 12), t)) == token
+        run, rate = (run + 1) * agrees, 0.9 * rate + 0.1 * agrees
+    length, count, weights = mixed(text, shared)
+    best = max(weights.values(), default=0.0) / (sum(weights.values()) or 1.0)
+    assert index.signals() == pytest.approx((length, best, count if length else 0, run, rate))
+    assert index.followers(()) == pytest.approx(weights)
+    if not path:
+        return
+    # A path extends the match, and does not add occurrences.
+    assert set(index.followers(path)) <= {*text, *shared}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -136,7 +185,7 @@ def test_texts_that_ended_are_searched_while_others_go_on(pair, seed):
         texts[stream] += new
         for text, index in zip(texts, drafter._indexes, strict=True):
             matches = (n for n in range(1, len(text) + 1) if occurrences(ended, text[len(text) - n :]))
-            assert index.shared_match[1] == max(matches, default=0)
+            assert index._facts[SHARED_LENGTH] == max(matches, default=0)
 
 
 def test_earlier_texts_and_files_are_searched_on_request(pair, tmp_path):
