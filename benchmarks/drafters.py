@@ -13,22 +13,29 @@ cores each is trained within 10 minutes. For each drafter and temperature:
 - live, in alternation with plain decoding: every lossless text is that of plain decoding, the rounds are those of
   replay, and predicted speeds are within 7%. Medusa's tree under `typical` acceptance is LOSSY;
 - the best head is faster than the draft model.
+
+The part `routes` has suffix and draft model in one loop. A route is trained on the training prompts (`--decide route`).
+Live, it is at least 1.05 times as fast as the better drafter alone at its best fixed length, also for batches of 4.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness import MAX_TIES, Run, compare_rounds
-from specstop.decode import Tally, load_drafter, with_drafter
-from specstop.decode.benchmark import run_alternating, speed_ratio
+from specstop.decode import Generation, Tally, load_drafter, with_drafter
+from specstop.decode.benchmark import run_alternating, speed_ratio, texts_per_turn
+from specstop.decode.drafters.spec import drafter_names, each_drafter
 from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.decode.prompts import encode_prompts
+from specstop.train import trace_arrays
+from specstop.train.fit.route import tuned_rules
+from specstop.train.fit.rules import fixed_grid
 
 import specstop as ss
 
@@ -36,6 +43,7 @@ TRAINED = ("medusa", "hydra", "ctc", "layer")
 DRAFTERS = ("model", "lookup", "suffix", *TRAINED)
 DEPTH, TREE, SIZES = 4, "medusa-63", (8, 24, 63)
 MINUTES, NODES, ERROR = 10.0, 1.05, 0.07
+ROUTE_DEPTH, ROUTED, BATCH = 8, 1.05, 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,20 @@ class Setting:
     policy: ss.StopPolicy
     tree: str | None
     test: ss.Trace
+
+
+class Calibrations(list[CalibrationRun]):
+    """The calibration runs of each drafter of a pair."""
+
+    def play(self, number: int) -> None:
+        """See `CalibrationRun`."""
+        for one in self:
+            one.play(number)
+
+    def profile(self) -> ss.Profile:
+        """Return the profile with the costs of all drafters."""
+        first, *others = (one.profile() for one in self)
+        return dataclasses.replace(first, others=tuple(others))
 
 
 def compare(run: Run) -> None:
@@ -95,16 +117,18 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
 class Comparison:
     """One drafter at one temperature."""
 
+    depth = DEPTH
+
     def __init__(self, run: Run, pair: ss.Pair, name: str, temperature: float) -> None:
         self.run, self.pair, self.name, self.temperature = run, pair, name, temperature
         self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 8)
-        self.tree = run.choose(TREE, "2,1")
+        self.tree: str | None = run.choose(TREE, "2,1")
         self.test, self.train = run.prompts("test", run.choose(40, 2)), run.prompts("train", run.choose(160, 5))
         self.prompts = encode_prompts(pair, self.test)
 
     def settings(self, tree: str | None, verification: str = "match") -> ss.Settings:
         """Return the settings of a run."""
-        return ss.Settings(self.temperature, self.new, DEPTH, tree=tree, verification=verification)
+        return ss.Settings(self.temperature, self.new, self.depth, tree=tree, verification=verification)
 
     def tokens_per_call(self) -> float:
         """Add rows of tokens per target call in chains and in the whole tree, and return the latter."""
@@ -119,18 +143,21 @@ class Comparison:
         """Return the dense trace of a side."""
         folder = self.run.folder(f"{self.where}-{side}-{label}".replace("/", "-").replace("?", "-"))
         return ss.collect(
-            self.pair, self.train if side == "train" else self.test, folder, depth=DEPTH, tree=tree,
+            self.pair, self.train if side == "train" else self.test, folder, depth=self.depth, tree=tree,
             temperature=self.temperature, max_new_tokens=self.new, verification="match", draft=self.name,
+        )  # fmt: skip
+
+    def profile(self) -> ss.Profile:
+        """Return the costs."""
+        return ss.measure_profile(
+            self.pair, self.train[: self.run.choose(16, 2)], depth=self.depth, tree=self.tree,
+            temperature=self.temperature, effort=self.run.effort, new_tokens=self.run.choose(48, 8), verification="match",
         )  # fmt: skip
 
     def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
         """Return settings that are chosen on training prompts, and the costs."""
-        run = self.run
+        run, profile = self.run, self.profile()
         chains = {side: self.traces(side, None, "chain") for side in ("train", "test")}
-        profile = ss.measure_profile(
-            self.pair, self.train[: run.choose(16, 2)], depth=DEPTH, tree=self.tree, temperature=self.temperature,
-            effort=run.effort, new_tokens=run.choose(48, 8), verification="match",
-        )  # fmt: skip
         fixed = [ss.load_policy(f"fixed:{k}") for k in range(1, DEPTH + 1)]
         best = max(fixed, key=lambda policy: ss.replay(chains["train"], policy, profile).rate)
         length = ss.train(chains["train"], profile, head="logistic", name="length").policy
@@ -144,10 +171,7 @@ class Comparison:
             shape = str(result.metrics["tree"])
             settings["whole tree"] = Setting(ss.load_policy(f"fixed:{DEPTH}"), self.tree, trees["test"])
             settings["learned nodes"] = Setting(result.policy, shape, self.traces("test", shape, "nodes"))
-        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[: run.choose(8, 2)])]
-        for setting in settings.values():
-            timed = loop_decisions(self.pair, [setting.policy], ids, self.settings(setting.tree), effort=run.effort)
-            profile = profile.with_measured_decisions(timed)
+        profile = self.with_decisions(profile, list(settings.values()))
         if "learned nodes" in settings:
             nodes = settings["learned nodes"]
             report = ss.evaluate(nodes.test, profile, [nodes.policy])
@@ -159,52 +183,114 @@ class Comparison:
                 run.row(key, ratio)
         return settings, profile
 
+    def with_decisions(self, profile: ss.Profile, settings: list[Setting]) -> ss.Profile:
+        """Return the profile with the costs of decisions, timed in the loop."""
+        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[: self.run.choose(8, 2)])]
+        for one in settings:
+            timed = loop_decisions(self.pair, [one.policy], ids, self.settings(one.tree), effort=self.run.effort)
+            profile = profile.with_measured_decisions(timed)
+        return profile
+
     def live(self) -> float:
         """Decode all settings in alternation with plain decoding and return the speed of the fastest lossless one."""
-        run = self.run
         settings, costs = self.choose()
-        plain = Setting(ss.load_policy("fixed:0"), None, settings["best fixed length"].test)
+        texts = self.decode(settings, costs)
+        return max(speed_ratio(texts[name], texts["plain"]).value for name in settings)
+
+    def decode(self, settings: dict[str, Setting], costs: ss.Profile, batch: int = 1) -> dict[str, list[Generation]]:
+        """Decode all settings in alternation with plain decoding; add rows and bars, and return the texts."""
+        run, where = self.run, self.where + (f", batch {batch}" if batch > 1 else "")
+        plain = Setting(ss.load_policy("fixed:0"), None, next(iter(settings.values())).test)
         settings = {"plain": plain, **settings}
         ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[: run.choose(16, 2)])]
-        calibration = CalibrationRun(
-            self.pair, ids, depth=DEPTH, temperature=self.temperature, tree=self.tree, verification="match",
-            new_tokens=run.choose(48, 8),
+        calibration = Calibrations(
+            CalibrationRun(
+                one, ids, depth=self.depth, temperature=self.temperature, tree=self.tree, verification="match",
+                new_tokens=run.choose(48, 8),
+            ) for one in each_drafter(self.pair)
         )  # fmt: skip
         for number in range(run.choose(4, 2)):
             calibration.play(number)
-        methods: dict[str, Any] = {
-            name: ss.Speculator(self.pair, one.policy, self.settings(one.tree), costs) for name, one in settings.items()
+        methods = {
+            name: ss.Speculator(self.pair, one.policy, self.settings(one.tree), costs, batch=batch)
+            for name, one in settings.items()
         }
         if self.temperature > 0 and self.name == "medusa":
             lossy = self.settings(self.tree, "typical")
             methods["typical (LOSSY)"] = ss.Speculator(self.pair, ss.load_policy(f"fixed:{DEPTH}"), lossy, costs)
-        rows = run_alternating(list(methods.values()), self.prompts, calibration=calibration)
+        rows = run_alternating(list(methods.values()), self.prompts, calibration=calibration, batch=batch)
         texts = dict(zip(methods, rows, strict=True))
         profile = calibration.profile().with_decisions(costs.decision_s)
-        base, best, different, total = ss.replay(plain.test, plain.policy, profile).rate, 0.0, 0, 0
+        base, different, total = ss.replay(plain.test, plain.policy, profile).rate, 0, 0
         wrong, errors = 0, []
         for name, row in texts.items():
-            speed, note = speed_ratio(row, texts["plain"]), f"{Tally(row).block_efficiency:.2f} tokens per target call"
+            speed = speed_ratio(row, texts["plain"], texts_per_turn(batch))
+            note = f"{Tally(row).block_efficiency:.2f} tokens per target call"
             if name in settings:
                 one = settings[name]
-                errors.append((ss.replay(one.test, one.policy, profile).rate / base) / speed.value - 1)
+                error = (ss.replay(one.test, one.policy, profile).rate / base) / speed.value - 1
                 compared, unequal = compare_rounds(one.test, one.policy, costs, row)
                 total, different = total + compared, different + unequal
                 wrong += sum(a.tokens != b.tokens for a, b in zip(row, texts["plain"], strict=True))
-                best, note = max(best, speed.value), f"{note}, {errors[-1]:+.1%} predicted"
-            run.row(f"{self.where}, {name}: of plain decoding", speed, note)
-        run.bar(
-            f"{self.where}: texts that differ from plain decoding",
-            wrong,
-            at_most=max(1, len(rows[0]) / 50),
-            always=True,
-        )
-        run.bar(
-            f"{self.where}: rounds that differ from replay", different, at_most=max(1, total * MAX_TIES), always=True,
-            note=f"of {total}",
-        )  # fmt: skip
-        run.bar(f"{self.where}: largest error of a prediction", max(map(abs, errors)), at_most=ERROR)
-        return best
+                if batch == 1:  # the profile has no costs of batches
+                    errors.append(error)
+                    note += f", {error:+.1%} predicted"
+            run.row(f"{where}, {name}: of plain decoding", speed, note)
+        ties = max(1, len(rows[0]) / 50), max(1, total * MAX_TIES)
+        run.bar(f"{where}: texts that differ from plain decoding", wrong, at_most=ties[0], always=True)
+        run.bar(f"{where}: rounds that differ from replay", different, at_most=ties[1], always=True, note=f"of {total}")
+        if errors:
+            run.bar(f"{where}: largest error of a prediction", max(map(abs, errors)), at_most=ERROR)
+        return texts
+
+
+class RouteComparison(Comparison):
+    """Suffix and draft model in one loop."""
+
+    depth = ROUTE_DEPTH
+
+    def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
+        """Return each drafter at its best fixed length, the best tuned rule and the trained route, and the costs."""
+        self.tree, names = None, drafter_names(self.pair.drafter)
+        profile, traces = self.profile(), {side: self.traces(side, None, "routes") for side in ("train", "test")}
+        arrays = trace_arrays(traces["train"])
+        grid = fixed_grid(arrays, profile)
+        best = [max((p for p in grid if p.policy.drafter == name), key=lambda p: p.rate).policy for name in names]
+        rules = [rule for rule in tuned_rules(arrays, profile) if rule.features]
+        rule = max(rules, key=lambda one: ss.replay(traces["train"], one, profile).rate)
+        route = ss.train(
+            traces["train"], profile, decide="route", name="route", report_share=0.0, folds=self.run.choose(5, 2)
+        ).policy
+        policies = {**dict(zip(names, best, strict=True)), "rule": rule, "route": route}
+        settings = {name: Setting(policy, None, traces["test"]) for name, policy in policies.items()}
+        profile = self.with_decisions(profile, [settings["rule"], settings["route"]])
+        report = ss.evaluate(traces["test"], profile, [rule, route])
+        for name, policy in (("rule", rule), ("route", route)):
+            speed = report[policy.shown_name].speedup
+            self.run.row(f"{self.where}, {name}: of the best fixed length, held out", speed, policy.name)
+        return settings, profile
+
+    def live(self) -> float:
+        """Compare the settings in single texts and in batches; return the speed of the route."""
+        settings, costs = self.choose()
+        batched = self.decode(settings, costs, BATCH)
+        texts = self.decode(settings, costs)
+        for where, rows, turn in (("", texts, 1), (f", batch {BATCH}", batched, texts_per_turn(BATCH))):
+            one = max(drafter_names(self.pair.drafter), key=lambda name: Tally(rows[name]).tokens_per_s)
+            speed = speed_ratio(rows["route"], rows[one], turn)
+            key = f"{self.where}{where}: route over {one} alone"
+            if where:
+                self.run.row(key, speed)
+            else:
+                self.run.bar(key, speed, at_least=ROUTED, above=1.0)
+        return speed_ratio(texts["route"], texts["plain"]).value
+
+
+def routes(run: Run) -> None:
+    """Train a route between suffix and draft model, and compare it with each of them."""
+    pair = with_drafter(run.pair, "suffix+model")
+    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
+        RouteComparison(run, pair, pair.drafter, temperature).live()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -215,4 +301,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, {"compare": compare}, add_options).execute())
+    raise SystemExit(Run(__doc__, {"compare": compare, "routes": routes}, add_options).execute())

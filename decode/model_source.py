@@ -412,7 +412,8 @@ def read_signals(drafters: Sequence[Drafter], round: RoundState, history: Histor
         if text is not None:
             values[stream, :, -1] = text.prompt_tokens
             for index, drafter in enumerate(drafters):
-                values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
+                if drafter.has_signals:
+                    values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
     if history.idle is not None:
         values[..., -2] = history.idle
     round.signals = values

@@ -82,7 +82,9 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             is_full = limit <= depth
             round.hit_limit |= is_full & alive.any(1)
             alive = alive & ~is_full[:, None]
-        if depth >= first:
+        if depth and host.lengths is not None:
+            alive = alive & (depth < host.lengths[tree.drafter_of_branch[depth]])
+        elif depth >= first:
             if not np.count_nonzero(alive):
                 break
             round.decided[:, level] = alive if depth else alive.any(1, keepdims=True)

@@ -125,6 +125,7 @@ class StopPolicy:
         joins: may let several drafters draft in one round, the candidates of which are verified together.
         first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
         max_depth: length of the longest draft; `keep` is not called at that depth.
+        lengths: [D] int64, draft length of each drafter if the policy decides at depth 0 alone; `keep` is not called later.
         unasked: draft length by number of streams in a round, for batch sizes at which decisions cost more than they gain.
             In such rounds the policy is not called and no features are computed.
         parts: other policies that this one calls. It is treated as a plugin if one of them is.
@@ -144,6 +145,7 @@ class StopPolicy:
     joins: bool = False
     first: int = 1
     max_depth: int = 20
+    lengths: Array | None = None
     unasked: Mapping[int, int] = MappingProxyType({})
     parts: tuple[StopPolicy, ...] = ()
     name: str = "policy"

@@ -48,10 +48,10 @@ class RoutingPolicy(StopPolicy):
         self.max_depth = max(stop.max_depth for stop in stops)
         observed = [stop for stop in stops if type(stop).observe is not StopPolicy.observe]
         self.reads_seconds = any(stop.reads_seconds for stop in observed)  # type: ignore[misc]
-        # Without a call of each of them, which would take longer than the rest of a decision.
-        is_fixed = all(type(stop) is FixedLength for stop in stops)
-        self._lengths = np.array([stop.max_depth for stop in stops]) if is_fixed else None
-        self._routed = [self.features.index(name) for name in features]
+        self._observes = bool(observed)
+        if all(type(stop) is FixedLength for stop in stops):
+            self.lengths = np.array([stop.max_depth for stop in stops])
+        self._routed = slice(len(dict.fromkeys(features)))  # they come first
         self._read = [[self.features.index(name) for name in stop.features] for stop in stops]
 
     def route(self, features: Array, state: State) -> tuple[Array, State]:
@@ -89,14 +89,14 @@ class RoutingPolicy(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """See `StopPolicy`."""
         owner = np.zeros(step.alive.shape[1], dtype=np.int64) if step.drafter is None else step.drafter
-        if (count := int(owner.max()) + 1) > len(self.stops):
-            raise PolicyError(f"{self.name}: expected at most {len(self.stops)} drafters, got {count}")
+        if owner[-1] >= len(self.stops):  # in ascending order
+            raise PolicyError(f"{self.name}: expected at most {len(self.stops)} drafters, got {owner[-1] + 1}")
         kept, parts = step.alive.copy(), list(state)
         if step.depth == 0:
             routed, parts[0] = self.route(step.features[..., self._routed], state[0])
             kept &= routed
-        if self._lengths is not None:
-            return kept & (step.depth < self._lengths[owner]), tuple(parts)
+        if self.lengths is not None:
+            return kept & (step.depth < self.lengths[owner]), tuple(parts)
         for index, stop in enumerate(self.stops):
             branches = np.flatnonzero(owner == index)
             if not len(branches) or not kept[:, branches].any():
@@ -118,6 +118,8 @@ class RoutingPolicy(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """See `StopPolicy`."""
+        if not self._observes:
+            return state
         drafting = np.ones((len(outcome.active), 1), dtype=bool) if outcome.drafting is None else outcome.drafting
         alone = outcome.active & (drafting.sum(1) == 1)
         parts = [state[0]]
