@@ -161,6 +161,22 @@ def test_texts_are_those_of_plain_decoding_and_the_longest_path_is_taken(
     assert len(used) > 1 and (name != "in turns" or len(used) == 4), "the route changes"
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_route_of_fixed_lengths_decides_once_in_a_round(two, prompt_ids, batch):
+    rounds = {}
+    for kind in (FixedLength, AsNeeded):
+        policy = ThresholdRoute("match_prob", 0.6, [kind(3), kind(2)])
+        texts = Speculator(two, policy, Settings(0.7, NEW, DEPTH), batch=batch).run(requests_of(prompt_ids))
+        rounds[kind] = [r for text in texts for r in text.rounds]
+    once, asked = rounds.values()
+    assert all(r.decisions == 1 and r.drafted <= (3, 2)[r.drafter] for r in once if not r.cut)
+    assert [(r.drafted, r.drafter, r.committed) for r in once] == [(r.drafted, r.drafter, r.committed) for r in asked]
+
+
+class AsNeeded(FixedLength):
+    """A fixed length that is called at each depth."""
+
+
 @pytest.mark.parametrize("name", ["", "suffix", "model"])
 @pytest.mark.parametrize(("tree", "own"), [(None, (None, None)), ("1,1|2,1", ("1,1", "2,1"))])
 def test_a_policy_that_does_not_route_decodes_as_with_its_one_drafter(two, pair, prompt_ids, name, tree, own):
