@@ -35,7 +35,7 @@ from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.decode.prompts import encode_prompts
 from specstop.train import trace_arrays
 from specstop.train.fit.route import tuned_rules
-from specstop.train.fit.rules import fixed_grid
+from specstop.train.fit.rules import best_of, fixed_grid
 
 import specstop as ss
 
@@ -207,7 +207,7 @@ class Comparison:
             CalibrationRun(
                 one, ids, depth=self.depth, temperature=self.temperature, tree=self.tree, verification="match",
                 new_tokens=run.choose(48, 8),
-            ) for one in each_drafter(self.pair)
+            ) for one in (each_drafter(self.pair) if batch == 1 else ())
         )  # fmt: skip
         for number in range(run.choose(4, 2)):
             calibration.play(number)
@@ -220,9 +220,9 @@ class Comparison:
             methods["typical (LOSSY)"] = ss.Speculator(self.pair, ss.load_policy(f"fixed:{DEPTH}"), lossy, costs)
         rows = run_alternating(list(methods.values()), self.prompts, calibration=calibration, batch=batch)
         texts = dict(zip(methods, rows, strict=True))
-        profile = calibration.profile().with_decisions(costs.decision_s)
-        base, different, total = ss.replay(plain.test, plain.policy, profile).rate, 0, 0
-        wrong, errors = 0, []
+        profile = calibration.profile().with_decisions(costs.decision_s) if batch == 1 else costs
+        base = ss.replay(plain.test, plain.policy, profile).rate
+        wrong, different, total, errors = 0, 0, 0, []
         for name, row in texts.items():
             speed = speed_ratio(row, texts["plain"], texts_per_turn(batch))
             note = f"{Tally(row).block_efficiency:.2f} tokens per target call"
@@ -255,9 +255,8 @@ class RouteComparison(Comparison):
         profile, traces = self.profile(), {side: self.traces(side, None, "routes") for side in ("train", "test")}
         arrays = trace_arrays(traces["train"])
         grid = fixed_grid(arrays, profile)
-        best = [max((p for p in grid if p.policy.drafter == name), key=lambda p: p.rate).policy for name in names]
-        rules = [rule for rule in tuned_rules(arrays, profile) if rule.features]
-        rule = max(rules, key=lambda one: ss.replay(traces["train"], one, profile).rate)
+        best = [best_of([one for one in grid if one.policy.drafter == name]).policy for name in names]
+        rule = best_of([ss.replay(arrays, one, profile) for one in tuned_rules(arrays, profile) if one.features]).policy
         route = ss.train(
             traces["train"], profile, decide="route", name="route", report_share=0.0, folds=self.run.choose(5, 2)
         ).policy
@@ -270,27 +269,24 @@ class RouteComparison(Comparison):
             self.run.row(f"{self.where}, {name}: of the best fixed length, held out", speed, policy.name)
         return settings, profile
 
-    def live(self) -> float:
-        """Compare the settings in single texts and in batches; return the speed of the route."""
+    def compare(self) -> None:
+        """Decode with the route and with each drafter alone, in batches and in single texts."""
         settings, costs = self.choose()
-        batched = self.decode(settings, costs, BATCH)
-        texts = self.decode(settings, costs)
-        for where, rows, turn in (("", texts, 1), (f", batch {BATCH}", batched, texts_per_turn(BATCH))):
+        for batch in (BATCH, 1):
+            rows = self.decode(settings, costs, batch)
             one = max(drafter_names(self.pair.drafter), key=lambda name: Tally(rows[name]).tokens_per_s)
-            speed = speed_ratio(rows["route"], rows[one], turn)
-            key = f"{self.where}{where}: route over {one} alone"
-            if where:
-                self.run.row(key, speed)
+            speed = speed_ratio(rows["route"], rows[one], texts_per_turn(batch))
+            if batch == 1:
+                self.run.bar(f"{self.where}: route over {one} alone", speed, at_least=ROUTED, above=1.0)
             else:
-                self.run.bar(key, speed, at_least=ROUTED, above=1.0)
-        return speed_ratio(texts["route"], texts["plain"]).value
+                self.run.row(f"{self.where}, batch {batch}: route over {one} alone", speed)
 
 
 def routes(run: Run) -> None:
     """Train a route between suffix and draft model, and compare it with each of them."""
     pair = with_drafter(run.pair, "suffix+model")
     for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
-        RouteComparison(run, pair, pair.drafter, temperature).live()
+        RouteComparison(run, pair, pair.drafter, temperature).compare()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,14 +1,12 @@
 """Train a target and a draft on Python source text, and write the pair as the package ships it.
 
     python benchmarks/tools/make_pair.py --out pairs/large
-    python benchmarks/tools/make_pair.py --draft plain --target pairs/large/target --out pairs/large-plain
     python benchmarks/tools/make_pair.py --out pairs/large --ship train/shipped
 
-The target learns the next token of the text. The draft is trained on the target's distribution (`--draft distilled`)
-or, like the target, on the text alone (`--draft plain`). All weights are rounded to int8 with one scale per row
-before they are measured. Prompts come from files that neither model has seen. The table has the acceptance by depth
-on the test prompts. The last line is one JSON object; with `--check` the exit code is 1 unless P(A >= 1) is between
-0.6 and 0.85, and P(A = 0) and P(A >= 6) are above 0.15. `--smoke` trains for two steps.
+The target learns the next token of the text, the draft the target's distribution. All weights are rounded to int8
+with one scale per row before they are measured. Prompts come from files that neither model has seen. The table has
+the acceptance by depth on the test prompts. The last line is one JSON object; with `--check` the exit code is 1
+unless P(A >= 1) is between 0.6 and 0.85, and P(A = 0) and P(A >= 6) are above 0.15. `--smoke` trains for two steps.
 """
 
 from __future__ import annotations
@@ -330,22 +328,10 @@ def train_target(stream: torch.Tensor, recipe: Recipe) -> tuple[LlamaForCausalLM
     return target, fit(LanguageModelTraining(target, recipe, recipe.steps), windows_of(stream, recipe.length))
 
 
-def train_draft(
-    target: LlamaForCausalLM, stream: torch.Tensor, recipe: Recipe, distilled: bool
-) -> tuple[LlamaForCausalLM, float]:
-    """Train the draft and return it with its last mean loss.
-
-    Args:
-        target: The teacher.
-        stream: Tokens that the target was trained on.
-        recipe: Shapes and steps.
-        distilled: Whether the draft learns the target's distribution, on the text and on continuations of it by the target;
-            otherwise it learns the text alone.
-    """
+def train_draft(target: LlamaForCausalLM, stream: torch.Tensor, recipe: Recipe) -> tuple[LlamaForCausalLM, float]:
+    """Train the draft on the text `stream` and continuations of it by the target; return it with its last mean loss."""
     draft = recipe.draft.build(recipe.vocabulary, recipe.positions)
     windows = windows_of(stream, recipe.shallow_length)
-    if not distilled:
-        return draft, fit(LanguageModelTraining(draft, recipe, recipe.draft_steps), windows)
     generated = generate_text(target, windows, recipe.generated_rows)
     target.compile()  # now that all text is generated: `generate` would compile it for every length
     # Twice as much text of the target as of the standard library: what is drafted later is text of the target.
@@ -383,41 +369,22 @@ def round_weights(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return rounded.train(False)
 
 
-def make_pair(
-    documents: Sequence[Document], recipe: Recipe, out: Path, *, distilled: bool = True, target: Path | None = None
-) -> None:
+def make_pair(documents: Sequence[Document], recipe: Recipe, out: Path) -> None:
     """Train tokenizer, target and draft and write the pair's folder, whole or not at all.
 
     Args:
         documents: The text; a seeded share of it is held out for prompts.
         recipe: Settings that decide the weights.
         out: The folder to write: `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl` and `pair.json`.
-        distilled: Whether the draft learns from the target; otherwise from the text alone.
-        target: Folder of a target of the same recipe to use. Default: train one, and keep it in the folder `OUT-target`.
     """
     started = time.perf_counter()
     learn, train_documents, test_documents = split_documents(documents, recipe)
     lightning.seed_everything(recipe.seed, verbose=False)
-    kept = target or out.with_name(f"{out.name}-target")
-    if target is not None:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        stream = encode(tokenizer, learn)
-        network: Any = AutoModelForCausalLM.from_pretrained(target)
-        trained = json.loads((target / "training.json").read_text())
-    else:
-        tokenizer = train_tokenizer((document.text for document in learn), recipe.vocabulary)
-        stream = encode(tokenizer, learn)
-        network, loss = train_target(stream, recipe)
-        network = round_weights(network)
-        network.save_pretrained(kept)
-        tokenizer.save_pretrained(kept)
-        trained = {"target_cross_entropy": loss, "seconds": time.perf_counter() - started}
-        (kept / "training.json").write_text(json.dumps(trained), encoding="utf-8")
-    started = time.perf_counter()
-    lightning.seed_everything(
-        recipe.seed, verbose=False
-    )  # the same draft whether or not the target was trained just now
-    draft, draft_loss = train_draft(network, stream, recipe, distilled)
+    tokenizer = train_tokenizer((document.text for document in learn), recipe.vocabulary)
+    stream = encode(tokenizer, learn)
+    network, loss = train_target(stream, recipe)
+    network = round_weights(network)
+    draft, draft_loss = train_draft(network, stream, recipe)
     with staged_folder(out) as stage:
         for name, model in (("target", network), ("draft", round_weights(draft))):
             model.save_pretrained(stage / name)
@@ -430,19 +397,13 @@ def make_pair(
             (stage / f"prompts-{name}.jsonl").write_text(lines, encoding="utf-8")
         described = {
             "recipe": dataclasses.asdict(recipe),
-            "draft": "distilled" if distilled else "plain",
             "parameters": {"target": network.num_parameters(), "draft": draft.num_parameters()},
             "text_tokens": len(stream),
-            "losses": {
-                "target_cross_entropy": trained["target_cross_entropy"],
-                "draft_divergence" if distilled else "draft_cross_entropy": draft_loss,
-            },
-            "seconds": round(trained["seconds"] + time.perf_counter() - started),
+            "losses": {"target_cross_entropy": loss, "draft_divergence": draft_loss},
+            "seconds": round(time.perf_counter() - started),
             "versions": {
                 "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "transformers": transformers.__version__,
-                "lightning": lightning.__version__,
+                **{library.__name__: str(library.__version__) for library in (torch, transformers, lightning)},
             },
         }
         (stage / "pair.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -491,10 +452,9 @@ def ship(pair: Path, out: Path, command: str, rates: dict[str, Any]) -> None:
             save_file(quantize_weights(weights), stage / name / WEIGHTS)
             for file in ("config.json", "generation_config.json"):
                 (stage / name / file).write_bytes((pair / name / file).read_bytes())
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (stage / file).write_bytes((pair / "target" / file).read_bytes())
-        for file in ("prompts-train.jsonl", "prompts-test.jsonl", "pair.json"):
-            (stage / file).write_bytes((pair / file).read_bytes())
+        tokenizer = ("target/tokenizer.json", "target/tokenizer_config.json")
+        for file in (*tokenizer, "prompts-train.jsonl", "prompts-test.jsonl", "pair.json"):
+            (stage / Path(file).name).write_bytes((pair / file).read_bytes())
         (stage / "README.md").write_text(card(json.loads((pair / "pair.json").read_text()), command, rates))
 
 
@@ -506,17 +466,18 @@ tags: [speculative-decoding]
 
 # The pair that ships with specstop
 
-Two Llama models with one byte-level BPE tokenizer of {vocabulary} entries, for demonstrations, tests and benchmarks of
-speculative decoding. They continue Python source text and have no other use.
+Two Llama models with one byte-level BPE tokenizer of {0[recipe][vocabulary]} entries, for demonstrations, tests and
+benchmarks of speculative decoding. They continue Python source text and have no other use.
 
-- Target: {target}.
-- Draft: {draft}.
+- Target: {0[recipe][target][layers]} layers of width {0[recipe][target][hidden]}, {0[parameters][target]:,} parameters.
+- Draft: {0[recipe][draft][layers]} layers of width {0[recipe][draft][hidden]}, {0[parameters][draft]:,} parameters,
+  distilled.
 - Weights: int8 with one bfloat16 scale per row. `specstop.shipped_pair()` expands them to float32 in two
   folders that `from_pretrained` loads.
 
 ## Training data
 
-The source files of the standard library of Python {python} without its tests: {tokens} tokens, PSF License Version 2,
+The source files of the standard library of Python without its tests: {0[text_tokens]:,} tokens, PSF License Version 2,
 copyright Python Software Foundation. The prompts are pieces of files of that library that neither model was trained on.
 Training and test prompts come from different files.
 
@@ -524,11 +485,11 @@ Training and test prompts come from different files.
 
     {command}
 
-Seed {seed}; {versions}; {seconds} s on two CPU cores. Final losses (nats per token): {losses}.
+Seed {0[recipe][seed]}; {versions}; {0[seconds]} s on two CPU cores. Final losses (nats per token): {losses}.
 
 ## Greedy acceptance on the test prompts
 
-{rounds} rounds, one from every position of the target's text.
+{rounds:,} rounds, one from every position of the target's text.
 
 | depth j | P(A >= j) | P(A >= j given A >= j - 1) |
 |---|---|---|
@@ -537,38 +498,20 @@ Seed {seed}; {versions}; {seconds} s on two CPU cores. Final losses (nats per to
 
 def card(described: dict[str, Any], command: str, rates: dict[str, Any]) -> str:
     """Return the model card of a pair."""
-    recipe, versions = described["recipe"], ", ".join(f"{k} {v}" for k, v in described["versions"].items())
     rows = "".join(
         f"| {depth} | {reached:.3f} | {given:.3f} |\n"
         for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1)
     )
-    shapes = {
-        name: f"{recipe[name]['layers']} layer(s) of width {recipe[name]['hidden']}, {count / 1e6:.2f}M parameters"
-        for name, count in described["parameters"].items()
-    }
-    losses = ", ".join(f"{name} {loss:.3f}" for name, loss in described["losses"].items())
-    return CARD.format(
-        vocabulary=recipe["vocabulary"],
-        target=shapes["target"],
-        draft=f"{shapes['draft']}, {described['draft']}",
-        python=described["versions"]["python"],
-        tokens=f"{described['text_tokens']:,}",
-        command=command,
-        seed=recipe["seed"],
-        versions=versions,
-        seconds=described["seconds"],
-        losses=losses,
-        rounds=f"{rates['rounds']:,}",
-        rows=rows,
+    versions, losses = (
+        ", ".join(f"{name} {value}" for name, value in described[key].items()) for key in ("versions", "losses")
     )
+    return CARD.format(described, command=command, versions=versions, losses=losses, rounds=rates["rounds"], rows=rows)
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the pair; an existing pair is measured")
-    parser.add_argument("--draft", choices=("distilled", "plain"), default="distilled", help="what the draft learns")
-    parser.add_argument("--target", type=Path, help="target of the same recipe to use instead of training one")
     parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
     parser.add_argument("--ship", type=Path, help="folder to write the package data to")
     parser.add_argument("--overwrite", action="store_true", help="replace the pair in --out")
@@ -584,12 +527,12 @@ def main() -> int:
         if (options.out / "pair.json").is_file() and not options.overwrite:
             existing = read_json(options.out / "pair.json", "the pair")
             wanted = json.loads(json.dumps(dataclasses.asdict(recipe)))
-            if (existing["draft"], existing["recipe"]) != (options.draft, wanted):
+            if existing["recipe"] != wanted:
                 raise InputError(f"--out: {options.out} holds a pair of another recipe; pass --overwrite to replace it")
         else:
             prepare_output_dir(options.out, overwrite=options.overwrite, inputs=[])
             documents = stdlib_documents()[: 60 if options.smoke else None]
-            make_pair(documents, recipe, options.out, distilled=options.draft == "distilled", target=options.target)
+            make_pair(documents, recipe, options.out)
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -600,11 +543,10 @@ def main() -> int:
     files = [path.relative_to(options.out).as_posix() for path in options.out.rglob("*") if path.is_file()]
     write_manifest(options.out, files)
     if options.ship is not None:
-        words = f"--draft {options.draft} --seed {recipe.seed} --out pair"
-        ship(options.out, options.ship, f"python benchmarks/tools/make_pair.py {words}", rates)
+        ship(options.out, options.ship, f"python benchmarks/tools/make_pair.py --seed {recipe.seed} --out pair", rates)
     first, sixth = rates["reached"][0], rates["reached"][5]
     met = 0.6 <= first <= 0.85 and 1 - first > 0.15 and sixth > 0.15
-    print(json.dumps({"out": str(options.out), "draft": options.draft, "met": met, **rates}))
+    print(json.dumps({"out": str(options.out), "met": met, **rates}))
     return int(options.check and not met)
 
 

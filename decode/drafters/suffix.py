@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...policies.contract import Array
 from ...policies.errors import InputError
 from ...policies.kernels import on_first_use
 from ...policies.kernels.suffix import CURRENT, EDGES, LINK, PROPOSED, SHARED_LENGTH, SHARED_STATE
@@ -32,7 +33,7 @@ class SuffixAutomaton:
         self._tokens = self._capacity = 0
         states, edges, sizes = np.zeros((1, 5), np.int64), np.zeros((1, 4), np.int64), np.array([1, 0, 0])
         states[0, LINK] = -1
-        self.arrays = states, edges, np.zeros(1, np.int64), sizes
+        self.arrays: tuple[Array, Array, Array, Array] = states, edges, np.zeros(1, np.int64), sizes
         self.reserve(128)
 
     def reserve(self, tokens: int) -> None:
@@ -79,16 +80,8 @@ class SuffixIndex(TextIndex):
         """See `TextIndex`."""
         self.text += tokens
         self._automaton.reserve(len(tokens))
-        new = np.array(tokens, dtype=np.int64)
-        kernels().extend(
-            self._automaton.arrays,
-            self._shared.arrays,
-            new,
-            self._facts,
-            self._agreement,
-            *self._memory,
-            *self._likeliest,
-        )
+        automata, new = (self._automaton.arrays, self._shared.arrays), np.array(tokens, dtype=np.int64)
+        kernels().extend(*automata, new, self._facts, self._agreement, *self._memory, *self._likeliest)
 
     def match_shared(self) -> None:
         """Search the whole text in the shared automaton, which may have other states now."""
@@ -105,18 +98,17 @@ class SuffixIndex(TextIndex):
         """See `TextIndex`."""
         (tokens, weights), proposed = self._likeliest, int(self._facts[PROPOSED])
         if path:
-            tokens, weights, arrays = np.empty_like(tokens), np.empty_like(weights), self._automaton.arrays
-            proposed = kernels().propose(
-                arrays, self._shared.arrays, np.array(path, dtype=np.int64), self._facts, *self._memory, tokens, weights
-            )
+            automata, added = (self._automaton.arrays, self._shared.arrays), np.array(path, dtype=np.int64)
+            tokens, weights = np.empty_like(tokens), np.empty_like(weights)
+            proposed = kernels().propose(*automata, added, self._facts, *self._memory, tokens, weights)
         return dict(zip(tokens[:proposed].tolist(), weights[:proposed].tolist(), strict=True))
 
 
 class SuffixDrafter(TextDrafter):
     """What followed the longest suffix that occurred before, weighted by how often (SuffixDecoding, arXiv 2411.04975).
 
-    The counts are mixed with those after shorter suffixes (PPM-C): the scores of a long and of a
-    short repetition differ, and a policy can read them.
+    The counts are mixed with those after shorter suffixes (PPM-C): the scores of a long and of a short repetition differ,
+    and a policy can read them.
 
     Args:
         pair: for the vocabulary and the device.
@@ -137,7 +129,8 @@ class SuffixDrafter(TextDrafter):
         if path:
             if pair.tokenizer is None:
                 raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
-            self._file = list(map(int, pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]))
+            ids = pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]
+            self._file = [int(token) for token in ids if token < pair.vocabulary]  # those that the target scores
         super().__init__(pair, lambda: SuffixIndex(self._shared, pair.vocabulary))
 
     def reset(self) -> None:
