@@ -29,6 +29,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .arguments import check_limits
 from .contract import Array
@@ -82,7 +83,7 @@ def profile_from_table(
     file = Path(path)
     check_limits({"depth": 1}, depth=depth)
     rows = _Rows(file, list(_read(file)))
-    if (largest := rows.curve_of(TARGET, 1).most - 1) < depth:
+    if (largest := rows.curves(TARGET, 1).most - 1) < depth:
         raise InputError(
             f"--depth: expected at most {largest}, because the largest call for one request in {file} reads {largest + 1} "
             f"tokens, got {depth}"
@@ -113,36 +114,34 @@ class _Row:
     ms: Array
 
 
-@dataclass(frozen=True)
 class _Curves:
-    """Calls by tokens at each context: (context, (tokens, ms [repetitions]))."""
+    """Calls by tokens, measured at one or several contexts.
 
-    points: Mapping[float, Sequence[tuple[int, Array]]]
+    Args:
+        points: (context, tokens, ms [repetitions]).
+        repetitions: number of them.
+    """
 
-    @property
-    def most(self) -> int:
-        """The most tokens that were measured at every context."""
-        return min(points[-1][0] for points in self.points.values())
+    def __init__(self, points: Iterable[tuple[float, int, Array]], repetitions: int) -> None:
+        self._curves: dict[float, list[tuple[int, Array]]] = defaultdict(list)
+        for context, tokens, ms in sorted(points, key=lambda point: point[:2]):
+            self._curves[context].append((tokens, np.broadcast_to(ms, repetitions)))
+        self.tokens = {tokens for curve in self._curves.values() for tokens, _ in curve}
+        # The most tokens that were measured at every context.
+        self.most = min(curve[-1][0] for curve in self._curves.values())
 
-    def at(self, tokens: int, context: float) -> Array:
-        """Return the ms [repetitions] of a call: linear in the tokens, then a least-squares line in the context."""
-        contexts = np.array(list(self.points))
-        calls = np.stack([_interpolate(points, tokens) for points in self.points.values()])  # [contexts, repetitions]
+    def at(self, tokens: ArrayLike, context: float) -> Array:
+        """Return the ms [T, repetitions] of calls [T]: linear in the tokens, then a least-squares line in the context."""
+        contexts, calls = np.array(list(self._curves)), []
+        for curve in self._curves.values():
+            counts, columns = [n for n, _ in curve], np.stack([ms for _, ms in curve], 1)  # [repetitions, P]
+            calls.append(np.stack([read_curve(tuple(zip(counts, ms, strict=True)), tokens) for ms in columns], -1))
         if len(contexts) == 1:
-            out: Array = calls[0]
-            return out
+            return calls[0]
         centred = contexts - contexts.mean()
         weights = 1.0 / len(contexts) + (context - contexts.mean()) * centred / (centred**2).sum()
-        line: Array = weights @ calls
+        line: Array = np.tensordot(weights, np.stack(calls), 1)
         return line
-
-
-def _interpolate(points: Sequence[tuple[int, Array]], tokens: int) -> Array:
-    size = max(values.size for _, values in points)
-    columns = np.stack([np.broadcast_to(values, size) for _, values in points])
-    return np.stack([
-        read_curve(tuple(zip([n for n, _ in points], column.tolist(), strict=True)), tokens) for column in columns.T
-    ])  # fmt: skip
 
 
 class _Rows:
@@ -171,7 +170,7 @@ class _Rows:
         """Return the numbers of requests that were measured, ascending."""
         return sorted({row.requests for row in self.all if row.part == part and row.requests is not None})
 
-    def curve_of(self, part: str, requests: int) -> _Curves:
+    def curves(self, part: str, requests: int) -> _Curves:
         """Return the calls of so many requests: their rows, or those of any number.
 
         Raises:
@@ -189,44 +188,44 @@ class _Rows:
             raise InputError(
                 f"{self._file}: expected a context in all rows of {part!r} for {requests} requests, or none"
             )
-        points: dict[float, dict[int, Array]] = defaultdict(dict)
-        for row in rows:
-            points[row.context or 0.0][row.tokens or 0] = row.ms
-        return _Curves({context: sorted(curve.items()) for context, curve in sorted(points.items())})
+        return _Curves(((row.context or 0.0, row.tokens or 1, row.ms) for row in rows), self.repetitions)
 
-    def call(self, requests: int, tokens: int, context: float) -> Array:
-        """Return the ms of a call of the target, caches included."""
-        return self.curve_of(TARGET, requests).at(tokens, context) + self._cache * (requests * context)
+    def calls(self, requests: int, tokens: Sequence[int], context: float) -> Array:
+        """Return the ms [T, repetitions] of calls of the target, caches included."""
+        return self.curves(TARGET, requests).at(tokens, context) + self._cache * (requests * context)
 
     def step(self, part: str, requests: int, context: float) -> Array:
-        """Return the ms of a draft step or of the rest of a round; linear in the requests between measured numbers."""
+        """Return the ms [repetitions] of a draft step or of the rest of a round, linear between numbers of requests."""
         sizes = self.sizes(part)
-        if part not in (TARGET, DRAFT) and not any(row.part == part for row in self.all):
+        if not any(row.part == part for row in self.all):
             return self.step(DRAFT, requests, context) if part == FIRST_DRAFT else np.zeros(1)
         if requests in sizes or not sizes or not sizes[0] <= requests <= sizes[-1]:
-            return self.curve_of(part, requests).at(0, context)
+            return self.curves(part, requests).at([1], context)[0]
         above = next(at for at, size in enumerate(sizes) if size > requests)
         low, high = sizes[above - 1], sizes[above]
-        share = (requests - low) / (high - low)
-        ends = [self.curve_of(part, size).at(0, context) for size in (low, high)]
-        out: Array = (1.0 - share) * ends[0] + share * ends[1]
+        ends = [self.curves(part, size).at([1], context)[0] for size in (low, high)]
+        out: Array = ends[0] + (ends[1] - ends[0]) * ((requests - low) / (high - low))
         return out
 
     def parts(self, context: float, depth: int, batch: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], Array]]:
-        """Yield what was timed, its counts and the ms [1] or [repetitions]: all that `measurements.estimate` reads."""
-        yield PLAIN, (), self.call(1, 1, context)
-        for n in range(1, depth + 1):
-            yield VERIFY, (n,), self.call(1, n + 1, context)
+        """Yield what was timed, its counts and the ms [repetitions]: all that `measurements.estimate` reads."""
+        plain, *verify = self.calls(1, range(1, depth + 2), context)
+        yield PLAIN, (), plain
+        yield from ((VERIFY, (n,), ms) for n, ms in enumerate(verify, 1))
         yield FIRST, (1,), self.step(FIRST_DRAFT, 1, context)
         yield LATER, (2,), self.step(DRAFT, 1, context)
         yield OUTSIDE, (0,), self.step(OUTSIDE, 1, context)
-        yield from ((PREFILL, (row.tokens or 1,), row.ms) for row in self.all if row.part == PREFILL)
+        read = {row.tokens or 1: row.ms for row in self.all if row.part == PREFILL}
+        if len(read) == 1:  # proportional to the tokens
+            ((tokens, ms),) = read.items()
+            read[1] = ms / tokens
+        yield from ((PREFILL, (tokens,), ms) for tokens, ms in read.items())
         sizes = sorted({*(batch or (*self.sizes(TARGET), *self.sizes(DRAFT)))})
         for size in sizes if sizes not in ([], [1]) else ():
-            curves, outside = self.curve_of(TARGET, size), self.step(OUTSIDE, size, context)
-            counts = {tokens for points in curves.points.values() for tokens, _ in points}
-            for tokens in sorted({size, *(n for n in counts if n > size)}):
-                yield BATCH_VERIFY, (size, tokens), self.call(size, tokens, context) + outside
+            counts = sorted({size, *(tokens for tokens in self.curves(TARGET, size).tokens if tokens > size)})
+            outside = self.step(OUTSIDE, size, context)
+            for tokens, ms in zip(counts, self.calls(size, counts, context), strict=True):
+                yield BATCH_VERIFY, (size, tokens), ms + outside
             yield BATCH_FIRST, (size,), self.step(FIRST_DRAFT, size, context)
             yield BATCH_DRAFTS, (size, 1), self.step(DRAFT, size, context)
 
