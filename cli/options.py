@@ -52,8 +52,9 @@ _TRACE = "Trace folder of `specstop collect`"
 _TEXTS: dict[str, dict[str, str]] = {
     "Arguments": {
         "decode text": "Prompts. Default: standard input, or --prompts.",
-        "import source": "Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of vLLM: a .jsonl "
-        "file of responses. Or with --lengths a table: a .parquet, .csv or .jsonl file with a row for each text.",
+        "import source": "Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of an engine: a "
+        ".jsonl file of responses (vLLM, SGLang, llama.cpp), a log of llama.cpp's server, or a run of inference-lab. Or with "
+        "--lengths a table: a .parquet, .csv or .jsonl file with a row for each text.",
         "info path": "Folder of a trace, a policy, a drafter or a model, or a profile.",
     },
     "Prompts": {
