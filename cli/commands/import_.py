@@ -30,8 +30,8 @@ def import_(
 ) -> None:
     """Import released weights (a stop head of DynaSD or SpecDec++, or Medusa's heads) or records of acceptance.
 
-    Records are those of vLLM, SGLang, llama.cpp or inference-lab, or with --lengths a table of the accepted length at every position. No code of the file is
-    run. Example: specstop import vllm.jsonl --out traces
+    Records are those of vLLM, SGLang, llama.cpp or inference-lab, or with --lengths a table of the accepted length at every
+    position. No code of the file is run. Example: specstop import vllm.jsonl --out traces
     """
     if lengths:
         of_others = {"draft": draft, "threshold": threshold, "dtype": dtype != "float32" or None}
