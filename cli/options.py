@@ -52,8 +52,9 @@ _TRACE = "Trace folder of `specstop collect`"
 _TEXTS: dict[str, dict[str, str]] = {
     "Arguments": {
         "decode text": "Prompts. Default: standard input, or --prompts.",
-        "import source": "Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of vLLM: a .jsonl "
-        "file of responses. Or with --lengths a table: a .parquet, .csv or .jsonl file with a row for each text.",
+        "import source": "Weights: a .pt, .bin or .safetensors file, or a folder with one. Or records of an engine: a "
+        ".jsonl file of responses (vLLM, SGLang, llama.cpp), a log of llama.cpp's server, or a run of inference-lab. Or with "
+        "--lengths a table: a .parquet, .csv or .jsonl file with a row for each text.",
         "info path": "Folder of a trace, a policy, a drafter or a model, or a profile.",
     },
     "Prompts": {
@@ -101,6 +102,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "evaluate profile": f"{_PROFILE}; repeatable for several places.",
         "train profile": f"{_PROFILE}.",
         "profile profile": "Existing profile: only the decisions of --policy are timed and added to it.",
+        "table": "CSV table of measured calls (docs/engines.md), from which the profile is built: nothing is measured.",
         "depth": "Draft length of the recorded or timed rounds; policies trained on them stop there.",
         "import depth": "Deepest draft. Default: 5 (DynaSD), 20 (SpecDec++), the largest length of a table.",
         "train-drafter depth": "Number of tokens that it learns to propose.",
@@ -183,7 +185,7 @@ _TEXTS: dict[str, dict[str, str]] = {
 """Help texts by panel and parameter; `command parameter` if a command has another text than the others."""
 
 OPTIONS = {name: (panel, text) for panel, texts in _TEXTS.items() for name, text in texts.items()}
-_FLAGS = {"host": "--for", "library": "--library/--no-library"}
+_FLAGS = {"host": "--for", "library": "--library/--no-library", "table": "--from"}
 """Flags that are not the names of their parameters."""
 
 running: ContextVar[typer.Context | None] = ContextVar("running", default=None)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...train.evaluate.records import Report
     from ...train.evaluate.report import Section
 
-TABLES = ("policies", "batch", "importance", "comparison")
+TABLES = ("policies", "serving", "batch", "importance", "comparison")
 WIDE_TABLES = (*TABLES, "fixed", "acceptance")
 
 
@@ -93,10 +93,10 @@ def show_report(report: Report, wide: bool = False) -> None:
 
 
 def _print_section(section: Section, wide: bool = False) -> None:
-    """Print the first four columns, or all."""
-    end = None if wide else 4
+    """Print the first columns, or all."""
+    end = None if wide else 5 if section.id == "serving" else 4
     table(section.title, section.columns[:end], [[cell.text for cell in row[:end]] for row in section.cells], wide)
-    if section.id in ("importance", "comparison", "batch"):
+    if section.id in ("serving", "importance", "comparison", "batch"):
         write(section.text)
 
 

@@ -30,8 +30,8 @@ def import_(
 ) -> None:
     """Import released weights (a stop head of DynaSD or SpecDec++, or Medusa's heads) or records of acceptance.
 
-    Records are those of vLLM, or with --lengths a table of the accepted length at every position. No code of the file is
-    run. Example: specstop import vllm.jsonl --out traces
+    Records are those of vLLM, SGLang, llama.cpp or inference-lab, or with --lengths a table of the accepted length at every
+    position. No code of the file is run. Example: specstop import vllm.jsonl --out traces
     """
     if lengths:
         of_others = {"draft": draft, "threshold": threshold, "dtype": dtype != "float32" or None}
@@ -44,9 +44,9 @@ def import_(
         raise InputError("--column, --free, --bonus: describe a table; give --lengths NAME=COLUMN for each drafter")
     is_medusa = target is not None and draft is None and source.is_dir()
     if not (is_medusa or _has_weights(source)):
-        from ...collect.engines.vllm_records import import_vllm
+        from ...collect.engines.records import import_records
 
-        import_vllm(source, out, target=target or "", draft=draft or "", overwrite=overwrite)
+        import_records(source, out, target=target or "", draft=draft or "", overwrite=overwrite)
     elif draft is not None:
         raise InputError("--draft: expected it with records only; weights have no draft model")
     elif target is not None:

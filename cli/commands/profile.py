@@ -28,6 +28,7 @@ def profile(
     models: options.Models,
     policy: list[str] | None = None,
     profile: Path | None = None,
+    table: Path | None = None,
     depth: int = 10,
     tree: str | None = None,
     verification: str = "auto",
@@ -40,6 +41,8 @@ def profile(
     quiet: bool = False,
 ) -> None:
     """Measure the costs of draft steps, verifications and decisions on this machine, through the decoding loop.
+
+    With --from, take them from a table of measured calls.
 
     Example: specstop profile --target T --draft D --prompts train.jsonl --out profile.json
     """
@@ -56,6 +59,13 @@ def profile(
     path = out or profile
     if path is None:
         raise InputError("--out: expected a JSON file for the profile")
+    if table is not None:
+        of_models = {"target": models.target, "draft": models.draft, "prompts": source.prompts, "policy": policy,
+                     "profile": profile, "tree": tree, "through": through}  # fmt: skip
+        if name := next((name for name, value in of_models.items() if value), None):
+            raise InputError(f"--{name}: a table of measured calls has none; leave it out, or --from to measure")
+        _from_table(table, path, depth, sizes, sampling.temperature, overwrite)
+        return
     if profile is not None and not policy:
         raise InputError("--profile: expected --policy with it; its decisions are added to the profile")
     existing = None if profile is None else Profile.load(profile)
@@ -96,6 +106,18 @@ def profile(
         host = ("--for", through) if through else ()
         rule = ("--rule", "gain") if tree else ()
         next_step("train", "--traces", "TRACES", "--profile", path, *host, *rule, "--out", "policy")
+
+
+def _from_table(table: Path, path: Path, depth: int, sizes: Sequence[int], temperature: float, overwrite: bool) -> None:
+    """Write the profile of a table of measured calls."""
+    from ...policies.files import prepare_output_file
+    from ...policies.profile import MARK
+    from ...policies.profile_table import profile_from_table
+
+    priced = profile_from_table(table, depth=depth, batch=sizes, temperature=temperature)
+    prepare_output_file(path, MARK, overwrite=overwrite)
+    priced.save(path)
+    show_artefact(path)
 
 
 def _measure_vllm(

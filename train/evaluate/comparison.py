@@ -82,6 +82,7 @@ class ComparisonResult:
         replays: of whole texts; None of single rounds, of which there are `rounds`.
         below_bound: policies that need less time than the oracle on a text, which is impossible.
         to_achievable: speed of each policy over the achievable estimate.
+        of_fixed: rounds of the lengths 0..K of chains of one drafter; empty for others.
     """
 
     lines: list[Line]
@@ -94,6 +95,7 @@ class ComparisonResult:
     to_achievable: Mapping[str, Ratio] = field(default_factory=dict)
     rounds: int = 0
     caveats: tuple[str, ...] = ()
+    of_fixed: Sequence[Rounds] = ()
 
 
 class Comparison:
@@ -254,7 +256,8 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     below = [x for x, one in by_name.items() if bool((one.seconds < plan.seconds - EXACT_S).any())]
     replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan)
     return ComparisonResult(
-        lines, comparison.by_length, setting.clusters, boot, comparison.logs, replays, below, to_achievable
+        lines, comparison.by_length, setting.clusters, boot, comparison.logs, replays, below, to_achievable,
+        of_fixed=fixed if arrays.tree.is_chain and arrays.tree.drafters == 1 else (),
     )  # fmt: skip
 
 
@@ -326,7 +329,7 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> ComparisonResult:
     caveats = [*(caveat for one in values for caveat in one.caveats), *trace_outcomes(arrays).caveats]
     return ComparisonResult(
         lines, comparison.by_length, clusters, boot, comparison.logs, rounds=len(values[0].committed),
-        caveats=tuple(dict.fromkeys(caveats)),
+        caveats=tuple(dict.fromkeys(caveats)), of_fixed=rounds[: depth + 1] if is_chain else (),
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from .pricing import ProfileBootstrap, Unpriced, unpriced_warnings, with_prices
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .report import write_report
 from .report_comparison import compare_reports, read_report
+from .serving import serving_section, serving_settings
 from .statistics import form_clusters
 from .verdict import find_doubts, find_warnings, make_answer
 
@@ -296,8 +297,12 @@ def _compare(place: _Place, achievable: bool = False) -> ComparisonResult:
 def _evaluate_place(place: _Place, options: _Options, earlier: dict[str, Any] | None) -> Report:
     """Return the report on one place, with the sections that were requested."""
     setting, profile = place.setting, place.setting.costs.profile
-    report = _report(place, _compare(place, options.achievable), options.detailed)
+    compared = _compare(place, options.achievable)
+    report = _report(place, compared, options.detailed)
     sections = report.details
+    if len(compared.of_fixed) > 1:
+        rounds = compared.of_fixed
+        sections["serving"] = serving_section(serving_settings(rounds, rounds, setting.costs, compared.boot))
     if options.batch:
         estimate = None
         if options.achievable:
