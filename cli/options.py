@@ -5,9 +5,11 @@ A command is a function. Its signature has the types and defaults of its options
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -32,7 +34,7 @@ SAMPLING_KEYS = (
     "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram", "min_new_tokens", "model_defaults", "json_schema",
     "grammar",
 )  # fmt: skip
-_GRAMMARS = ("json_schema", "grammar")
+_GRAMMARS = ("json_schema", "grammar")  # the values are paths
 COLLECT_KEYS = (
     "batch", "completions", "draws", "explore", "hidden", "memory", "mix", "profile", "shards"
 )  # fmt: skip
@@ -308,7 +310,7 @@ class Models:
             kernels.load(progress)
         quiet_libraries()
         target, draft = self.names
-        files = Path(target).iterdir() if self.device == "cpu" and Path(target).is_dir() else ()
+        files = Path(target).iterdir() if self.device == "cpu" and os.path.isdir(target) else ()
         if 0 < sum(file.stat().st_size for file in files) < ONE_THREAD_BYTES:
             torch.set_num_threads(1)
         pair = load_pair(
@@ -330,7 +332,7 @@ class Sampling:
 
     def values(self) -> dict[str, Any]:
         """Return the parameters besides the temperature by name, validated without importing torch."""
-        values = key_values("--sampling", self.sampling, SAMPLING_KEYS)
+        values = key_values("--sampling", self.sampling, SAMPLING_KEYS, texts=_GRAMMARS)
         if not isinstance(values.get("model_defaults", True), bool):
             raise InputError("--sampling model_defaults: expected true or false")
         if "json_schema" in values and "grammar" in values:
@@ -375,23 +377,31 @@ def print_model_defaults(pair: Pair, settings: Settings) -> None:
         print_stderr(f"{text} (--sampling model_defaults=false ignores them)")
 
 
-def key_values(name: str, items: Sequence[str] | None, keys: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the values of a repeatable option `name` of the form key=value. A value is read as JSON if possible.
+def key_texts(name: str, items: Sequence[str] | None, keys: Collection[str] | None = None) -> dict[str, str]:
+    """Return the values of a repeatable option `name` of the form key=value.
 
     Raises:
         InputError: an item has another form, or an unknown or repeated key.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, str] = {}
     for item in items or ():
         key, equals, text = item.partition("=")
         if not equals or key in values:
             raise InputError(f"{name}: expected key=value with each key once, not {item!r}")
         if keys is not None and key not in keys:
             raise InputError(f"{name}: expected one of {', '.join(keys)}, not {key!r}{close_match(key, keys)}")
-        try:
-            values[key] = json.loads(text)
-        except ValueError:
-            values[key] = text
+        values[key] = text
+    return values
+
+
+def key_values(
+    name: str, items: Sequence[str] | None, keys: Collection[str] | None = None, texts: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the same values read as JSON if possible, except for those of the keys `texts`; see `key_texts`."""
+    values: dict[str, Any] = dict(key_texts(name, items, keys))
+    for key in values.keys() - set(texts):
+        with contextlib.suppress(ValueError, RecursionError):
+            values[key] = json.loads(values[key])
     return values
 
 

@@ -3,7 +3,7 @@
 At temperature 0 those positions are anchors after which a text continues as the target itself would. Above it a text is
 taken as a sample of the target. Under `match`, noise is drawn given the text (`gumbel_given`), so that text and noise
 together have the distribution of plain sampling and every position is an exact anchor; other verifications need no noise.
-Texts that were not sampled so are refused (`check_completions`).
+Texts that were not sampled so are refused (`check_sampled`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from ..decode.models.cache import CachedModel
 from ..decode.models.outputs import check_rows, stored
 from ..decode.models.pair import Pair
+from ..decode.prompts import as_token_ids
 from ..decode.settings import Settings
 from ..decode.verify.noise import best_of_rows
 from ..decode.verify.sampler import Sampler
@@ -34,6 +35,9 @@ from .schema import PromptTask
 Completions: TypeAlias = "Mapping[str, str | Sequence[int]] | Mapping[tuple[str, str], str | Sequence[int]]"
 """By prompt id, or by (prompt id, sample): what followed the prompt, as a text or as token ids."""
 
+CompletionIds: TypeAlias = Mapping[tuple[str, str], list[int]]
+"""By (prompt id, sample): token ids up to the first that ends a text."""
+
 _CHUNK = 64
 """Number of positions for which noise is drawn together: it takes several rows of float64 each."""
 
@@ -47,32 +51,35 @@ MAX_IMPOSSIBLE = 0.01
 """Share of tokens of probability 0 from which on a warning is issued."""
 
 
-def find_completion(completions: Completions, prompt_id: str, sample: str) -> str | Sequence[int] | None:
-    """Return the completion of a sample of a prompt, or None. A prompt without samples may be given by its id alone."""
-    keyed: Mapping[Any, str | Sequence[int]] = completions
-    return keyed.get((prompt_id, sample), None if sample else keyed.get(prompt_id))
-
-
-def completion_ids(pair: Pair, completions: Completions, prompt_id: str, sample: str) -> list[int]:
-    """Return the tokens of the completion of a sample of a prompt, up to the first that ends a text.
+def encode_completions(pair: Pair, completions: Completions, prompts: Sequence[Prompt]) -> CompletionIds:
+    """Return the token ids of the completion of each prompt. One without a sample may be found by the prompt's id alone.
 
     Raises:
-        InputError: there is none, or an id is not one of the vocabulary.
+        InputError: a prompt has no completion, or one that is neither a text nor token ids of the vocabulary.
     """
-    completion, name = find_completion(completions, prompt_id, sample), sample_text(prompt_id, sample)
-    if completion is None:
-        raise InputError(f"--completions: {name} has none")
-    if isinstance(completion, str):
-        assert pair.tokenizer is not None
-        completion = list(pair.tokenizer(completion, add_special_tokens=False)["input_ids"])
-    if wrong := [token for token in completion if not 0 <= token < pair.vocabulary]:
-        raise InputError(f"--completions: {name} has the token {wrong[0]}; expected ids below {pair.vocabulary}")
-    end = next((at for at, token in enumerate(completion, 1) if token in pair.eos), None)
-    return list(completion[:end])
+    by_name: Mapping[Any, Any] = completions
+    encoded = {}
+    for prompt in prompts:
+        name, key = sample_text(prompt.id, prompt.sample), (prompt.id, prompt.sample)
+        completion = by_name.get(key, None if prompt.sample else by_name.get(prompt.id))
+        if completion is None:
+            raise InputError(f"--completions: {name} has none")
+        if isinstance(completion, str):
+            assert pair.tokenizer is not None
+            completion = pair.tokenizer(completion, add_special_tokens=False)["input_ids"]
+        try:
+            tokens = as_token_ids(completion)
+        except InputError:
+            raise InputError(f"--completions: {name}: expected a text or token ids, not {completion!r:.40}") from None
+        if unknown := [token for token in tokens if not 0 <= token < pair.vocabulary]:
+            raise InputError(f"--completions: {name} has the token {unknown[0]}; expected ids below {pair.vocabulary}")
+        end = next((at for at, token in enumerate(tokens, 1) if token in pair.eos), None)
+        encoded[key] = tokens[:end]
+    return encoded
 
 
 def completed_texts(
-    pair: Pair, settings: Settings, batch: Sequence[PromptTask], completions: Completions, with_noise: bool,
+    pair: Pair, settings: Settings, batch: Sequence[PromptTask], completions: CompletionIds, with_noise: bool,
     with_states: bool,
 ) -> Iterator[TargetText]:  # fmt: skip
     """Yield the completions of a batch of prompts that have anchors.
@@ -84,17 +91,17 @@ def completed_texts(
         with_noise, with_states: whether noise and hidden states of the target are computed too.
     """
     depth, limit, temperature = settings.topology.deepest, settings.max_new_tokens, settings.temperature
-    for one in batch:
-        text = completion_ids(pair, completions, one.prompt_id, one.sample)[: limit + depth]
+    for task in batch:
+        text = completions[task.prompt_id, task.sample][: limit + depth]
         if len(text) < 2:  # rounds begin after the first token
             continue
-        rows, states = target_rows(pair, one.tokens, text, with_states)
-        sampled, noise = sampled_rows(pair, settings, one.tokens, text, rows), None
+        rows, states = target_rows(pair, task.tokens, text, with_states)
+        sampled, noise = sampled_rows(pair, settings, task.tokens, text, rows), None
         agrees = np.ones(len(text), dtype=bool)
         if temperature > 0:  # only what precedes the first token of probability 0 can be a sample
             token_logits = sampled.gather(-1, torch.tensor(text, device=sampled.device)[:, None])[:, 0]
             text = text[: [*(token_logits > -torch.inf).tolist(), False].index(False)]
-            noise = given_noise(pair, sampled[: len(text)], len(one.tokens), text, one.key) if with_noise else None
+            noise = given_noise(pair, sampled[: len(text)], len(task.tokens), text, task.key) if with_noise else None
         else:
             agrees = np.array(text) == best_of_rows(sampled).cpu().numpy()
         ended = bool(text) and text[-1] in pair.eos
@@ -104,7 +111,7 @@ def completed_texts(
         anchors = anchors[anchors < length]
         if len(anchors):
             anchor = torch.from_numpy(anchors).to(pair.device)
-            yield TargetText(one, text, rows[: len(text)], noise, states, length, anchor)
+            yield TargetText(task, text, rows[: len(text)], noise, states, length, anchor)
 
 
 def agreeing_anchors(agrees: Array, depth: int, ended: bool) -> Array:
@@ -148,7 +155,7 @@ def given_noise(pair: Pair, sampled: Tensor, start: int, text: Sequence[int], ke
 
 @torch.inference_mode()
 def sampling_balance(
-    pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
+    pair: Pair, settings: Settings, prompts: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> dict[str, float]:
     """Return the mean of log p(x) + H(p) over the tokens of texts: 0 in expectation if each x is drawn from p.
 
@@ -158,28 +165,24 @@ def sampling_balance(
     Args:
         pair: provides the target.
         settings: temperature and sampling parameters.
-        prompts: with their token ids; at most `MAX_TEXTS` of them are checked, evenly spaced.
-        completions: see `Completions`.
-        most: number of tokens of a text that are checked.
+        prompts: token ids of each prompt; at most `MAX_TEXTS` of them are checked, evenly spaced.
+        texts: token ids of the completion of each.
 
     Returns:
         Numbers of `texts`, of `tokens` and of `impossible` ones (probability 0, which the mean excludes); `mean` in nats and
         its `standard_error`, clustered by text.
     """
-    texts = []  # (sum of log p + H, tokens with p > 0, tokens) of each
-    for one, prompt in spread(prompts, MAX_TEXTS):
-        text = completion_ids(pair, completions, one.id, one.sample)[:most]
-        if not text:
-            continue
+    balances = []  # (sum of log p + H, tokens with p > 0, tokens) of each text
+    for prompt, text in spread([item for item in zip(prompts, texts, strict=True) if item[1]], MAX_TEXTS):
         rows = target_rows(pair, prompt, text)[0]
         logs = torch.log_softmax(sampled_rows(pair, settings, prompt, text, rows).double(), -1)
         token_logs = logs.gather(-1, torch.tensor(text, device=logs.device)[:, None])[:, 0]
         # Impossible tokens add 0 to the entropy; 0 times -inf would be NaN.
         entropy = -(logs.exp() * logs.clamp_min(-1e30)).sum(-1)
         possible = token_logs > -torch.inf
-        texts.append((float((token_logs + entropy)[possible].sum()), int(possible.sum()), len(text)))
-    sums, counts, tokens = np.array(texts).reshape(-1, 3).T
-    groups, drawn = len(texts), max(counts.sum(), 1.0)
+        balances.append((float((token_logs + entropy)[possible].sum()), int(possible.sum()), len(text)))
+    sums, counts, tokens = np.array(balances).reshape(-1, 3).T
+    groups, drawn = len(balances), max(counts.sum(), 1.0)
     mean = sums.sum() / drawn
     # A ratio of sums over texts of unequal length; variance by linearisation, clustered by text:
     # G / (G - 1) sum (s_i - mean n_i)^2 / (sum n_i)^2, s_i the sum over text i and n_i its tokens.
@@ -190,29 +193,20 @@ def sampling_balance(
     }  # fmt: skip
 
 
-def check_completions(
-    pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
+def check_sampled(
+    pair: Pair, settings: Settings, prompts: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> dict[str, float]:
-    """Refuse prompts without a completion, and texts that were not sampled as `settings` say.
-
-    Arguments and result are those of `sampling_balance`. At temperature 0 only positions at which the target agrees are
-    anchors, and the result is empty.
+    """Refuse texts that were not sampled as `settings` say; arguments and result as of `sampling_balance`.
 
     Raises:
-        InputError: a completion is missing or has ids beyond the vocabulary, or the mean is more than `MAX_ERRORS` from 0.
+        InputError: the mean is more than `MAX_ERRORS` standard errors from 0.
     """
-    for prompt, _ in prompts:  # all of them, before any work
-        completion_ids(pair, completions, prompt.id, prompt.sample)
-    if settings.temperature == 0.0:
-        return {}
-    result = sampling_balance(pair, settings, prompts, completions, most)
+    result = sampling_balance(pair, settings, prompts, texts)
     sampling = sampling_text(settings.temperature, settings.sampling.to_dict())
     mean, error = result["mean"], result["standard_error"]
     if result["texts"] < MIN_TEXTS:
         _warn(f"{result['texts']} texts are too few to test whether they were sampled from the target at {sampling}")
-    elif (
-        abs(mean) > MAX_ERRORS * error > 0
-    ):  # without a spread, as of rows with one possible token, nothing can be said
+    elif abs(mean) > MAX_ERRORS * error > 0:  # an error of 0, as of rows with one possible token, decides nothing
         raise InputError(
             f"--completions: these texts were not sampled from this target at {sampling}: log p + entropy is "
             f"{mean:+.3f} a token, {abs(mean) / error:.1f} standard errors from 0; give the --temperature and --sampling "

@@ -39,7 +39,7 @@ from ..policies.features import (
     DrawnTokens,
 )
 from ..policies.fixed import FixedLength
-from .completions import Completions, completed_texts
+from .completions import CompletionIds, completed_texts
 from .given_text import KeyedDraws
 from .proposals import Proposals, Shape, TargetText
 from .schema import GIVEN_TEXT, PromptTask
@@ -134,7 +134,7 @@ class DenseCollector:
 
     def __init__(
         self, pair: Pair, settings: Settings, hidden: Sequence[str] = (), memory_bytes: int = MEMORY_BYTES, *,
-        draws: int = 1, mix: float = 0.0, completions: Completions | None = None,
+        draws: int = 1, mix: float = 0.0, completions: CompletionIds | None = None,
         choices: Callable[[int, int, Tensor, Tensor], KeyedDraws] = KeyedDraws,
     ) -> None:  # fmt: skip
         self.pair, self.settings, self.memory_bytes = pair, settings.for_pair(pair), memory_bytes

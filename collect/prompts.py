@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..policies.arguments import check_limits
+from ..policies.arguments import as_list, check_limits
 from ..policies.errors import InputError, SpecstopWarning, TraceError, close_match
 from ..policies.files import SURROGATE, is_text, strict_loads
 from .schema import stream_name
@@ -58,7 +58,7 @@ class Prompt:
         sample: name of the sample, "" if the prompt has one text. Samples of a prompt have the same id and text.
 
     Raises:
-        InputError: an attribute has a lone surrogate, which is not valid text.
+        InputError: an attribute is not a text, or has a lone surrogate.
     """
 
     id: str
@@ -76,17 +76,20 @@ class Prompt:
 
     def __post_init__(self) -> None:
         for name in ("id", "text", "group", "completion", "system", "sample"):
-            if not is_text(getattr(self, name)):
+            value = getattr(self, name)
+            if name != "completion" and not isinstance(value, str):
+                raise InputError(f"--prompts: expected a text as the {name} of prompt {self.id!a}, not {value!r:.40}")
+            if not is_text(value):
                 raise InputError(f"--prompts: the {name} of prompt {self.id!a} has {SURROGATE}")
 
 
-def as_prompts(prompts: str | Sequence[Prompt | str]) -> list[Prompt]:
+def as_prompts(prompts: Prompt | str | Sequence[Prompt | str]) -> list[Prompt]:
     """Return prompts; a text becomes a prompt with its index as the id.
 
     Raises:
         InputError: there is no prompt, or an item is neither a text nor a `Prompt`; see also `check_distinct`.
     """
-    items = [prompts] if isinstance(prompts, str) else list(prompts)
+    items = as_list(prompts, Prompt)
     converted = [Prompt(str(at), item) if isinstance(item, str) else item for at, item in enumerate(items)]
     if not converted or not all(isinstance(item, Prompt) for item in converted):
         raise InputError(
@@ -262,9 +265,9 @@ def records(source: str | Path, text_column: str = "prompt") -> Iterator[Record]
         InputError: the source does not exist, or a record is invalid; the message says where.
     """
     name, path = os.fspath(source), Path(source)
-    if name.startswith(HUB) or path.is_dir():
+    if name.startswith(HUB) or os.path.isdir(name):  # unlike `Path.is_dir`, False for a name that is too long
         return ((f"{name}, row {number}", row) for number, row in enumerate(_data_set(name), 1))
-    if name != STANDARD_INPUT and not path.exists():
+    if name != STANDARD_INPUT and not os.path.exists(name):
         raise InputError(
             f"--prompts: expected a JSON Lines file, .txt, .csv, .parquet, a folder with a data set, -, or {HUB_FORM}, "
             f"but {name} does not exist or is no file"
@@ -342,10 +345,10 @@ def _table_rows(path: Path, is_csv: bool) -> Iterator[Mapping[str, Any]]:
             file = parquet.ParquetFile(path)
             names, batches = file.schema_arrow.names, file.iter_batches(BATCH_ROWS)
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise InputError(f"--prompts: {path} has several columns {repeated[0]!r}; rename all but one")
+            raise ValueError(f"it has several columns {repeated[0]!r}; rename all but one")
         for batch in batches:
             yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # Python has no date after the year 9999
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"--prompts: {path} cannot be read as {path.suffix.lower()}: {reason[0]}") from None
 

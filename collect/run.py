@@ -35,7 +35,7 @@ from ..policies.fixed import FixedLength
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from .collectors import check_dense, choose_collector, tokens_beyond
-from .completions import Completions, check_completions, find_completion
+from .completions import CompletionIds, Completions, check_sampled, encode_completions
 from .prompts import Prompt, as_prompts, fit
 from .schema import Header, PromptTask, first_drafters, parents
 from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
@@ -169,10 +169,14 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     settings = dataclasses.replace(settings, max_depth=tree.deepest)
     new = options.max_new_tokens + tokens_beyond(pair, tree, "live" if options.through else options.collector)
     readable, ids = fit(all_prompts, pair.tokenizer, pair.readable - new)
+    completions: CompletionIds | None = None
     if options.shards is not None and options.shards > len(readable):
         raise InputError(f"--shards: expected at most {len(readable)}, one for each prompt, not {options.shards}")
     if options.through is None and options.collector == "dense":
         check_dense(pair, max(map(len, ids), default=0) + new)
+        if options.completions is not None:
+            completions = encode_completions(pair, options.completions, readable)
+            options = dataclasses.replace(options, completions=completions)
     hidden = check_hidden(options.hidden, "--hidden")
     # A drafter is only loaded if its width is needed.
     drafter = find_drafters(pair.drafter, pair)[0] if pair.drafter != "model" and DRAFT_HIDDEN in hidden else None
@@ -185,16 +189,17 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
         "policy digest": policy_digest(policy or FixedLength(tree.deepest)),
     }
     if collector.memory:
-        facts["memory MiB"] = collector.memory
+        facts["memory MiB"] = int(collector.memory)
     if len(readable) < len(all_prompts):
         facts["prompts left out"] = (
             f"{len(all_prompts) - len(readable)} of {len(all_prompts)}, longer than the pair reads"
         )
     if options.profile is not None:
         facts["profile digest"] = short_hash(options.profile.to_dict())
-    if options.completions is not None:
-        facts |= _completion_facts(pair, settings, options.completions, list(zip(readable, ids, strict=True)))
-    shards = options.shards or (1 if collector.carries else _shard_count(len(readable), options, widths, tree.nodes))
+    if completions is not None:
+        facts |= _completion_facts(pair, settings, ids, list(completions.values()))
+    default_shards = 1 if collector.carries else _shard_count(len(readable), options, widths, tree.nodes)
+    shards = int(options.shards or default_shards)
     tasks: list[list[PromptTask]] = [[] for _ in range(shards)]
     for sequence, (prompt, tokens) in enumerate(zip(readable, ids, strict=True)):
         # The shard depends on id and sample alone: the same for a part of the prompts.
@@ -203,7 +208,7 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
         shard.append(PromptTask(sequence, prompt.id, prompt.group, tokens, key, prompt.sample))
     fields = {"anchor_features": ANCHOR_FEATURES, **collector.header}  # an engine records fewer
     header = Header(
-        target=options.target, draft=options.draft, pair=pair.fingerprint, vocabulary=pair.vocabulary, eos=pair.eos,
+        target=str(options.target), draft=str(options.draft), pair=pair.fingerprint, vocabulary=pair.vocabulary, eos=pair.eos,
         temperature=options.temperature, topology=parents(tree), drafters=first_drafters(tree),
         max_new_tokens=options.max_new_tokens, seed=options.seed, shards=shards, prompts=len(readable), hidden=widths,
         sampling=settings.sampling.to_dict(), facts=facts,
@@ -221,13 +226,13 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
 
 
 def _completion_facts(
-    pair: Pair, settings: Settings, completions: Completions, prompts: Sequence[tuple[Prompt, list[int]]]
+    pair: Pair, settings: Settings, prompts: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> dict[str, str]:
-    """Return a hash of the completions, and whether they are samples of the target; see `check_completions`."""
-    texts = [find_completion(completions, prompt.id, prompt.sample) for prompt, _ in prompts]
-    facts = {"completions digest": short_hash([text if isinstance(text, str) else list(text or ()) for text in texts])}
-    limit = settings.max_new_tokens + settings.topology.deepest
-    if balance := check_completions(pair, settings, prompts, completions, limit):
+    """Return a hash of the completions, and above temperature 0 how well they agree with samples of the target."""
+    facts = {"completions digest": short_hash(texts)}
+    if settings.temperature > 0:
+        limit = settings.max_new_tokens + settings.topology.deepest
+        balance = check_sampled(pair, settings, prompts, [text[:limit] for text in texts])
         facts["completions"] = (
             f"{balance['texts']} checked: log p + entropy {balance['mean']:+.4f} a token (standard error "
             f"{balance['standard_error']:.4f}), {balance['impossible']} of {balance['tokens']} tokens cannot be drawn"

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pydantic
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from ..decode.topology import Topology
-from ..policies.arguments import LIMITS, MAX_ROWS
+from ..decode.topology import READINGS, Topology
+from ..policies.arguments import LIMITS, MAX_ROWS, as_list
 from ..policies.errors import TraceError
 from ..policies.features import FEATURES, HIDDEN_STATES, Kind
 from ..policies.files import strict_loads
@@ -152,6 +152,10 @@ class Header:
             (len(self.drafters) > 1 and self.given_text, f"several drafters under {mode}, expected match"),
             (self.mix > 0 and (live or len(self.topology) != 1), "mixed texts, expected dense rounds of one node"),
             (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
+            (
+                len(self.readings) != self.tree.drafters or not {*self.readings} <= {*READINGS},
+                f"the reading {self.facts.get('reading')!r:.40}, expected one of {', '.join(READINGS)} by drafter",
+            ),
         ):
             if contradictory:
                 raise ValueError(text)
@@ -175,8 +179,7 @@ class Header:
     @property
     def readings(self) -> tuple[str, ...]:
         """What each drafter reads before a round (`Drafter.reading`)."""
-        readings = self.facts.get("reading", ["path"] * self.tree.drafters)
-        return tuple(readings)
+        return tuple(map(str, as_list(self.facts.get("reading", ["path"] * self.tree.drafters))))
 
     @property
     def given_text(self) -> bool:

@@ -21,6 +21,9 @@ from ..policies.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+READINGS = ("path", "all", "nothing")
+"""Values of `Drafter.reading`."""
+
 NAMED = {
     "medusa-63": (
         (10,),

@@ -107,12 +107,13 @@ def _read_extra(items: list[str] | None) -> dict[str, Any]:
     from ...policies.arguments import check_limits
     from ...policies.profile import Profile
 
-    values = options.key_values("--extra", items, options.COLLECT_KEYS)
-    check_limits(**{name: value for name, value in values.items() if name not in ("profile", "completions", "hidden")})
+    texts = ("profile", "completions", "hidden")
+    values = options.key_values("--extra", items, options.COLLECT_KEYS, texts)
+    check_limits(**{name: value for name, value in values.items() if name not in texts})
     if "profile" in values:
         values["profile"] = Profile.load(Path(values["profile"]))
     if "hidden" in values:
-        names = [word.strip() for word in str(values["hidden"]).split(",")]
+        names = [word.strip() for word in values["hidden"].split(",")]
         if set(names) - {"draft", "target"}:
             raise InputError(f"--extra hidden: expected draft, target, or draft,target, not {values['hidden']!r}")
         values["hidden"] = [f"{name}_hidden" for name in names]

@@ -86,12 +86,9 @@ def _import_table(
     """Import a table of accepted lengths."""
     from ...collect.table import import_table
 
-    drafters, columns = (
-        {key: str(value) for key, value in options.key_values(option, items).items()}
-        for option, items in (("--lengths", lengths), ("--column", column))
-    )
     import_table(
-        source, out, drafters, columns=columns, bonus=bonus, free=free or (), depth=depth, target=target, overwrite=overwrite
+        source, out, options.key_texts("--lengths", lengths), columns=options.key_texts("--column", column), bonus=bonus,
+        free=free or (), depth=depth, target=target, overwrite=overwrite,
     )  # fmt: skip
 
 

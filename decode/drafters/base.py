@@ -15,9 +15,6 @@ from ..models.device import upload
 from ..models.view import ENDLESS
 from ..round_state import RoundState, Rows
 
-READINGS = ("path", "all", "nothing")
-"""Values of `Drafter.reading`."""
-
 
 @dataclass(slots=True)
 class Proposal:

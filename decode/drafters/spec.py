@@ -17,8 +17,8 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
 from ...policies.registry import NAME, Registry, construct, read_number, set_option, split_spec
 from ..models.pair import Pair
-from ..topology import parse_tree
-from .base import READINGS, Drafter
+from ..topology import READINGS, parse_tree
+from .base import Drafter
 from .folder import load_drafter
 from .model import ModelDrafter
 from .suffix import file_hash

@@ -169,9 +169,9 @@ def _locate(name: str | Path, option: str) -> str:
     """Return the folder or hub name for `from_pretrained`. A path must exist. A hub name must be cached or on the hub."""
     text, expected = str(name), f"{option}: expected a model folder or a hub name"
     path = Path(os.path.expanduser(text))
-    if path.is_dir() and any((path / file).is_file() for file in (_CONFIG, ADAPTER)):
+    if os.path.isdir(path) and any((path / file).is_file() for file in (_CONFIG, ADAPTER)):
         return str(path)
-    if path.exists():
+    if os.path.exists(path):  # unlike `Path.exists`, False for a name that is too long
         has_gguf = path.suffix == ".gguf" or any(path.glob("*.gguf"))
         hint = "; convert a GGUF file: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE)" if has_gguf else ""
         raise PairError(f"{expected}, but {text} has no {_CONFIG}{hint}")

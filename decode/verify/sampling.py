@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
@@ -96,7 +97,7 @@ class SamplingParams:
         check_limits(**options)
         self.processors, self.model_defaults = processors, model_defaults
         self.length_limit: int | None = None
-        self.options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        self.options: dict[str, Any] = {name: _as_json(value) for name, value in options.items() if value is not None}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SamplingParams:
@@ -111,14 +112,9 @@ class SamplingParams:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that have an effect as JSON values, and the names of `processors`."""
-        values = {name: _as_json(value) for name, value in self.options.items() if not _is_neutral(name, value)}
+        values = {name: value for name, value in self.options.items() if not _is_neutral(name, value)}
         names = list(map(processor_name, self.processors))
         return values | ({"processors": names} if names else {})
-
-    def override(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a trace (`to_dict`), replaced by those that are set in these parameters."""
-        kept = {name: value for name, value in values.items() if self.model_defaults and name not in self.options}
-        return kept | self.to_dict()
 
     def with_defaults(self, config: GenerationConfig | None, max_new_tokens: int | None = None) -> SamplingParams:
         """Return the parameters with unset options replaced by those of a model's `generation_config`.
@@ -248,12 +244,12 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert a value to JSON types: tuples, tensors and a dictionary of `sequence_bias` become lists."""
-    if isinstance(value, Tensor):
+    """Convert a value to JSON types: tuples, tensors, arrays and a dictionary of `sequence_bias` become lists."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
         tuple_keys = any(isinstance(key, tuple) for key in value)
-        return [[list(key), bias] for key, bias in value.items()] if tuple_keys else dict(value)
+        return [[_as_json(key), _as_json(bias)] for key, bias in value.items()] if tuple_keys else dict(value)
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     return value

@@ -104,6 +104,10 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("decode", "--verification block --tree 2,2 --temperature 1", "block: expected a chain"),
     ("decode", "--sampling top_k=1 --sampling top_k=2", "each key once"),
     ("decode", "--sampling json_schema={few.json} --sampling grammar={few.json}", "not both"),
+    ("decode", "--sampling grammar=5", "expected a text file"),
+    ("decode", "--sampling json_schema=true", "expected a text file"),
+    ("collect", "--extra profile=5", "expected the file 5"), ("collect", "--extra completions=[1]", '"[1]"'),
+    ("collect", "--extra hidden=null", "not 'null'"), ("collect", f"--target {'t' * 300}", "does not exist"),
     ("collect", "--extra shards=100000", "--extra shards: expected"), ("collect", "--extra explore=0.2", "--collector live"),
     # training
     ("train", "--profile {infinite.json}", "not finite"), ("train", "--traces {policy}", "header.json"),

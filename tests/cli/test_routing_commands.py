@@ -135,8 +135,9 @@ def test_a_table_is_imported(tmp_path: Path) -> None:
         for at in range(3)
     ]
     table = tmp_path / "table.jsonl"
+    rows = [{"1e5" if name == "a" else name: value for name, value in row.items()} for row in rows]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lengths = ("--lengths", "ngram=a", "--lengths", "eagle=b")
+    lengths = ("--lengths", "ngram=1e5", "--lengths", "eagle=b")  # names of columns are texts, not numbers
     facts = parsed("import", table, "--out", tmp_path / "out", *lengths, "--free", "ngram", "--bonus")
     assert (facts["kind"], facts["draft"], facts["depth"], facts["positions"]) == ("trace", "ngram+eagle", 2, 24)
     for options, noun in (

@@ -38,7 +38,7 @@ from specstop.train.fit.run import train
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
 from torch import Tensor
-from trace_helpers import Carrying, assert_replay_is_live, by_anchor
+from trace_helpers import Carrying, assert_replay_is_live, by_anchor, same_rows
 
 FALSE_ALARM = 1e-5
 """Significance level of each statistical test; the seeds are fixed."""
@@ -365,7 +365,7 @@ def test_texts_of_another_temperature_are_refused_before_anything_is_written(pai
     errors = []
     for temperature in (0.4, TEMPERATURE, 1.4):
         texts = sampled_texts(pair, many, NEW, temperature)
-        balance = sampling_balance(pair, settings, named, texts, NEW)
+        balance = sampling_balance(pair, settings, [ids for _, ids in named], [texts[p.id][:NEW] for p, _ in named])
         errors.append(balance["mean"] / balance["standard_error"])
         if temperature != TEMPERATURE:
             words = {name: pair.tokenizer.decode(text) for name, text in texts.items()}  # type: ignore[union-attr]
@@ -386,11 +386,16 @@ def test_unusable_completions_are_refused_and_leave_what_was_there(
         collect(pair, prompts, out, completions={p.id: "w5" for p in prompts}, overwrite=True, **options)
     for completions, message in (
         ({p.id: [7, 99] for p in prompts}, "prompt 'p0' has the token 99"),
+        *(({p.id: value for p in prompts}, "prompt 'p0': expected") for value in (5, [1.5], [[7]], b"w7", {7: 8})),
         ({"p0": answers}, f"prompt {second!r}"), ({("p0", "a"): answers}, "prompt 'p0'"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"completions: {message}"):
             collect(pair, prompts, out, completions=completions, temperature=0.7, overwrite=True, **options)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    few = prompts[:3]
-    with pytest.warns(SpecstopWarning, match="3 texts are too few"):
-        collect(pair, few, tmp_path / "a", completions={p.id: answers for p in few}, temperature=0.7, **options)
+    few, traces = prompts[:3], []
+    for name, kind in (("list", list), ("array", np.array), ("tensor", torch.tensor)):
+        same = {p.id: kind(answers) for p in few}
+        with pytest.warns(SpecstopWarning, match="3 texts are too few"):
+            traces.append(collect(pair, few, tmp_path / name, completions=same, temperature=0.7, **options))
+    assert all(same_rows(trace, traces[0]) and trace.header.facts["completions digest"] ==
+               traces[0].header.facts["completions digest"] for trace in traces)  # fmt: skip

@@ -16,11 +16,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import datasets
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies
+from pyarrow import parquet
 from specstop.collect.prompts import (
     Prompt,
     apply_chat_template,
+    as_prompts,
     encode,
     fit,
     prompts_json,
@@ -148,6 +151,10 @@ def test_a_file_is_read_as_far_as_the_limit_and_unreadable_files_are_refused(tmp
     refused(write(tmp_path, "prompt,id,id\na,b,c\n", "p.csv"), "'id'")
     for name, text in (("p.csv", b"prompt\na,b\n"), ("p.parquet", b"PAR1 not")):
         refused(write(tmp_path, text, name), "cannot be read as")
+    late = pa.array([1 << 62], pa.timestamp("us"))  # after the year 9999
+    parquet.write_table(pa.table({"prompt": ["a"], "day": late}), tmp_path / "late.parquet")
+    refused(tmp_path / "late.parquet", "cannot be read as")
+    refused("a text instead of a file " * 20, "does not exist")
 
 
 @pytest.mark.parametrize(
@@ -170,6 +177,17 @@ def test_pipes_are_read_and_their_form_recognised(
     writer.start()
     assert [p.text for p in read_prompts(tmp_path / "pipe")] == expected
     writer.join(10)
+
+
+@pytest.mark.parametrize("field", ["id", "text", "group", "system", "sample"])
+def test_fields_of_a_prompt_are_texts(field: str) -> None:
+    for value in (5, None, b"w7"):
+        with pytest.raises(InputError, match=f"text as the {field}"):
+            Prompt(**{"id": "a", "text": "w7", field: value})
+    for prompts in (None, 5, [5], []):
+        with pytest.raises(InputError, match="at least one text"):
+            as_prompts(prompts)  # type: ignore[arg-type]
+    assert as_prompts(Prompt("a", "w7")) == as_prompts([Prompt("a", "w7")])
 
 
 def test_folders_are_read_as_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

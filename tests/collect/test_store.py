@@ -79,6 +79,7 @@ def test_text_that_is_no_header_is_refused(text: str | bytes) -> None:
         *((changes, "expected") for changes in (
             {"verification": "typical"}, {"verification": "block", "topology": [-1, -1]}, {"draws": 4}, {"mix": 0.5},
             {"mix": 0.5, "collector": "live", "topology": [-1]}, {"explore": 0.5},
+            *({"facts": {"reading": value}} for value in (5, None, "none", [1], [], ["path", "path"], {"a": 1})),
         )),
     ],
     ids=str,
