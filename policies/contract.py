@@ -123,6 +123,8 @@ class StopPolicy:
         routes: decides at depth 0 which drafters draft; policies that do not route use the first drafter.
         drafter: name of the drafter that it uses if it does not route; "" = the first one.
         joins: may let several drafters draft in one round, the candidates of which are verified together.
+        drafter_lengths: [D] draft length of each drafter, of a policy that routes and decides nothing else: it is called at
+            depth 0 only. None = `keep` is called at every depth.
         first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
         max_depth: length of the longest draft; `keep` is not called at that depth.
         unasked: draft length by number of streams in a round, for batch sizes at which decisions cost more than they gain.
@@ -142,6 +144,7 @@ class StopPolicy:
     routes: ClassVar[bool] = False
     drafter: str = ""
     joins: bool = False
+    drafter_lengths: Array | None = None
     first: int = 1
     max_depth: int = 20
     unasked: Mapping[int, int] = MappingProxyType({})

@@ -48,9 +48,8 @@ class RoutingPolicy(StopPolicy):
         self.max_depth = max(stop.max_depth for stop in stops)
         observed = [stop for stop in stops if type(stop).observe is not StopPolicy.observe]
         self.reads_seconds = any(stop.reads_seconds for stop in observed)  # type: ignore[misc]
-        # Without a call of each of them, which would take longer than the rest of a decision.
-        is_fixed = all(type(stop) is FixedLength for stop in stops)
-        self._lengths = np.array([stop.max_depth for stop in stops]) if is_fixed else None
+        if all(type(stop) is FixedLength for stop in stops) and type(self).keep is RoutingPolicy.keep:
+            self.drafter_lengths = np.array([stop.max_depth for stop in stops])
         self._routed = [self.features.index(name) for name in features]
         self._read = [[self.features.index(name) for name in stop.features] for stop in stops]
 
@@ -95,8 +94,8 @@ class RoutingPolicy(StopPolicy):
         if step.depth == 0:
             routed, parts[0] = self.route(step.features[..., self._routed], state[0])
             kept &= routed
-        if self._lengths is not None:
-            return kept & (step.depth < self._lengths[owner]), tuple(parts)
+        if self.drafter_lengths is not None:
+            return kept & (step.depth < self.drafter_lengths[owner]), tuple(parts)
         for index, stop in enumerate(self.stops):
             branches = np.flatnonzero(owner == index)
             if not len(branches) or not kept[:, branches].any():

@@ -17,7 +17,8 @@ import torch
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
-from ...policies.fixed import FixedLength, fixed_lengths
+from ...policies.fixed import FixedLength
+from ..fit.rules import fixed_grid
 from ..replay.arrays import TraceArrays
 from ..replay.bounds import best_static_tree, isolate_subtree, oracle_plan, planned_rounds
 from ..replay.rounds import Rounds
@@ -213,20 +214,20 @@ class Comparison:
 def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = False) -> ComparisonResult:
     """Return the lines of policies on whole texts, with the achievable estimate if requested."""
     arrays, costs, progress = setting.arrays, setting.costs, setting.progress
-    depth, profile = min(arrays.depth, costs.profile.max_depth), costs.profile
-    lengths = fixed_lengths(depth, arrays.drafters)
-    policies, played = [*lengths, *(job.policy for job in jobs)], []
-    for done, policy in enumerate(policies):
-        progress("replay", done, len(policies))
-        played.append(replay(arrays, policy, profile))
-    progress("replay", len(policies), len(policies))
+    profile = costs.profile
+    progress("replay", 0, 1 + len(jobs))
+    fixed = fixed_grid(arrays, profile)
+    lengths, played = [one.policy for one in fixed], list(fixed)
+    for done, job in enumerate(jobs, 1):
+        progress("replay", done, 1 + len(jobs))
+        played.append(replay(arrays, job.policy, profile))
+    progress("replay", 1 + len(jobs), 1 + len(jobs))
     if not arrays.tree.is_chain and arrays.tree.drafters == 1:
         static, _ = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
         played.append(replay(*isolate_subtree(arrays, static.nodes), profile))
         jobs = [*jobs, Job("best static tree", "static", f"{shape}; chosen on these prompts", static)]
-    fixed, rest = played[: len(lengths)], played[len(lengths) :]
-    by_name = dict(zip([job.name for job in jobs], rest, strict=True))
+    by_name = dict(zip([job.name for job in jobs], played[len(fixed) :], strict=True))
     tokens, boot = arrays.text_tokens.double().numpy(), setting.resamples(setting.clusters)
     plan = oracle_plan(arrays, profile)
     spent = torch.stack([*(one.seconds for one in played), plan.seconds], 1)

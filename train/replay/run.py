@@ -123,33 +123,106 @@ def _most_streams(arrays: TraceArrays, policy: StopPolicy) -> int:
     return MAX_HIDDEN_BYTES // (4 * width) if width else MAX_STREAMS
 
 
-def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profile: Profile) -> list[Rounds]:
-    """Replay C rules with draft lengths that are known for each anchor, side by side and without calling a policy.
+def replay_lengths(
+    arrays: TraceArrays,
+    drafted: Tensor,
+    verified: Tensor,
+    profile: Profile,
+    policies: Sequence[StopPolicy] | None = None,
+) -> list[Rounds]:
+    """Replay C rules with draft lengths that are known for each anchor, without calling a policy; HISTORY is unknown.
+
+    Each anchor then has one possible round. The rounds of a text are found by going from anchor to anchor, of all rules and
+    texts at once.
 
     Args:
         arrays: a dense trace of chains.
-        drafted, verified: [C, N] tokens by anchor, cut to `TraceArrays.draft_bound`.
+        drafted, verified: [C, N] tokens by anchor, cut to `TraceArrays.draft_bound`. Of several drafters [C, N, D], of which
+            at most one drafts.
         profile: costs of rounds.
+        policies: of the rules, for names and prices. One that routes decides once a round.
     """
-    texts, bound = arrays.sequences, arrays.draft_bound.numpy()
-    rule = np.arange(len(drafted)).repeat(texts)
-    # A policy of length 0 reads no feature.
-    source = TraceSource(arrays, FixedLength(0), np.tile(np.arange(texts), len(drafted))[:, None])
-    lengths, sends, turns = drafted.numpy(), verified.numpy(), []
-    while source.active.any():
-        left = np.flatnonzero(source.active)
-        source.take(left)
-        rule, sequence, anchor = rule[left], source.sequence, source.anchor
-        round = source.begin()
-        round.drafted = np.minimum(lengths[rule, source.row], bound[source.row])
-        round.verified = np.minimum(sends[rule, source.row], round.drafted)
-        round.decisions = np.zeros_like(round.drafted)
-        source.verify(round)
-        source.commit(round)
-        unknown = History.start(len(left)).record
-        turns.append((unknown, round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
-        source.start_next_texts()
-    return _results(arrays, profile, [NoPolicy()] * len(drafted), turns, is_tree=False)
+    drafted = torch.minimum(drafted, arrays.draft_bound)
+    verified = torch.minimum(drafted, verified)
+    lengths = arrays.accepted if drafted.dim() == 2 else torch.stack([one.accepted for one in arrays.each_drafter], 1)
+    taken = torch.minimum(verified, lengths).flatten(2).sum(2) if drafted.dim() == 3 else torch.minimum(verified, lengths)
+    left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row  # [N]
+    committed = torch.minimum(taken + 1, left)  # [C, N]; the end of the text cuts
+    step, goes_on = committed.flatten().numpy(), (committed < left).flatten().numpy()
+    rules, anchors = committed.shape
+    begins = arrays.offset[arrays.first_anchor < arrays.text_tokens].numpy()
+    at = (np.arange(rules)[:, None] * anchors + begins).ravel()
+    visited: list[Array] = []
+    while len(at):
+        visited.append(at)
+        at = (at + step[at])[goes_on[at]]
+    rows = np.sort(np.concatenate(visited)) if visited else at
+    first = np.searchsorted(rows, np.arange(rules + 1) * anchors)
+    policies = [NoPolicy()] * rules if policies is None else policies
+    return [
+        _known_rounds(arrays, profile, policies[rule], torch.from_numpy(rows[first[rule] : first[rule + 1]] - rule * anchors),
+                      drafted[rule], verified[rule], taken[rule], committed[rule])
+        for rule in range(rules)
+    ]  # fmt: skip
+
+
+def _known_rounds(
+    arrays: TraceArrays,
+    profile: Profile,
+    policy: StopPolicy,
+    row: Tensor,
+    drafted: Tensor,
+    verified: Tensor,
+    taken: Tensor,
+    committed: Tensor,
+) -> Rounds:
+    """Return the rounds at rows [R], in order, given what is drafted [N] or [N, D], verified, taken and committed [N]."""
+    sequence, anchor, sizes = arrays.owner[row], arrays.anchor_by_row[row], drafted[row]
+    by_drafter = sizes.reshape(len(row), -1)  # [R, D]
+    context = arrays.prompt_tokens[sequence] + anchor
+    begins = arrays.prompt_tokens[sequence] + arrays.first_anchor[sequence]
+    backlog = torch.stack(
+        [
+            _known_backlog(reading, sequence, context, begins, length, taken[row])
+            for reading, length in zip(arrays.header.readings, by_drafter.T, strict=True)
+        ],
+        1,
+    )
+    limit = (arrays.header.max_new_tokens - anchor - 1).clamp(0, arrays.depth)
+    counts: dict[str, Tensor | None] = {
+        "sequence": sequence, "anchor": anchor, "context": context, "drafted": by_drafter.sum(1),
+        "verified": verified[row].reshape(len(row), -1).sum(1), "accepted": taken[row], "committed": committed[row],
+        "backlog": backlog if by_drafter.shape[1] > 1 else backlog[:, 0],
+        "decisions": (limit > 0).long() * policy.routes, "steps": by_drafter.amax(1),
+        "history": torch.zeros(len(row), len(HISTORY_FEATURES)), "fed": None,
+    }  # fmt: skip
+    if by_drafter.shape[1] > 1:
+        counts["fed"] = (torch.arange(arrays.depth) < by_drafter[..., None]).long()  # [R, D, K]
+        counts["history"] = torch.zeros(*by_drafter.shape, len(HISTORY_FEATURES) + 1)
+    return Rounds(policy, profile, arrays.prompt_tokens, arrays.first_anchor, **counts)  # type: ignore[arg-type]
+
+
+def _known_backlog(
+    reading: str, sequence: Tensor, context: Tensor, begins: Tensor, length: Tensor, taken: Tensor
+) -> Tensor:
+    """Return [R], the backlog of a drafter before each round, as `source.TraceSource` counts it.
+
+    Args:
+        reading: of the drafter.
+        sequence, context: of the rounds in order.
+        begins: tokens committed when the text of each round began.
+        length: tokens that the drafter drafts.
+        taken: tokens that were accepted.
+    """
+    if reading == "nothing":
+        return torch.zeros_like(context)
+    # A draft reads all that is committed but its last token; one that reads all on the target's states not even its root.
+    read = torch.minimum(taken, length - 1) if reading == "path" else -torch.ones_like(length)
+    number = torch.arange(len(context))
+    used = torch.where(length > 0, number, -1).cummax(0).values.roll(1)  # the last round before in which it drafted
+    is_first = (used < 0) | (number == 0) | (sequence[used] != sequence)
+    unread = begins if reading == "path" else begins - 1
+    return torch.where(is_first, unread + context - begins, context - context[used] - read[used])
 
 
 def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
