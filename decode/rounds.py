@@ -82,19 +82,19 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             is_full = limit <= depth
             round.hit_limit |= is_full & alive.any(1)
             alive = alive & ~is_full[:, None]
-        if depth >= first:
+        lengths = host.drafter_lengths
+        if lengths is not None and (depth or depth < first):  # decided at depth 0, or not at all
+            alive = alive & (depth < lengths[tree.drafter_of_branch[depth]])
+        elif depth >= first:
             if not np.count_nonzero(alive):
                 break
-            if depth and host.drafter_lengths is not None:  # decided at depth 0
-                alive = alive & (depth < host.drafter_lengths[tree.drafter_of_branch[depth]])
-            else:
-                round.decided[:, level] = alive if depth else alive.any(1, keepdims=True)
-                mark = timer.mark()
-                kept = host.keep(source.step(round, depth, alive, host.history))
-                timer.add("policy", mark)
-                if host.trims and depth:  # the anchor is committed
-                    round.dropped[:, level] = alive & ~kept
-                alive = kept
+            round.decided[:, level] = alive if depth else alive.any(1, keepdims=True)
+            mark = timer.mark()
+            kept = host.keep(source.step(round, depth, alive, host.history))
+            timer.add("policy", mark)
+            if host.trims and depth:  # the anchor is committed
+                round.dropped[:, level] = alive & ~kept
+            alive = kept
         feeding = _without_ended(round, alive, continuing) if source.decides_ended else alive
         if (leaves := tree.leaves[depth]) is not None:
             feeding = feeding & ~leaves

@@ -124,7 +124,7 @@ class StopPolicy:
         drafter: name of the drafter that it uses if it does not route; "" = the first one.
         joins: may let several drafters draft in one round, the candidates of which are verified together.
         drafter_lengths: [D] draft length of each drafter, of a policy that routes and decides nothing else: it is called at
-            depth 0 only. None = `keep` is called at every depth.
+            depth 0 only, and not at all if `first` is above 0. None = `keep` is called at every depth.
         first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
         max_depth: length of the longest draft; `keep` is not called at that depth.
         unasked: draft length by number of streams in a round, for batch sizes at which decisions cost more than they gain.

@@ -233,6 +233,9 @@ class ValueRoute(RoutingPolicy):
         if len(self.heads) not in (0, len(self.stops)) or not 0 <= reference <= len(self.stops):
             raise PolicyError(f"{name}: expected as many heads as drafters, and a reference among the options")
         self._inputs, _ = input_features(self.route_features, len(self.stops))
+        if not heads and not features and self.drafter_lengths is not None:  # nothing is to be decided
+            self.first = self.max_depth
+            self.drafter_lengths = np.where(np.arange(len(self.stops)) == reference, self.drafter_lengths, 0)
 
     def describe(self) -> dict[str, Any]:
         """See `RoutingPolicy`."""

@@ -199,12 +199,16 @@ def tune_lengths(route: RoutingPolicy, arrays: TraceArrays, profile: Profile) ->
 
 def fastest(rules: Sequence[RoutingPolicy], arrays: TraceArrays, profile: Profile) -> RoutingPolicy:
     """Return the fastest of several rules with fixed lengths. They read recorded signals only, so that all play at once."""
-    drafted = [
-        rule.route(torch.stack([arrays.column(name) for name in rule.features], -1).numpy(), None)[0] * rule.drafter_lengths
-        for rule in rules
-    ]
-    lengths = torch.from_numpy(np.stack(drafted))  # [C, N, D]
-    return best_of(replay_lengths(arrays, lengths, lengths, profile, rules)).policy
+    lengths = torch.stack([rule_lengths(rule, arrays) for rule in rules])  # [C, N, D]
+    rates = [played.rate for played in replay_lengths(arrays, lengths, lengths, profile, rules)]
+    return rules[int(np.argmax(rates))]
+
+
+def rule_lengths(rule: RoutingPolicy, arrays: TraceArrays) -> Tensor:
+    """Return [N, D], what a rule that reads recorded signals only drafts at each anchor."""
+    signals = [arrays.column(name) for name in rule.features]
+    seen = torch.stack(signals, -1) if signals else torch.zeros(len(arrays.owner), arrays.tree.drafters, 0)
+    return torch.from_numpy(rule.route(seen.numpy(), None)[0] * rule.drafter_lengths)
 
 
 # Values
@@ -236,7 +240,7 @@ def anchor_values(
     chosen = np.where(drafting.any(1), drafting.argmax(1), drafters)
     committed = torch.stack(tokens, 1)  # [N, D + 1]
     gains = committed - rho * torch.stack(seconds, 1)
-    rest = _rest_of_text(arrays, committed, gains, torch.from_numpy(chosen))
+    rest = rest_of_text(arrays, committed, gains, torch.from_numpy(chosen))
     visited = np.zeros(len(chosen), dtype=bool)
     visited[_rows(arrays, played)] = True
     return Anchors(np.ascontiguousarray(inputs[0]), (gains + rest).numpy(), visited)
@@ -262,7 +266,7 @@ def _history(arrays: TraceArrays, played: Rounds) -> tuple[History, Array]:
     return History(record, values[..., -1]), np.tile(np.array(usual, dtype=np.int64), (count, 1))
 
 
-def _rest_of_text(arrays: TraceArrays, committed: Tensor, gains: Tensor, chosen: Tensor) -> Tensor:
+def rest_of_text(arrays: TraceArrays, committed: Tensor, gains: Tensor, chosen: Tensor) -> Tensor:
     """Return [N, D + 1], the value of the text from where the round of each option ends.
 
     Args:

@@ -16,6 +16,7 @@ from ...policies.features import check_sizes
 from ...policies.host import validate_policy
 from ...policies.learned import LearnedPolicy, sampling_options_text, warn_other_conditions
 from ...policies.profile import Profile
+from ...policies.routing import RoutingPolicy
 from .arrays import TraceArrays
 
 
@@ -150,7 +151,7 @@ def require_disjoint_policies(
 ) -> None:
     """Refuse prompts on which a policy was trained; see `require_disjoint`."""
     for policy in policies:
-        if isinstance(policy, LearnedPolicy):
+        if isinstance(policy, LearnedPolicy | RoutingPolicy):
             # The prompts of the report group had no influence on the policy.
             prompts = [name for group in ("fit", "select") for name in policy.metadata.prompts.get(group, ())]
             require_disjoint(option, arrays, f"the training prompts of {policy.name}", prompts, allow=allow)

@@ -140,14 +140,10 @@ def replay_lengths(
         drafted, verified: [C, N] tokens by anchor, cut to `TraceArrays.draft_bound`. Of several drafters [C, N, D], of which
             at most one drafts.
         profile: costs of rounds.
-        policies: of the rules, for names and prices. One that routes decides once a round.
+        policies: of the rules, for names and prices. One that routes decides once a round, unless it is never called.
     """
-    drafted = torch.minimum(drafted, arrays.draft_bound)
-    verified = torch.minimum(drafted, verified)
-    lengths = arrays.accepted if drafted.dim() == 2 else torch.stack([one.accepted for one in arrays.each_drafter], 1)
-    taken = torch.minimum(verified, lengths).flatten(2).sum(2) if drafted.dim() == 3 else torch.minimum(verified, lengths)
+    drafted, verified, taken, committed = known_tokens(arrays, drafted, verified)
     left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row  # [N]
-    committed = torch.minimum(taken + 1, left)  # [C, N]; the end of the text cuts
     step, goes_on = committed.flatten().numpy(), (committed < left).flatten().numpy()
     rules, anchors = committed.shape
     begins = arrays.offset[arrays.first_anchor < arrays.text_tokens].numpy()
@@ -164,6 +160,18 @@ def replay_lengths(
                       drafted[rule], verified[rule], taken[rule], committed[rule])
         for rule in range(rules)
     ]  # fmt: skip
+
+
+def known_tokens(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what is drafted and verified, [C, N] or [C, N, D], and accepted and committed, [C, N]; see `replay_lengths`."""
+    drafted = torch.minimum(drafted, arrays.draft_bound)
+    verified = torch.minimum(drafted, verified)
+    if drafted.dim() == 2:
+        taken = torch.minimum(verified, arrays.accepted)
+    else:
+        taken = torch.minimum(verified, torch.stack([one.accepted for one in arrays.each_drafter], 1)).sum(2)
+    left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row
+    return drafted, verified, taken, torch.minimum(taken + 1, left)  # the end of the text cuts
 
 
 def _known_rounds(
@@ -193,7 +201,7 @@ def _known_rounds(
         "sequence": sequence, "anchor": anchor, "context": context, "drafted": by_drafter.sum(1),
         "verified": verified[row].reshape(len(row), -1).sum(1), "accepted": taken[row], "committed": committed[row],
         "backlog": backlog if by_drafter.shape[1] > 1 else backlog[:, 0],
-        "decisions": (limit > 0).long() * policy.routes, "steps": by_drafter.amax(1),
+        "decisions": (limit > 0).long() * (policy.routes and not policy.first), "steps": by_drafter.amax(1),
         "history": torch.zeros(len(row), len(HISTORY_FEATURES)), "fed": None,
     }  # fmt: skip
     if by_drafter.shape[1] > 1:
