@@ -235,25 +235,26 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     priced = PricedReplays(boot, costs, rounds, arrays.prompt_tokens, spent)
     counts = [_counts(one) for one in played]
     comparison = Comparison(boot, setting, tokens, priced, jobs, counts, lengths, has_bound=True)
-    lines, to_achievable = comparison.lines(), {}
+    lines, to_achievable, estimate = comparison.lines(), {}, None
     if arrays.tree.drafters > 1:
         lines = [_with_shares(line, arrays, by_name.get(line.name)) for line in lines]
         rate = boot.total(tokens) / (boot.total(_best_by_text(fixed)) * comparison.pace[:, comparison.best_at])
         note = "the fastest drafter of each text in hindsight, at its best fixed length"
         lines.append(comparison.line("best drafter by text", "hindsight", note, rate))
     if achievable:
-        from ..fit.achievable import achievable_estimate  # imports xgboost
+        from ..fit.achievable import achievable_estimate, achievable_route  # imports xgboost
 
         progress("achievable estimate", 0, 1)
-        seconds = achievable_estimate(arrays, profile, seed=setting.seed).seconds
+        compute = achievable_route if arrays.tree.drafters > 1 else achievable_estimate
+        estimate = compute(arrays, profile, seed=setting.seed).seconds
         # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
-        rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
-        note = "best cross-fitted continuation value on all scalars, decisions free"
+        rate = boot.total(tokens) / (boot.total(estimate.numpy()) * comparison.pace[:, -1])
+        note = "best cross-fitted values on all scalars, decisions free"
         lines.append(comparison.line("achievable estimate", "achievable", note, rate))
         to_achievable = comparison.over(rate)
     lines.append(comparison.line(BOUND, "bound", "knows every accepted length", comparison.bound))
     below = [x for x, one in by_name.items() if bool((one.seconds < plan.seconds - EXACT_S).any())]
-    replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan)
+    replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan, estimate)
     return ComparisonResult(
         lines, comparison.by_length, setting.clusters, boot, comparison.logs, replays, below, to_achievable
     )  # fmt: skip

@@ -31,7 +31,7 @@ from ..heads.crossfit import Folds, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.arrays import TraceArrays
 from ..replay.rounds import Rounds
-from ..replay.run import known_tokens, replay, replay_lengths
+from ..replay.run import KnownTokens, replay, replay_lengths
 from .batch_rules import solve_batch_rates
 from .route import OTHER_ANCHORS, SPAN_QUANTILE, rest_of_text, rule_lengths, tuned_rules
 from .rules import Part, best_of, fixed_grid, solve_derived
@@ -121,7 +121,10 @@ def known_history(arrays: TraceArrays, played: Rounds) -> Tensor:
     by_turn = np.argsort(turn, kind="stable")  # all first rounds, then all second ones
     columns = [column.numpy() for column in (played.drafted, played.verified, played.accepted, played.drafting)]
     cut = (played.committed <= played.accepted).numpy() | (turn == np.diff(first)[sequence] - 1)
-    history, rows = History.start(arrays.sequences, drafters), np.zeros((len(sequence), drafters, len(HISTORY_FEATURES) + 1))
+    history, rows = (
+        History.start(arrays.sequences, drafters),
+        np.zeros((len(sequence), drafters, len(HISTORY_FEATURES) + 1)),
+    )
     for now in np.split(by_turn, np.cumsum(np.bincount(turn))[:-1]):
         on = sequence[now]
         rows[now] = np.concatenate([history.values(), history.idle[..., None]], -1)[on]  # type: ignore[index]
@@ -131,7 +134,9 @@ def known_history(arrays: TraceArrays, played: Rounds) -> Tensor:
         for column, values in zip((drafted, verified, accepted, drafting), columns, strict=True):
             column[on] = values[now]
         active[on], ended[on] = True, cut[now]
-        history = history.after(RoundOutcome(active, drafted, verified, accepted, ended, np.zeros(len(active)), drafting))
+        history = history.after(
+            RoundOutcome(active, drafted, verified, accepted, ended, np.zeros(len(active)), drafting)
+        )
     row = arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]
     last = torch.zeros(len(arrays.owner), dtype=torch.int64)
     last[row] = torch.arange(len(row))
@@ -152,18 +157,18 @@ def _option_values(
     """
     count = len(arrays.owner)
     drafted = torch.cat([options[:, None].expand(-1, count, -1), current[None]])  # [M + 1, N, D]
-    drafted, _, _, committed = known_tokens(arrays, drafted, drafted)
+    known = KnownTokens.of(arrays, drafted, drafted)
     context = (arrays.prompt_tokens[arrays.owner] + arrays.anchor_by_row).numpy()
     later = (played.anchor > arrays.first_anchor[played.sequence])[:, None] & played.drafting
     usual = [int(one[on].median()) if on.any() else 1 for one, on in zip(played.backlog.T, later.T, strict=True)]
     backlog, none = np.tile(usual, (count, 1)), np.zeros(count, dtype=np.int64)
     gains = []
-    for sizes, tokens in zip(drafted, committed, strict=True):
+    for sizes, sent, tokens in zip(known.fed, known.drafted.sum(2).numpy(), known.committed, strict=True):
         fed = (torch.arange(arrays.depth) < sizes[..., None]).long().numpy()
-        sent = sizes.sum(1).numpy()
-        gains.append(tokens - played.rate * profile.round_seconds(context, sent, sent, backlog, none, 0.0, fed))
+        seconds = profile.round_seconds(context, sent, sent, backlog, none, 0.0, fed)
+        gains.append(tokens - played.rate * torch.from_numpy(seconds))
     gained = torch.stack(gains, 1)
-    rest = rest_of_text(arrays, committed.T, gained, torch.full((count,), len(options)))
+    rest = rest_of_text(arrays, known.committed.T, gained, torch.full((count,), len(options)))
     visited = torch.zeros(count, dtype=torch.bool)
     visited[arrays.offset[played.sequence] + played.anchor - arrays.first_anchor[played.sequence]] = True
     return (gained + rest)[:, :-1], visited

@@ -198,10 +198,11 @@ def tune_lengths(route: RoutingPolicy, arrays: TraceArrays, profile: Profile) ->
 
 
 def fastest(rules: Sequence[RoutingPolicy], arrays: TraceArrays, profile: Profile) -> RoutingPolicy:
-    """Return the fastest of several rules with fixed lengths. They read recorded signals only, so that all play at once."""
+    """Return the fastest of several routes with fixed lengths. Rules read recorded signals only, so that all play at once."""
+    if any(isinstance(rule, ValueRoute) and rule.heads for rule in rules):
+        return max(rules, key=lambda rule: replay(arrays, rule, profile).rate)
     lengths = torch.stack([rule_lengths(rule, arrays) for rule in rules])  # [C, N, D]
-    rates = [played.rate for played in replay_lengths(arrays, lengths, lengths, profile, rules)]
-    return rules[int(np.argmax(rates))]
+    return rules[int(np.argmax([played.rate for played in replay_lengths(arrays, lengths, lengths, profile, rules)]))]
 
 
 def rule_lengths(rule: RoutingPolicy, arrays: TraceArrays) -> Tensor:

@@ -128,13 +128,20 @@ class TraceArrays:
         if self.tree.drafters > 1:
             return torch.stack([each.draft_bound for each in self.each_drafter], 1)
         # The target's token takes one place of the text.
-        bound = (self.header.max_new_tokens - self.anchor_by_row - 1).clamp(0, self.depth)
-        # EOS itself is drafted; nothing is drafted after it, or where the drafter or a filter left no token.
-        for stops, drawn in ((self.ends, 1), (self.tokens == NO_TOKEN, 0)):
-            if stops.any():
-                last = torch.where(stops.any(1), stops.int().argmax(1) + drawn, self.depth)
-                bound = torch.minimum(bound, last)
-        return bound
+        allowed = (self.header.max_new_tokens - self.anchor_by_row - 1).clamp(0, self.depth)
+        if not self.header.eos or not self.ends.shape[1]:
+            return allowed
+        # EOS itself is drafted; nothing is drafted after it.
+        ends = torch.where(self.ends.any(1), self.ends.int().argmax(1) + 1, self.depth)
+        return torch.minimum(allowed, ends)
+
+    @cached_property
+    def token_bound(self) -> Tensor:
+        """[N], of D drafters [N, D], the tokens of a chain before the first for which the drafter or a filter left none."""
+        if self.tree.drafters > 1:
+            return torch.stack([each.token_bound for each in self.each_drafter], 1)
+        missing = self.tokens == NO_TOKEN
+        return torch.where(missing.any(1), missing.int().argmax(1), self.depth)
 
     def accepted_nodes(self, row: Tensor | slice = slice(None)) -> Tensor:
         """Return [R, K] bool, the nodes that the target accepts, at these rows."""

@@ -146,6 +146,22 @@ def require_disjoint_prompts(
     require_disjoint_policies("--traces", arrays, policies, allow=allow)
 
 
+def kept_back(arrays: TraceArrays, policies: Iterable[StopPolicy]) -> TraceArrays:
+    """Return the prompts that all trained policies kept back for reports.
+
+    Raises:
+        TraceError: there are none.
+    """
+    trained = [
+        policy for policy in policies if isinstance(policy, LearnedPolicy | RoutingPolicy) and policy.metadata.prompts
+    ]
+    sets = [set(policy.metadata.prompts.get("report", ())) for policy in trained]
+    keep = [at for at, name in enumerate(arrays.clusters) if sets and all(name in one for one in sets)]
+    if not keep:
+        raise TraceError("--report-prompts: expected policies trained on these traces with --report-share above 0")
+    return arrays.subset(keep)
+
+
 def require_disjoint_policies(
     option: str, arrays: TraceArrays, policies: Iterable[StopPolicy], *, allow: bool | None = None
 ) -> None:

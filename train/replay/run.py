@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ...decode.drafters.spec import drafter_index
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.features import HISTORY_FEATURES, History
-from ...policies.fixed import FeatureThreshold, FixedLength
+from ...policies.fixed import FeatureThreshold
 from ...policies.host import PolicyHost, is_trusted
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, load_profile
@@ -142,10 +142,10 @@ def replay_lengths(
         profile: costs of rounds.
         policies: of the rules, for names and prices. One that routes decides once a round, unless it is never called.
     """
-    drafted, verified, taken, committed = known_tokens(arrays, drafted, verified)
+    tokens = KnownTokens.of(arrays, drafted, verified)
     left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row  # [N]
-    step, goes_on = committed.flatten().numpy(), (committed < left).flatten().numpy()
-    rules, anchors = committed.shape
+    step, goes_on = tokens.committed.flatten().numpy(), (tokens.committed < left).flatten().numpy()
+    rules, anchors = tokens.committed.shape
     begins = arrays.offset[arrays.first_anchor < arrays.text_tokens].numpy()
     at = (np.arange(rules)[:, None] * anchors + begins).ravel()
     visited: list[Array] = []
@@ -156,22 +156,42 @@ def replay_lengths(
     first = np.searchsorted(rows, np.arange(rules + 1) * anchors)
     policies = [NoPolicy()] * rules if policies is None else policies
     return [
-        _known_rounds(arrays, profile, policies[rule], torch.from_numpy(rows[first[rule] : first[rule + 1]] - rule * anchors),
-                      drafted[rule], verified[rule], taken[rule], committed[rule])
-        for rule in range(rules)
-    ]  # fmt: skip
+        _known_rounds(
+            arrays, profile, policy, torch.from_numpy(rows[begin:end] - rule * anchors), *(x[rule] for x in tokens)
+        )
+        for rule, (policy, begin, end) in enumerate(zip(policies, first[:-1], first[1:], strict=True))
+    ]
 
 
-def known_tokens(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what is drafted and verified, [C, N] or [C, N, D], and accepted and committed, [C, N]; see `replay_lengths`."""
-    drafted = torch.minimum(drafted, arrays.draft_bound)
-    verified = torch.minimum(drafted, verified)
-    if drafted.dim() == 2:
-        taken = torch.minimum(verified, arrays.accepted)
-    else:
-        taken = torch.minimum(verified, torch.stack([one.accepted for one in arrays.each_drafter], 1)).sum(2)
-    left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row
-    return drafted, verified, taken, torch.minimum(taken + 1, left)  # the end of the text cuts
+class KnownTokens(NamedTuple):
+    """The tokens of C rules at each anchor; see `replay_lengths`.
+
+    Attributes:
+        fed, drafted, verified: [C, N] or [C, N, D]. A drafter that is fed its last token may draw none.
+        accepted, committed: [C, N].
+    """
+
+    fed: Tensor
+    drafted: Tensor
+    verified: Tensor
+    accepted: Tensor
+    committed: Tensor
+
+    @staticmethod
+    def of(arrays: TraceArrays, lengths: Tensor, sent: Tensor) -> KnownTokens:
+        """Return the tokens of rules that want to draft `lengths` and verify `sent`, [C, N] or [C, N, D]."""
+        wanted = torch.minimum(lengths, arrays.draft_bound)
+        drafted = torch.minimum(wanted, arrays.token_bound)
+        verified = torch.minimum(drafted, sent)
+        if drafted.dim() == 2:
+            fed, accepted = drafted, torch.minimum(verified, arrays.accepted)
+        else:
+            fed = torch.minimum(wanted, arrays.token_bound + 1)
+            accepted = torch.minimum(verified, torch.stack([one.accepted for one in arrays.each_drafter], 1)).sum(2)
+        left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row
+        return KnownTokens(
+            fed, drafted, verified, accepted, torch.minimum(accepted + 1, left)
+        )  # the end of the text cuts
 
 
 def _known_rounds(
@@ -179,35 +199,33 @@ def _known_rounds(
     profile: Profile,
     policy: StopPolicy,
     row: Tensor,
+    fed: Tensor,
     drafted: Tensor,
     verified: Tensor,
-    taken: Tensor,
+    accepted: Tensor,
     committed: Tensor,
 ) -> Rounds:
-    """Return the rounds at rows [R], in order, given what is drafted [N] or [N, D], verified, taken and committed [N]."""
-    sequence, anchor, sizes = arrays.owner[row], arrays.anchor_by_row[row], drafted[row]
-    by_drafter = sizes.reshape(len(row), -1)  # [R, D]
+    """Return the rounds at rows [R], in order; `KnownTokens` of one rule at all anchors."""
+    sequence, anchor = arrays.owner[row], arrays.anchor_by_row[row]
+    sizes = (fed if policy.routes else drafted)[row].reshape(len(row), -1)  # [R, D]
     context = arrays.prompt_tokens[sequence] + anchor
     begins = arrays.prompt_tokens[sequence] + arrays.first_anchor[sequence]
-    backlog = torch.stack(
-        [
-            _known_backlog(reading, sequence, context, begins, length, taken[row])
-            for reading, length in zip(arrays.header.readings, by_drafter.T, strict=True)
-        ],
-        1,
-    )
-    limit = (arrays.header.max_new_tokens - anchor - 1).clamp(0, arrays.depth)
-    counts: dict[str, Tensor | None] = {
-        "sequence": sequence, "anchor": anchor, "context": context, "drafted": by_drafter.sum(1),
-        "verified": verified[row].reshape(len(row), -1).sum(1), "accepted": taken[row], "committed": committed[row],
-        "backlog": backlog if by_drafter.shape[1] > 1 else backlog[:, 0],
-        "decisions": (limit > 0).long() * (policy.routes and not policy.first), "steps": by_drafter.amax(1),
-        "history": torch.zeros(len(row), len(HISTORY_FEATURES)), "fed": None,
+    backlogs = [
+        _known_backlog(reading, sequence, context, begins, size, accepted[row])
+        for reading, size in zip(arrays.header.readings, sizes.T, strict=True)
+    ]
+    limit = arrays.header.max_new_tokens - anchor - 1
+    counts: dict[str, Any] = {
+        "sequence": sequence, "anchor": anchor, "context": context, "drafted": drafted[row].reshape(len(row), -1).sum(1),
+        "verified": verified[row].reshape(len(row), -1).sum(1), "accepted": accepted[row], "committed": committed[row],
+        "backlog": backlogs[0], "decisions": (limit > 0).long() * (policy.routes and not policy.first),
+        "steps": sizes.amax(1), "history": torch.zeros(len(row), len(HISTORY_FEATURES)),
     }  # fmt: skip
-    if by_drafter.shape[1] > 1:
-        counts["fed"] = (torch.arange(arrays.depth) < by_drafter[..., None]).long()  # [R, D, K]
-        counts["history"] = torch.zeros(*by_drafter.shape, len(HISTORY_FEATURES) + 1)
-    return Rounds(policy, profile, arrays.prompt_tokens, arrays.first_anchor, **counts)  # type: ignore[arg-type]
+    if len(backlogs) > 1:
+        counts["backlog"] = torch.stack(backlogs, 1)
+        counts["fed"] = (torch.arange(arrays.depth) < sizes[..., None]).long()  # [R, D, K]
+        counts["history"] = torch.zeros(*sizes.shape, len(HISTORY_FEATURES) + 1)
+    return Rounds(policy, profile, arrays.prompt_tokens, arrays.first_anchor, **counts)
 
 
 def _known_backlog(
