@@ -77,6 +77,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "held_out": "Traces of other prompts to report on. Default: a quarter of the prompts of --traces.",
         "mixed": "Trace of `collect --extra mix=...` that the head is fitted on instead.",
         "allow_overlap": "Warn about training prompts instead of refusing them.",
+        "report_prompts": "Evaluate only the prompts that `train --report-share` kept back.",
         "report_share": "Share of the prompts that is kept out of fitting and selection, for the held-out figures.",
     },
     "Models": {

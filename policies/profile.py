@@ -206,7 +206,12 @@ class Profile(Costs):
             other = Profile.from_dict({**record, "decision_s": {}, "measurements": []}, "a record")
         except InputError:
             return False
-        return all(getattr(other, name) == getattr(self, name) for name in MODEL_COSTS)
+        others = record.get("others", [])
+        return (
+            len(others) == len(self.others)
+            and all(getattr(other, name) == getattr(self, name) for name in MODEL_COSTS)
+            and all(one.same_costs(plain) for one, plain in zip(self.others, others, strict=True))
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return facts for display: noise of the machine, costs of each context and batch size, and costs of decisions."""

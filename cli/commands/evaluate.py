@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...train.evaluate.report import Section
 
 TABLES = ("policies", "serving", "batch", "importance", "comparison")
-WIDE_TABLES = (*TABLES, "fixed", "acceptance")
+WIDE_TABLES = (*TABLES, "fixed", "acceptance", "routes", "groups")
 
 
 def evaluate(
@@ -32,6 +32,7 @@ def evaluate(
     cluster: str = "prompt",
     primary: str = "",
     allow_overlap: bool = False,
+    report_prompts: bool = False,
     seed: int = 0,
     overwrite: bool = False,
     wide: bool = False,
@@ -62,7 +63,7 @@ def evaluate(
         report = run(
             traces, profiles, policies, out=out, achievable=achievable, batch=sizes, arrivals=times,
             train_traces=train_traces, compare=earlier[0] if earlier else None, cluster=cluster, primary=primary,
-            overwrite=overwrite, allow_overlap=allow_overlap, seed=seed, progress=progress,
+            overwrite=overwrite, allow_overlap=allow_overlap, report_prompts=report_prompts, seed=seed, progress=progress,
         )  # fmt: skip
     if json:
         print_json(report.to_dict())

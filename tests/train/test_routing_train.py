@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from routing_traces import routing_profile, routing_trace
-from specstop.collect.schema import drafter_of
-from specstop.policies.errors import PolicyError
+from specstop.collect.schema import NO_TOKEN, drafter_of
+from specstop.policies.errors import PolicyError, TraceError
+from specstop.policies.fixed import FixedLength
 from specstop.policies.registry import load_policy
 from specstop.policies.routing import ThresholdRoute, ValueRoute
 from specstop.policies.storage import content_digest, save_policy
@@ -19,19 +20,22 @@ from specstop.train import TraceArrays
 from specstop.train.evaluate.comparison import Job, Setting, compare_texts
 from specstop.train.evaluate.pricing import ProfileBootstrap
 from specstop.train.evaluate.statistics import form_clusters
+from specstop.train.fit.achievable import achievable_route, known_history
+from specstop.train.fit.adapt import adapt_to_profile
 from specstop.train.fit.plan import TrainOptions
-from specstop.train.fit.route import anchor_values, fit_route, tuned_rules
+from specstop.train.fit.route import always, anchor_values, fit_route, rule_lengths, tuned_rules
 from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.heads import make_head
-from specstop.train.replay.bounds import oracle_plan, planned_rounds
-from specstop.train.replay.run import replay
+from specstop.train.replay.bounds import ROUTE_ERRORS, oracle_plan, planned_rounds, round_regret, route_errors
+from specstop.train.replay.checks import kept_back, require_disjoint_prompts
+from specstop.train.replay.run import replay, replay_lengths
 
 PROFILE = routing_profile()
 
 
 @functools.cache
 def fitted() -> ValueRoute:
-    route = fit_route(routing_trace(texts=40, depth=4), PROFILE, make_head("logistic"), TrainOptions(passes=2))
+    route = fit_route(routing_trace(texts=100, depth=4), PROFILE, make_head("logistic"), TrainOptions(passes=2))
     assert isinstance(route, ValueRoute)
     return route
 
@@ -84,6 +88,84 @@ def test_values_are_those_of_decoding_the_rest_of_the_text() -> None:
         rounds = np.flatnonzero(played.sequence.numpy() == text)
         rest = np.cumsum(gains[rounds][::-1])[::-1]  # of each round and all later ones
         np.testing.assert_allclose(anchors.values[rows[rounds], chosen[rounds]], rest, atol=1e-9)
+
+
+@pytest.mark.parametrize("policies", ["fixed", "rules"])
+def test_known_lengths_have_the_rounds_of_the_policies(policies: str) -> None:
+    arrays = routing_trace(texts=6, anchors=30, depth=4, seed=3)
+    # A drafter has no token at a few anchors, and the texts reach the length limit.
+    arrays.tokens[::7, arrays.tree.roots[0][0] - 1] = NO_TOKEN
+    accepted = arrays.path.clone()
+    accepted[::7, [row - 1 for row in range(1, len(arrays.tree)) if arrays.tree.drafter[row] == 0]] = False
+    arrays = dataclasses.replace(
+        arrays, path=accepted, header=dataclasses.replace(arrays.header, max_new_tokens=32, facts={
+            **arrays.header.facts, "reading": ["all", "path"]})
+    )  # fmt: skip
+    if policies == "fixed":
+        known = fixed_grid(arrays, PROFILE)
+        same = ("log", "committed", "decisions", "steps")
+    else:
+        rules = [*tuned_rules(arrays, PROFILE), always(0, [FixedLength(2), FixedLength(3)], "always-lookup")]
+        lengths = torch.stack([rule_lengths(one, arrays) for one in rules])
+        known = replay_lengths(arrays, lengths, lengths, PROFILE, rules)
+        same = ("log", "committed", "decisions", "steps", "backlog", "drafting", "context")
+    for rounds in known:
+        played = replay(arrays, rounds.policy, PROFILE)
+        for name in same:
+            assert torch.equal(getattr(rounds, name), getattr(played, name)), (rounds.name, name)
+        torch.testing.assert_close(rounds.seconds, played.seconds, rtol=1e-12, atol=0.0)
+        assert bool(rounds.decisions.any()) == (rounds.policy.routes and not rounds.name.startswith("always"))
+
+
+def test_known_history_is_that_of_the_replay() -> None:
+    arrays = routing_trace(texts=5, anchors=30, depth=4, seed=3)
+    policy = rule()
+    played = replay(arrays, policy, PROFILE)
+    row = arrays.offset[played.sequence] + played.anchor - 1
+    torch.testing.assert_close(known_history(arrays, played)[row], played.history.flatten(1).float())
+
+
+def test_the_achievable_estimate_is_between_the_rules_and_the_bound() -> None:
+    arrays = routing_trace(texts=100, depth=4, seed=5)
+    estimate = achievable_route(arrays, PROFILE)
+    best = max(replay(arrays, one, PROFILE).rate for one in tuned_rules(arrays, PROFILE))
+    assert best < estimate.rate < float(arrays.text_tokens.sum() / oracle_plan(arrays, PROFILE).seconds.sum())
+    assert (estimate.tokens == arrays.text_tokens).all() and not estimate.decision_seconds(PROFILE).any()
+
+
+def test_errors_of_routes_are_those_of_the_plan() -> None:
+    arrays = routing_trace(texts=8, anchors=30, depth=4, seed=6)
+    plan = oracle_plan(arrays, PROFILE)
+    for played in (replay(arrays, rule(), PROFILE), *fixed_grid(arrays, PROFILE)[:5:4]):
+        regret = round_regret(arrays, played, plan, PROFILE)
+        errors = route_errors(played, plan, regret)
+        assert ((errors >= 0) == (regret.choice_s > 1e-12)).all()
+        for at in range(len(played)):
+            text = int(played.sequence[at])
+            place = int(played.anchor[at] - arrays.first_anchor[text])
+            used, best = played.drafting[at].tolist(), int(plan.drafter[text, place])
+            ideal = int(plan.steps[text, place])
+            name = "plain" if not any(used) else "drafted" if not ideal else "length" if used[best] else "drafter"
+            assert errors[at] < 0 or ROUTE_ERRORS[errors[at]] == name
+    ideal = planned_rounds(arrays, plan)
+    assert (route_errors(ideal, plan, round_regret(arrays, ideal, plan, PROFILE)) < 0).all()
+
+
+def test_a_route_is_adapted_to_another_profile() -> None:
+    training = routing_trace(texts=30, depth=4, seed=7)
+    route = fit_route(training, PROFILE, make_head("logistic"), TrainOptions(passes=1))
+    assert adapt_to_profile(route, training, PROFILE) == (route, "")
+    slow = PROFILE.others[0]
+    low = dataclasses.replace(slow.low, draft_s=(9e-3, 9e-3))
+    costs = dataclasses.replace(
+        PROFILE, others=(dataclasses.replace(slow, low=low, high=dataclasses.replace(low, context=80.0)),)
+    )
+    adapted, note = adapt_to_profile(route, training, costs)
+    assert note and replay(training, adapted, costs).rate > replay(training, route, costs).rate
+    assert adapt_to_profile(route, None, costs)[0] is route
+    with pytest.raises(TraceError, match="training prompts"):
+        require_disjoint_prompts(training, None, [route])
+    assert set(kept_back(training, [route]).clusters) == set(route.metadata.prompts["report"])
 
 
 def brute_force(arrays: TraceArrays, text: int) -> float:

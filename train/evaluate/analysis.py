@@ -21,7 +21,7 @@ from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
 from ..heads.calibration import BINS, calibration_error, perfect_error
 from ..replay.arrays import TraceArrays, policy_features
-from ..replay.bounds import OraclePlan, Regret, planned_rounds, round_regret
+from ..replay.bounds import ROUTE_ERRORS, OraclePlan, Regret, planned_rounds, round_regret, route_errors
 from ..replay.columns import policy_states
 from ..replay.rounds import Rounds, scale_costs
 from .pricing import PricedReplays, ProfileBootstrap, ResampleSource
@@ -49,6 +49,7 @@ class Replays:
         policies: replays by name.
         fixed: every fixed length 0..K; `best` the fastest.
         plan: the oracle's.
+        estimate: [S] seconds of the achievable estimate; None = not computed.
     """
 
     arrays: TraceArrays
@@ -57,6 +58,7 @@ class Replays:
     fixed: Sequence[Rounds]
     best: Rounds
     plan: OraclePlan
+    estimate: Tensor | None = None
 
     @property
     def compared(self) -> dict[str, Rounds]:
@@ -84,6 +86,7 @@ def details(
         "subject": subject,
         "per_prompt": per_prompt(replays, boot),
         "stops": stops,
+        "routes": route_costs(replays),
         "time": [time_share(name, arrays, played, profile) for name, played in replays.compared.items()],
         "reliability": [
             reliability(name, arrays.of_policy(played.policy), played, seed) for name, played in learned.items()
@@ -175,6 +178,24 @@ def stop_cost(name: str, regret: Regret, tokens: int) -> Json:
     return {"name": name, **counts, **parts, "total_s": sum(parts.values()), "ms_per_token": per_token}
 
 
+def route_costs(replays: Replays) -> list[Json]:
+    """Return what each policy loses against the oracle by its choice of drafters; empty for one drafter.
+
+    Returns:
+        `name`, `rounds`, and for each of `bounds.ROUTE_ERRORS` the rounds with it and the seconds that they lost.
+    """
+    arrays, profile, out = replays.arrays, replays.costs.profile, []
+    for name, played in replays.compared.items() if arrays.tree.drafters > 1 else ():
+        regret = round_regret(arrays, played, replays.plan, profile)
+        error = route_errors(played, replays.plan, regret)
+        row: Json = {"name": name, "rounds": len(error)}
+        for index, kind in enumerate(ROUTE_ERRORS):
+            row[f"{kind}_rounds"] = int((error == index).sum())
+            row[f"{kind}_s"] = float(regret.choice_s[error == index].sum())
+        out.append(row)
+    return out
+
+
 def time_share(name: str, arrays: TraceArrays, played: Rounds, profile: Profile) -> Json:
     """Return where a policy's time goes, in milliseconds per token of text; the parts add up to `total_ms`."""
     decided = float(played.decision_seconds(profile).sum())
@@ -190,10 +211,11 @@ def time_share(name: str, arrays: TraceArrays, played: Rounds, profile: Profile)
 
 
 def by_group(replays: Replays, seed: int) -> list[Json]:
-    """Return each policy's speed against the overall best fixed length in the largest groups of prompts, by tokens.
+    """Return each policy's speed against the best fixed length of the group, in the largest groups of prompts by tokens.
 
     Returns:
-        `name`, `prompts`, `tokens`, the group's `best_fixed` and `ratios` by policy; empty if there is one group only.
+        `name`, `prompts`, `tokens`, the group's `best_fixed`, and `ratios` by policy, of the overall best fixed length and of
+        the bounds; empty if there is one group only.
     """
     arrays, tokens = replays.arrays, replays.arrays.text_tokens
     members = {
@@ -204,10 +226,16 @@ def by_group(replays: Replays, seed: int) -> list[Json]:
     out = []
     for name, at in sorted(members.items(), key=lambda item: -int(tokens[item[1]].sum()))[:MAX_GROUPS]:
         boot = Resamples([arrays.clusters[i] for i in at], seed)
-        rounds = [one.subset(at) for one in replays.compared.values()]
-        reference, *spent = PricedReplays(boot, replays.costs, rounds, arrays.prompt_tokens[at]).seconds().T
-        ratios = {x: asdict(boot.interval(reference / mine)) for x, mine in zip(replays.policies, spent, strict=True)}
         fastest = min(replays.fixed, key=lambda one: float(one.seconds[at].sum()))
+        rounds = [one.subset(at) for one in (fastest, *replays.compared.values())]
+        reference, *spent = PricedReplays(boot, replays.costs, rounds, arrays.prompt_tokens[at]).seconds().T
+        ratios = {x: asdict(boot.interval(reference / mine)) for x, mine in zip(replays.compared, spent, strict=True)}
+        # Bounds are no replays: their prices vary with the profile as those of the best fixed length.
+        measured = boot.total(fastest.seconds[at].numpy())
+        bounds = {"achievable estimate": replays.estimate, "oracle bound": replays.plan.seconds}
+        for bound, seconds in bounds.items():
+            if seconds is not None:
+                ratios[bound] = asdict(boot.interval(measured / boot.total(seconds[at].numpy())))
         figures = {"prompts": boot.clusters, "tokens": int(tokens[at].sum()), "best_fixed": fastest.name}
         out.append({"name": name, **figures, "ratios": ratios})
     return out

@@ -17,7 +17,8 @@ import torch
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
-from ...policies.fixed import FixedLength, fixed_lengths
+from ...policies.fixed import FixedLength
+from ..fit.rules import fixed_grid
 from ..replay.arrays import TraceArrays
 from ..replay.bounds import best_static_tree, isolate_subtree, oracle_plan, planned_rounds
 from ..replay.rounds import Rounds
@@ -215,20 +216,20 @@ class Comparison:
 def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = False) -> ComparisonResult:
     """Return the lines of policies on whole texts, with the achievable estimate if requested."""
     arrays, costs, progress = setting.arrays, setting.costs, setting.progress
-    depth, profile = min(arrays.depth, costs.profile.max_depth), costs.profile
-    lengths = fixed_lengths(depth, arrays.drafters)
-    policies, played = [*lengths, *(job.policy for job in jobs)], []
-    for done, policy in enumerate(policies):
-        progress("replay", done, len(policies))
-        played.append(replay(arrays, policy, profile))
-    progress("replay", len(policies), len(policies))
+    profile = costs.profile
+    progress("replay", 0, 1 + len(jobs))
+    fixed = fixed_grid(arrays, profile)
+    lengths, played = [one.policy for one in fixed], list(fixed)
+    for done, job in enumerate(jobs, 1):
+        progress("replay", done, 1 + len(jobs))
+        played.append(replay(arrays, job.policy, profile))
+    progress("replay", 1 + len(jobs), 1 + len(jobs))
     if not arrays.tree.is_chain and arrays.tree.drafters == 1:
         static, _ = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
         played.append(replay(*isolate_subtree(arrays, static.nodes), profile))
         jobs = [*jobs, Job("best static tree", "static", f"{shape}; chosen on these prompts", static)]
-    fixed, rest = played[: len(lengths)], played[len(lengths) :]
-    by_name = dict(zip([job.name for job in jobs], rest, strict=True))
+    by_name = dict(zip([job.name for job in jobs], played[len(fixed) :], strict=True))
     tokens, boot = arrays.text_tokens.double().numpy(), setting.resamples(setting.clusters)
     plan = oracle_plan(arrays, profile)
     spent = torch.stack([*(one.seconds for one in played), plan.seconds], 1)
@@ -236,25 +237,26 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     priced = PricedReplays(boot, costs, rounds, arrays.prompt_tokens, spent)
     counts = [_counts(one) for one in played]
     comparison = Comparison(boot, setting, tokens, priced, jobs, counts, lengths, has_bound=True)
-    lines, to_achievable = comparison.lines(), {}
+    lines, to_achievable, estimate = comparison.lines(), {}, None
     if arrays.tree.drafters > 1:
         lines = [_with_shares(line, arrays, by_name.get(line.name)) for line in lines]
         rate = boot.total(tokens) / (boot.total(_best_by_text(fixed)) * comparison.pace[:, comparison.best_at])
         note = "the fastest drafter of each text in hindsight, at its best fixed length"
         lines.append(comparison.line("best drafter by text", "hindsight", note, rate))
     if achievable:
-        from ..fit.achievable import achievable_estimate  # imports xgboost
+        from ..fit.achievable import achievable_estimate, achievable_route  # imports xgboost
 
         progress("achievable estimate", 0, 1)
-        seconds = achievable_estimate(arrays, profile, seed=setting.seed).seconds
+        compute = achievable_route if arrays.tree.drafters > 1 else achievable_estimate
+        estimate = compute(arrays, profile, seed=setting.seed).seconds
         # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
-        rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
-        note = "best cross-fitted continuation value on all scalars, decisions free"
+        rate = boot.total(tokens) / (boot.total(estimate.numpy()) * comparison.pace[:, -1])
+        note = "best cross-fitted values on all scalars, decisions free"
         lines.append(comparison.line("achievable estimate", "achievable", note, rate))
         to_achievable = comparison.over(rate)
     lines.append(comparison.line(BOUND, "bound", "knows every accepted length", comparison.bound))
     below = [x for x, one in by_name.items() if bool((one.seconds < plan.seconds - EXACT_S).any())]
-    replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan)
+    replays = Replays(arrays, costs, by_name, fixed, fixed[comparison.best_at], plan, estimate)
     return ComparisonResult(
         lines, comparison.by_length, setting.clusters, boot, comparison.logs, replays, below, to_achievable,
         of_fixed=fixed if arrays.tree.is_chain and arrays.tree.drafters == 1 else (),

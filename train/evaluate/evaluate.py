@@ -30,6 +30,7 @@ from ..replay.batch import arrive_at_once
 from ..replay.checks import (
     check_fit,
     check_training_traces,
+    kept_back,
     load_traces,
     require_disjoint_prompts,
     warn_other_rounds,
@@ -69,6 +70,7 @@ class _Options:
     batch: Sequence[int] = ()
     arrivals: Arrivals = arrive_at_once
     is_single: bool = True
+    report_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def evaluate(
     cluster: str = "prompt",
     primary: str = "",
     allow_overlap: bool = False,
+    report_prompts: bool = False,
     overwrite: bool = False,
     progress: Progress = shown,
 ) -> Report:
@@ -133,6 +136,7 @@ def evaluate(
             needs no correction for the number of policies.
         allow_overlap: warn about prompts that are also in training traces, or that a policy was trained on, instead of
             raising.
+        report_prompts: evaluate only prompts that all trained policies kept back (`TrainOptions.report_share`).
         overwrite: replace a report in `out`.
         progress: see `Progress`.
 
@@ -147,7 +151,8 @@ def evaluate(
     places = _open_places(traces, profile)
     is_detailed = out is not None or compare is not None
     options = _Options(
-        training, seed, cluster, primary, allow_overlap, progress, achievable, is_detailed, batch, arrivals, len(places) == 1
+        training, seed, cluster, primary, allow_overlap, progress, achievable, is_detailed, batch, arrivals, len(places) == 1,
+        report_prompts,
     )  # fmt: skip
     candidates = _candidates(policies, primary)
     earlier = _check(candidates, options, compare)
@@ -237,6 +242,8 @@ def _prepare(trace: Trace, profile: Profile, candidates: Sequence[StopPolicy], o
     """Return a place with prices of all decisions, and without policies that fail."""
     is_live = trace.header.collector == "live"
     arrays = trace_arrays(trace, extra=ROUND_COLUMNS if is_live else ())
+    if options.report_prompts:
+        arrays = kept_back(arrays, candidates)
     tuning = None if options.training is None else trace_arrays(options.training)
     require_disjoint_prompts(arrays, tuning, candidates, allow=options.allow_overlap)
     check_batches(arrays, profile, options.batch, options.arrivals, options.seed)

@@ -36,7 +36,7 @@ from ...policies.files import cache_folder, digest, read_json, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
-from ...policies.routing import ValueRoute
+from ...policies.routing import RoutingPolicy, ValueRoute
 from ...policies.storage import content_digest
 from ..replay.rounds import Rounds, RoundTypes, count_rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
@@ -88,7 +88,7 @@ def unpriced_warnings(unpriced: Unpriced, profile: Profile, header: Header) -> t
 
 def _training_profile(policy: StopPolicy, profile: Profile) -> Profile | None:
     """Return the profile that the policy was trained for, if that is this one with a price of its decisions."""
-    if not isinstance(policy, LearnedPolicy | ValueRoute) or not profile.same_costs(policy.metadata.profile):
+    if not isinstance(policy, LearnedPolicy | RoutingPolicy) or not profile.same_costs(policy.metadata.profile):
         return None
     saved, name = Profile.from_dict(policy.metadata.profile, "the policy's profile"), policy.cost_name
     return dataclasses.replace(saved, decision_s={name: saved.decision_s[name]}) if name in saved.decision_s else None

@@ -322,6 +322,15 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
          "late_rounds": "rounds stopped too late", "late_s": "too late, s", "decision_s": "decisions, s",
          "other_s": "catching up, s", "total_s": "total, s"},
     ),
+    "routes": (
+        "Cost of wrong routes",
+        "Seconds lost against the oracle from the same anchors by the choice of the drafter, without decisions. Other "
+        "drafter: it used a worse drafter than the ideal round. Other length: it used the same one, and drafted too "
+        "much or too little. Drafted in vain: plain decoding was best. Not drafted: drafting was best.",
+        {"name": "policy", "rounds": "rounds", "drafter_rounds": "other drafter", "drafter_s": "other drafter, s",
+         "length_rounds": "other length", "length_s": "other length, s", "drafted_rounds": "drafted in vain",
+         "drafted_s": "drafted in vain, s", "plain_rounds": "not drafted", "plain_s": "not drafted, s"},
+    ),
     "uncertainty": (
         "Sources of uncertainty",
         "Speed against the best fixed length or static tree. Each column resamples one source of error and keeps the "
@@ -331,7 +340,7 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     ),
     "groups": (
         "Groups of prompts",
-        "Speed against the best fixed length of all prompts. Each interval is for one policy and one group alone.",
+        "Speed against the best fixed length of the group. Each interval is for one policy and one group alone.",
         {"name": "group", "prompts": "prompts", "tokens": "tokens", "best_fixed": "best fixed of the group"},
     ),
     "prompts": (
@@ -395,7 +404,7 @@ def _rows(data: Data) -> dict[str, list[dict[str, Any]]]:
 
     prompts = [prompt({**x, "ratio": x["policy"] / x["fixed"]}) for x in details.get("prompts", ())]
     return {
-        **{name: details.get(name) or [] for name in ("time", "stops", "groups")},
+        **{name: details.get(name) or [] for name in ("time", "stops", "routes", "groups")},
         "policies": _policies(data),
         "fixed": [{"length": k, "rate": number(x, ".1f"), "ratio": x / fixed[0]} for k, x in enumerate(fixed)],
         "acceptance": [{"k": k + 1, "share": bands[k] if k < len(bands) else None} for k in range(depth)],

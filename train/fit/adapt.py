@@ -12,8 +12,10 @@ from ...policies.contract import StopPolicy
 from ...policies.host import with_costs
 from ...policies.learned import LearnedPolicy, TreeGain
 from ...policies.profile import Profile
+from ...policies.routing import RoutingPolicy
 from ..replay.arrays import TraceArrays
 from .batch_rules import tune_batch_lengths, tune_batch_rule
+from .route import tune_lengths, with_stops
 from .rules import FIRST_DEPTHS, Part, Rates, solve_derived
 from .tree_rules import solve_tree
 
@@ -62,6 +64,8 @@ def adapt_to_profile(policy: StopPolicy, arrays: TraceArrays | None, profile: Pr
         policy = policy.limited(min(arrays.depth, profile.max_depth))
     if isinstance(policy, BatchStop):
         return _adapt_batch_policy(policy, arrays, profile)
+    if isinstance(policy, RoutingPolicy):
+        return _adapt_route(policy, arrays, profile)
     if not is_priced(policy) or profile.same_costs(policy.metadata.profile):
         return policy, ""
     if arrays is None:
@@ -94,11 +98,34 @@ def retune(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts:
     return retuned
 
 
-def unfitted_prompts(policy: LearnedPolicy, arrays: TraceArrays) -> TraceArrays | None:
+def unfitted_prompts(policy: LearnedPolicy | RoutingPolicy, arrays: TraceArrays) -> TraceArrays | None:
     """Return the prompts that the head was not fitted on, without the report prompts; None if there are none."""
     used = {name for group in ("fit", "report") for name in policy.metadata.prompts.get(group, ())}
     keep = [at for at, name in enumerate(arrays.clusters) if name not in used]
     return arrays.subset(keep) if keep else None
+
+
+def _adapt_route(route: RoutingPolicy, arrays: TraceArrays | None, profile: Profile) -> tuple[StopPolicy, str]:
+    """Return a trained route with the stop policies of its drafters adapted: the choice of drafters stays as learned."""
+    trained = route.metadata
+    if not trained.profile or profile.same_costs(trained.profile):
+        return route, ""
+    arrays = None if arrays is None else unfitted_prompts(route, arrays)
+    if arrays is None:
+        return route, "lengths as saved, of another profile; give dense training traces to solve them for this one"
+    if route.drafter_lengths is not None:
+        adapted = tune_lengths(route, arrays, profile)
+    else:
+        costs = [dataclasses.replace(one, others=(), batch=None) for one in (profile, *profile.others)]
+        parts = zip(route.stops, arrays.each_drafter, costs, strict=True)
+        adapted = with_stops(route, [adapt_to_profile(stop, part, cost)[0] for stop, part, cost in parts])
+    adapted.name = route.name
+    adapted.metadata = dataclasses.replace(trained, profile=profile.record(route.cost_name))
+    prompts = len(set(arrays.clusters))
+    return (
+        adapted,
+        f"draft lengths solved for this profile on {prompts} training prompts that the heads were not fitted on",
+    )
 
 
 def _adapt_batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:

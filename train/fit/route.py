@@ -35,7 +35,7 @@ from ..heads.crossfit import prompt_folds
 from ..heads.rows import FitRows
 from ..replay.arrays import TraceArrays
 from ..replay.rounds import Rounds
-from ..replay.run import replay, replay_anchors
+from ..replay.run import replay, replay_anchors, replay_lengths
 from .plan import TrainOptions, split_report, training_prompts
 from .rules import best_of, fixed_grid
 
@@ -182,8 +182,7 @@ def tuned_rules(arrays: TraceArrays, profile: Profile) -> list[RoutingPolicy]:
     for signal, levels in LEVELS.items():
         if signal in arrays.header.signals:
             candidates = [ThresholdRoute(signal, level, stops) for level in levels]
-            rule = max(candidates, key=lambda one: replay(arrays, one, profile).rate)
-            rules.append(tune_lengths(rule, arrays, profile))
+            rules.append(tune_lengths(fastest(candidates, arrays, profile), arrays, profile))
     return rules
 
 
@@ -194,8 +193,23 @@ def tune_lengths(route: RoutingPolicy, arrays: TraceArrays, profile: Profile) ->
         for length in range(1, min(arrays.depth, profile.max_depth) + 1):
             stops = [*route.stops[:index], FixedLength(length), *route.stops[index + 1 :]]
             candidates.append(with_stops(route, stops))
-        route = max(candidates, key=lambda one: replay(arrays, one, profile).rate)
+        route = fastest(candidates, arrays, profile)
     return route
+
+
+def fastest(rules: Sequence[RoutingPolicy], arrays: TraceArrays, profile: Profile) -> RoutingPolicy:
+    """Return the fastest of several routes with fixed lengths. Rules read recorded signals only, so that all play at once."""
+    if any(isinstance(rule, ValueRoute) and rule.heads for rule in rules):
+        return max(rules, key=lambda rule: replay(arrays, rule, profile).rate)
+    lengths = torch.stack([rule_lengths(rule, arrays) for rule in rules])  # [C, N, D]
+    return rules[int(np.argmax([played.rate for played in replay_lengths(arrays, lengths, lengths, profile, rules)]))]
+
+
+def rule_lengths(rule: RoutingPolicy, arrays: TraceArrays) -> Tensor:
+    """Return [N, D], what a rule that reads recorded signals only drafts at each anchor."""
+    signals = [arrays.column(name) for name in rule.features]
+    seen = torch.stack(signals, -1) if signals else torch.zeros(len(arrays.owner), arrays.tree.drafters, 0)
+    return torch.from_numpy(rule.route(seen.numpy(), None)[0] * rule.drafter_lengths)
 
 
 # Values
@@ -227,7 +241,7 @@ def anchor_values(
     chosen = np.where(drafting.any(1), drafting.argmax(1), drafters)
     committed = torch.stack(tokens, 1)  # [N, D + 1]
     gains = committed - rho * torch.stack(seconds, 1)
-    rest = _rest_of_text(arrays, committed, gains, torch.from_numpy(chosen))
+    rest = rest_of_text(arrays, committed, gains, torch.from_numpy(chosen))
     visited = np.zeros(len(chosen), dtype=bool)
     visited[_rows(arrays, played)] = True
     return Anchors(np.ascontiguousarray(inputs[0]), (gains + rest).numpy(), visited)
@@ -253,7 +267,7 @@ def _history(arrays: TraceArrays, played: Rounds) -> tuple[History, Array]:
     return History(record, values[..., -1]), np.tile(np.array(usual, dtype=np.int64), (count, 1))
 
 
-def _rest_of_text(arrays: TraceArrays, committed: Tensor, gains: Tensor, chosen: Tensor) -> Tensor:
+def rest_of_text(arrays: TraceArrays, committed: Tensor, gains: Tensor, chosen: Tensor) -> Tensor:
     """Return [N, D + 1], the value of the text from where the round of each option ends.
 
     Args:

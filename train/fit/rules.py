@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch.nn.functional import one_hot
 
+from ...decode.drafters.spec import drafter_index
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import PolicyError
 from ...policies.fixed import Confidence, fixed_lengths
@@ -19,7 +22,7 @@ from ...policies.rules import Derived
 from ..heads.crossfit import Folds
 from ..replay.arrays import TraceArrays, typical_context
 from ..replay.rounds import Rounds
-from ..replay.run import replay, replay_many
+from ..replay.run import replay, replay_lengths, replay_many
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 
@@ -80,9 +83,16 @@ def replayed_rates(parts: Sequence[Part], profile: Profile) -> Rates:
 
 
 def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Rounds]:
-    """Replay every fixed length 0..K, with each drafter if there are several."""
-    lengths = fixed_lengths(min(arrays.depth, profile.max_depth), arrays.drafters)
-    return [replay(arrays, policy, profile) for policy in lengths]
+    """Replay every fixed length 0..K, with each drafter if there are several; HISTORY features are then unknown."""
+    policies = fixed_lengths(min(arrays.depth, profile.max_depth), arrays.drafters)
+    if arrays.tree.drafters == 1 or not all(tree.is_chain for tree in arrays.tree.trees):
+        return [replay(arrays, policy, profile) for policy in policies]
+    for policy in policies:
+        profile.of_policy(policy, arrays.drafters)  # refuses a profile of fewer drafters
+    index = torch.tensor([drafter_index(policy, arrays.drafters) for policy in policies])
+    lengths = torch.tensor([policy.max_depth for policy in policies])[:, None] * one_hot(index, len(arrays.drafters))
+    drafted = lengths[:, None].expand(-1, len(arrays.owner), -1)  # [C, N, D]
+    return replay_lengths(arrays, drafted, drafted, profile, policies)
 
 
 def best_of(replays: Sequence[Rounds]) -> Rounds:

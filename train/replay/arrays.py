@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ...collect.schema import UNKNOWN, Header, drafter_of, parents, stream_name
+from ...collect.schema import NO_TOKEN, UNKNOWN, Header, drafter_of, parents, stream_name
 from ...collect.store import Trace
 from ...decode.drafters.spec import drafter_index, drafter_names
 from ...decode.topology import Topology
@@ -124,7 +124,9 @@ class TraceArrays:
 
     @cached_property
     def draft_bound(self) -> Tensor:
-        """[N] of a chain, the most tokens that can be drafted at each anchor: up to EOS or the length limit."""
+        """[N], of D drafters [N, D], the most tokens of a chain that can be drafted at each anchor: up to EOS or a limit."""
+        if self.tree.drafters > 1:
+            return torch.stack([each.draft_bound for each in self.each_drafter], 1)
         # The target's token takes one place of the text.
         allowed = (self.header.max_new_tokens - self.anchor_by_row - 1).clamp(0, self.depth)
         if not self.header.eos or not self.ends.shape[1]:
@@ -132,6 +134,14 @@ class TraceArrays:
         # EOS itself is drafted; nothing is drafted after it.
         ends = torch.where(self.ends.any(1), self.ends.int().argmax(1) + 1, self.depth)
         return torch.minimum(allowed, ends)
+
+    @cached_property
+    def token_bound(self) -> Tensor:
+        """[N], of D drafters [N, D], the tokens of a chain before the first for which the drafter or a filter left none."""
+        if self.tree.drafters > 1:
+            return torch.stack([each.token_bound for each in self.each_drafter], 1)
+        missing = self.tokens == NO_TOKEN
+        return torch.where(missing.any(1), missing.int().argmax(1), self.depth)
 
     def accepted_nodes(self, row: Tensor | slice = slice(None)) -> Tensor:
         """Return [R, K] bool, the nodes that the target accepts, at these rows."""

@@ -128,6 +128,8 @@ def replay_batch(
 
 def check_batch(arrays: TraceArrays, profile: Profile, batch: int) -> None:
     """Raise if the trace is not of chains, or if the profile did not measure batches of this size."""
+    if arrays.tree.drafters > 1:
+        raise TraceError("--batch: expected a trace of one drafter; batches of several drafters have no profile")
     if not arrays.tree.is_chain:
         raise TraceError(f"--batch: expected traces of chains, not of the tree {arrays.tree.name}")
     if batch < 1:

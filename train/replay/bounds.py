@@ -219,6 +219,22 @@ def round_regret(arrays: TraceArrays, rounds: Rounds, plan: OraclePlan, profile:
     return Regret(early, late, choice, decision, rounds.price(profile) - decision - bare)
 
 
+ROUTE_ERRORS = ("drafter", "length", "drafted", "plain")
+"""Kinds of rounds in which a route lost time: another drafter, or the best one with another length, or it drafted although
+plain decoding was best, or the reverse."""
+
+
+def route_errors(rounds: Rounds, plan: OraclePlan, regret: Regret) -> Tensor:
+    """Return [R] int64, the index in `ROUTE_ERRORS` of each round, -1 where nothing was lost by the choice."""
+    at = rounds.anchor - rounds.first_tokens[rounds.sequence]
+    best, drafter = plan.steps[rounds.sequence, at], plan.drafter[rounds.sequence, at]
+    uses_best = rounds.drafting.gather(1, drafter[:, None])[:, 0]
+    draws = rounds.drafting.any(1)
+    error = torch.where(uses_best, 1, 0)
+    error[best == 0], error[~draws] = 2, 3
+    return torch.where(regret.choice_s > TIE_S, error, -1)
+
+
 def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:
     """Return [S] float64 seconds of each text, with the least sum in which `batch` streams could decode all of them.
 

@@ -16,6 +16,7 @@ from ...policies.features import check_sizes
 from ...policies.host import validate_policy
 from ...policies.learned import LearnedPolicy, sampling_options_text, warn_other_conditions
 from ...policies.profile import Profile
+from ...policies.routing import RoutingPolicy
 from .arrays import TraceArrays
 
 
@@ -145,12 +146,28 @@ def require_disjoint_prompts(
     require_disjoint_policies("--traces", arrays, policies, allow=allow)
 
 
+def kept_back(arrays: TraceArrays, policies: Iterable[StopPolicy]) -> TraceArrays:
+    """Return the prompts that all trained policies kept back for reports.
+
+    Raises:
+        TraceError: there are none.
+    """
+    trained = [
+        policy for policy in policies if isinstance(policy, LearnedPolicy | RoutingPolicy) and policy.metadata.prompts
+    ]
+    sets = [set(policy.metadata.prompts.get("report", ())) for policy in trained]
+    keep = [at for at, name in enumerate(arrays.clusters) if sets and all(name in one for one in sets)]
+    if not keep:
+        raise TraceError("--report-prompts: expected policies trained on these traces with --report-share above 0")
+    return arrays.subset(keep)
+
+
 def require_disjoint_policies(
     option: str, arrays: TraceArrays, policies: Iterable[StopPolicy], *, allow: bool | None = None
 ) -> None:
     """Refuse prompts on which a policy was trained; see `require_disjoint`."""
     for policy in policies:
-        if isinstance(policy, LearnedPolicy):
+        if isinstance(policy, LearnedPolicy | RoutingPolicy):
             # The prompts of the report group had no influence on the policy.
             prompts = [name for group in ("fit", "select") for name in policy.metadata.prompts.get(group, ())]
             require_disjoint(option, arrays, f"the training prompts of {policy.name}", prompts, allow=allow)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ...decode.drafters.spec import drafter_index
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.features import HISTORY_FEATURES, History
-from ...policies.fixed import FeatureThreshold, FixedLength
+from ...policies.fixed import FeatureThreshold
 from ...policies.host import PolicyHost, is_trusted
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, load_profile
@@ -123,33 +123,132 @@ def _most_streams(arrays: TraceArrays, policy: StopPolicy) -> int:
     return MAX_HIDDEN_BYTES // (4 * width) if width else MAX_STREAMS
 
 
-def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor, profile: Profile) -> list[Rounds]:
-    """Replay C rules with draft lengths that are known for each anchor, side by side and without calling a policy.
+def replay_lengths(
+    arrays: TraceArrays,
+    drafted: Tensor,
+    verified: Tensor,
+    profile: Profile,
+    policies: Sequence[StopPolicy] | None = None,
+) -> list[Rounds]:
+    """Replay C rules with draft lengths that are known for each anchor, without calling a policy; HISTORY is unknown.
+
+    Each anchor then has one possible round. The rounds of a text are found by going from anchor to anchor, of all rules and
+    texts at once.
 
     Args:
         arrays: a dense trace of chains.
-        drafted, verified: [C, N] tokens by anchor, cut to `TraceArrays.draft_bound`.
+        drafted, verified: [C, N] tokens by anchor, cut to `TraceArrays.draft_bound`. Of several drafters [C, N, D], of which
+            at most one drafts.
         profile: costs of rounds.
+        policies: of the rules, for names and prices. One that routes decides once a round, unless it is never called.
     """
-    texts, bound = arrays.sequences, arrays.draft_bound.numpy()
-    rule = np.arange(len(drafted)).repeat(texts)
-    # A policy of length 0 reads no feature.
-    source = TraceSource(arrays, FixedLength(0), np.tile(np.arange(texts), len(drafted))[:, None])
-    lengths, sends, turns = drafted.numpy(), verified.numpy(), []
-    while source.active.any():
-        left = np.flatnonzero(source.active)
-        source.take(left)
-        rule, sequence, anchor = rule[left], source.sequence, source.anchor
-        round = source.begin()
-        round.drafted = np.minimum(lengths[rule, source.row], bound[source.row])
-        round.verified = np.minimum(sends[rule, source.row], round.drafted)
-        round.decisions = np.zeros_like(round.drafted)
-        source.verify(round)
-        source.commit(round)
-        unknown = History.start(len(left)).record
-        turns.append((unknown, round.active, rule * texts + sequence, sequence, anchor, *_columns(round)))
-        source.start_next_texts()
-    return _results(arrays, profile, [NoPolicy()] * len(drafted), turns, is_tree=False)
+    tokens = KnownTokens.of(arrays, drafted, verified)
+    left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row  # [N]
+    step, goes_on = tokens.committed.flatten().numpy(), (tokens.committed < left).flatten().numpy()
+    rules, anchors = tokens.committed.shape
+    begins = arrays.offset[arrays.first_anchor < arrays.text_tokens].numpy()
+    at = (np.arange(rules)[:, None] * anchors + begins).ravel()
+    visited: list[Array] = []
+    while len(at):
+        visited.append(at)
+        at = (at + step[at])[goes_on[at]]
+    rows = np.sort(np.concatenate(visited)) if visited else at
+    first = np.searchsorted(rows, np.arange(rules + 1) * anchors)
+    policies = [NoPolicy()] * rules if policies is None else policies
+    return [
+        _known_rounds(
+            arrays, profile, policy, torch.from_numpy(rows[begin:end] - rule * anchors), *(x[rule] for x in tokens)
+        )
+        for rule, (policy, begin, end) in enumerate(zip(policies, first[:-1], first[1:], strict=True))
+    ]
+
+
+class KnownTokens(NamedTuple):
+    """The tokens of C rules at each anchor; see `replay_lengths`.
+
+    Attributes:
+        fed, drafted, verified: [C, N] or [C, N, D]. A drafter that is fed its last token may draw none.
+        accepted, committed: [C, N].
+    """
+
+    fed: Tensor
+    drafted: Tensor
+    verified: Tensor
+    accepted: Tensor
+    committed: Tensor
+
+    @staticmethod
+    def of(arrays: TraceArrays, lengths: Tensor, sent: Tensor) -> KnownTokens:
+        """Return the tokens of rules that want to draft `lengths` and verify `sent`, [C, N] or [C, N, D]."""
+        wanted = torch.minimum(lengths, arrays.draft_bound)
+        drafted = torch.minimum(wanted, arrays.token_bound)
+        verified = torch.minimum(drafted, sent)
+        if drafted.dim() == 2:
+            fed, accepted = drafted, torch.minimum(verified, arrays.accepted)
+        else:
+            fed = torch.minimum(wanted, arrays.token_bound + 1)
+            accepted = torch.minimum(verified, torch.stack([one.accepted for one in arrays.each_drafter], 1)).sum(2)
+        left = arrays.text_tokens[arrays.owner] - arrays.anchor_by_row
+        return KnownTokens(
+            fed, drafted, verified, accepted, torch.minimum(accepted + 1, left)
+        )  # the end of the text cuts
+
+
+def _known_rounds(
+    arrays: TraceArrays,
+    profile: Profile,
+    policy: StopPolicy,
+    row: Tensor,
+    fed: Tensor,
+    drafted: Tensor,
+    verified: Tensor,
+    accepted: Tensor,
+    committed: Tensor,
+) -> Rounds:
+    """Return the rounds at rows [R], in order; `KnownTokens` of one rule at all anchors."""
+    sequence, anchor = arrays.owner[row], arrays.anchor_by_row[row]
+    sizes = (fed if policy.routes else drafted)[row].reshape(len(row), -1)  # [R, D]
+    context = arrays.prompt_tokens[sequence] + anchor
+    begins = arrays.prompt_tokens[sequence] + arrays.first_anchor[sequence]
+    backlogs = [
+        _known_backlog(reading, sequence, context, begins, size, accepted[row])
+        for reading, size in zip(arrays.header.readings, sizes.T, strict=True)
+    ]
+    limit = arrays.header.max_new_tokens - anchor - 1
+    counts: dict[str, Any] = {
+        "sequence": sequence, "anchor": anchor, "context": context, "drafted": drafted[row].reshape(len(row), -1).sum(1),
+        "verified": verified[row].reshape(len(row), -1).sum(1), "accepted": accepted[row], "committed": committed[row],
+        "backlog": backlogs[0], "decisions": (limit > 0).long() * (policy.routes and not policy.first),
+        "steps": sizes.amax(1), "history": torch.zeros(len(row), len(HISTORY_FEATURES)),
+    }  # fmt: skip
+    if len(backlogs) > 1:
+        counts["backlog"] = torch.stack(backlogs, 1)
+        counts["fed"] = (torch.arange(arrays.depth) < sizes[..., None]).long()  # [R, D, K]
+        counts["history"] = torch.zeros(*sizes.shape, len(HISTORY_FEATURES) + 1)
+    return Rounds(policy, profile, arrays.prompt_tokens, arrays.first_anchor, **counts)
+
+
+def _known_backlog(
+    reading: str, sequence: Tensor, context: Tensor, begins: Tensor, length: Tensor, taken: Tensor
+) -> Tensor:
+    """Return [R], the backlog of a drafter before each round, as `source.TraceSource` counts it.
+
+    Args:
+        reading: of the drafter.
+        sequence, context: of the rounds in order.
+        begins: tokens committed when the text of each round began.
+        length: tokens that the drafter drafts.
+        taken: tokens that were accepted.
+    """
+    if reading == "nothing":
+        return torch.zeros_like(context)
+    # A draft reads all that is committed but its last token; one that reads all on the target's states not even its root.
+    read = torch.minimum(taken, length - 1) if reading == "path" else -torch.ones_like(length)
+    number = torch.arange(len(context))
+    used = torch.where(length > 0, number, -1).cummax(0).values.roll(1)  # the last round before in which it drafted
+    is_first = (used < 0) | (number == 0) | (sequence[used] != sequence)
+    unread = begins if reading == "path" else begins - 1
+    return torch.where(is_first, unread + context - begins, context - context[used] - read[used])
 
 
 def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:

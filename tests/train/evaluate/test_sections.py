@@ -75,7 +75,12 @@ def test_groups_and_prompts_are_ratios_of_sums(chains: TraceArrays, profile: Pro
     assert sorted(group["name"] for group in groups) == ["g0", "g1"]
     for group in groups:
         at = [i for i, name in enumerate(chains.groups) if name == group["name"]]
-        expected = float(best.seconds[at].sum() / played.seconds[at].sum())
+        fastest = min(float(one.seconds[at].sum()) for one in fixed)
+        expected = fastest / float(played.seconds[at].sum())
+        assert group["ratios"]["best fixed"]["value"] == pytest.approx(fastest / float(best.seconds[at].sum()))
+        assert group["ratios"]["oracle bound"]["value"] == pytest.approx(
+            fastest / float(replays.plan.seconds[at].sum())
+        )
         ratio = group["ratios"]["mine"]
         assert ratio["value"] == pytest.approx(expected)
         assert ratio["low"] <= expected <= ratio["high"]
