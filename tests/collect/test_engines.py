@@ -63,7 +63,7 @@ def serve(
     proposer = cast(Proposer, SimpleNamespace(drafting=None))
     options = Options(3, K, 128, pair.vocabulary)
     recorder = RoundRecorder(proposer, options)
-    proposer.drafting = drafting = Drafting(find_drafters("model", pair)[0], chosen, options, observer=recorder)
+    proposer.drafting = drafting = Drafting(find_drafters("model", pair), chosen, options, observer=recorder)
     engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
 
     def propose(sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:

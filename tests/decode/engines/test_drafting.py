@@ -23,7 +23,7 @@ from small_drafters import new_round, proposed
 from specstop.decode import Pair, find_drafters, plain_texts
 from specstop.decode.drafters import Drafter
 from specstop.decode.engines import drafting as drafting_module
-from specstop.decode.engines.drafters import load_engine_drafter
+from specstop.decode.engines.drafters import load_engine_drafters
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.settings import EngineSettings, check_engine_policy, read_settings
 from specstop.decode.engines.sglang import CostedSteps, costed_steps_factory, rule_entry
@@ -66,10 +66,11 @@ class DraftingRun:
     """Serves copies of requests in an engine that drafts with `Drafting`; `drafts` are (text, draft) pairs."""
 
     def __init__(
-        self, drafter: Drafter, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool = True, **more: int
+        self, drafters: Sequence[Drafter], policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool = True,
+        **more: int,
     ) -> None:  # fmt: skip
         options = Options(**{"rows": 4, "depth": K, "readable": 128, "vocabulary": VOCABULARY, **more})
-        self.drafting, self.named = Drafting(drafter, policy, options), named
+        self.drafting, self.named = Drafting(drafters, policy, options), named
         self.engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], options.rows, seed)
         self.drafts: list[tuple[list[int], list[int]]] = []
         self.engine.run(self.propose)
@@ -90,7 +91,7 @@ def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec, 
     for seed, initial in ((0, 256), (1, 4)):
         monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", initial)
         policy = load_policy(f"confidence:{LEAST}")
-        run = DraftingRun(find_drafters(spec, pair)[0], policy, seed, requests, named=bool(seed))
+        run = DraftingRun(find_drafters(spec, pair), policy, seed, requests, named=bool(seed))
         events.update(run.engine.counts)
         assert all(draft == alone(reference, text) for text, draft in run.drafts[:: 2 if spec == "lookup" else 9])
         assert len({len(draft) for _, draft in run.drafts}) > 2
@@ -124,7 +125,7 @@ def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, reques
 
     policy = Observing()
     policy.first = first
-    run = DraftingRun(find_drafters("model", pair)[0], policy, 5, requests)
+    run = DraftingRun(find_drafters("model", pair), policy, 5, requests)
     assert type(run.drafting.policy) is Observing, "its assertion did not fail"
     expected: Counter[tuple[int, int]] = Counter()
     for request in run.engine.finished:
@@ -139,7 +140,7 @@ def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, reques
 
 def drafting(pair: Pair, policy: Any, rows: int = 1, readable: int = 128, **more: Any) -> Drafting:
     policy = load_policy(policy) if isinstance(policy, str) else policy
-    return Drafting(find_drafters("model", pair)[0], policy, Options(rows, K, readable, pair.vocabulary, **more))
+    return Drafting(find_drafters("model", pair), policy, Options(rows, K, readable, pair.vocabulary, **more))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -206,7 +207,7 @@ def test_a_policy_that_fails_is_replaced_with_one_warning(pair, requests, method
     }
     policy = type("Broken", (StopPolicy,), methods)()
     with pytest.warns(SpecstopWarning, match="7.*fixed:2") as caught:
-        run = DraftingRun(find_drafters("model", pair)[0], policy, 1, requests[:5], fallback=2)
+        run = DraftingRun(find_drafters("model", pair), policy, 1, requests[:5], fallback=2)
     assert len(caught) == 1 and run.drafting.policy.name == "fixed:2"
     assert {len(draft) for _, draft in run.drafts[-4:]} == {2}
 
@@ -217,7 +218,7 @@ def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pai
     failing = Mock(wraps=getattr(drafter, method), side_effect=[*[DEFAULT] * calls, RuntimeError("no words left")])
     setattr(drafter, method, failing)
     with pytest.warns(SpecstopWarning, match="drafter failed .*no words left") as caught:
-        run = DraftingRun(drafter, load_policy(f"confidence:{LEAST}"), 0, requests)
+        run = DraftingRun([drafter], load_policy(f"confidence:{LEAST}"), 0, requests)
     lengths = [len(draft) for _, draft in run.drafts]
     assert len(caught) == 1 and any(lengths) and not any(lengths[-40:])
     assert failing.call_count == calls + 1, "it is not called again"
@@ -225,15 +226,16 @@ def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pai
         run.drafting.check_failed()  # as `collect` and `profile` do
 
 
-def load(drafter: str, target: Path, draft: str = "") -> Drafter:
-    return load_engine_drafter(drafter, draft, str(target), torch.device("cpu"), torch.float64, VOCABULARY)
+def load(drafter: str, target: Path, draft: str = "", policy: str = "fixed:4") -> list[Drafter]:
+    arguments = str(target), torch.device("cpu"), torch.float64, VOCABULARY
+    return load_engine_drafters(drafter, load_policy(policy), draft, *arguments)
 
 
 def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
     (tmp_path / "code.txt").write_text("a b c", encoding="utf-8")
     for spec in ("lookup", f"suffix:{tmp_path / 'code.txt'}", "model"):
         draft = str(pair_folder / "draft") if spec.endswith("model") else ""
-        drafter = load(spec, tmp_path if spec == "model" else pair_folder / "target", draft)
+        (drafter,) = load(spec, tmp_path if spec == "model" else pair_folder / "target", draft)
         drafter.reserve(2, 64)
         drafter.begin(1)
         drafter.committed(1, [20, 21], None)
@@ -241,8 +243,9 @@ def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
         assert (drafter.readable < 1 << 20) == bool(draft)
     with pytest.raises(InputError, match="hidden"):
         load("ctc:heads", pair_folder / "target")
-    with pytest.raises(InputError, match="one drafter"):
-        load("suffix+model", pair_folder / "target", str(pair_folder / "draft"))
+    two = "suffix+model", pair_folder / "target", str(pair_folder / "draft")
+    for policy, expected in (("agreement:1", [False, True]), ("fixed:4", [False]), ("fixed:4@model", [True])):
+        assert [drafter.needs_draft for drafter in load(*two, policy)] == expected
     with pytest.raises(PairError, match="target"):
         load("lookup", tmp_path)
 
