@@ -54,6 +54,8 @@ class EngineDraft:
         drafter: index of their drafter; -1 = none drafted.
         drafted, decisions, backlog: tokens drawn, calls of the policy, committed tokens that the drafter had to read.
         hit_limit: an end of text ended the draft, not the policy.
+        ran_out: the drafter had no further token.
+        signals: [D, .] float32, `policies.features.ROUTE_FEATURES`; None if the policy reads none.
         begin_s: time at which the step began.
         new: tokens that followed, at least one after `set_outcome`.
         accepted, verified: number of tokens of the draft.
@@ -67,6 +69,8 @@ class EngineDraft:
     decisions: int = 0
     backlog: int = 0
     hit_limit: bool = False
+    ran_out: bool = False
+    signals: Array | None = None
     begin_s: float = 0.0
     new: list[int] = field(default_factory=list)
     accepted: int = 0
@@ -88,8 +92,8 @@ class EngineObserver(Protocol):
     def on_begin(self, row: int, text: Array, name: str | None) -> None:
         """Observe a new text in a row, and the engine's name of the request."""
 
-    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
-        """Observe the tokens of a depth, drawn in `rows` [R] from logits [R, V] of one drafter."""
+    def on_draft_step(self, depth: int, drafter: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+        """Observe the tokens of a depth, drawn in `rows` [R] from logits [R, V] of a drafter."""
 
     def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
         """Observe the drafts of a step, and the seconds for drafting them."""
@@ -226,7 +230,7 @@ class Drafting:
     """Drafts for the requests of an engine.
 
     Args:
-        drafters: propose the tokens; they read no hidden states of the target. Several only for a policy that routes.
+        drafters: propose the tokens; they read no hidden states of the target. A policy that does not route uses the first.
         policy: chooses the drafter and ends each draft; see `settings.check_engine_policy`.
         options: limits.
         profile: models the seconds of rounds for policies that observe them; None = rounds take 0 seconds.
@@ -263,7 +267,7 @@ class Drafting:
             policy,
             profile=None if policy.reads_clock or not observes_seconds else self._profile,
             batch=self.options.rows,
-            drafters=len(self._drafters),
+            drafters=len(self._drafters) if policy.routes else 1,
             fallback=OneDrafter(length) if policy.routes else FixedLength(length),
             on_replaced=self._read_for,
         )
@@ -275,7 +279,7 @@ class Drafting:
         self.host.start(np.arange(self.options.rows, dtype=np.int64))
 
     def _read_for(self, policy: StopPolicy) -> None:
-        drafters, layout = range(len(self._drafters)), Layout(policy.features)
+        drafters, layout = range(len(self._drafters) if policy.routes else 1), Layout(policy.features)
         self._topology = with_drafters(chain(min(policy.max_depth, self.options.depth)), len(drafters))
         signals = partial(read_signals, [partial(self._signals, index) for index in drafters])
         self._reader = FeatureReader(
@@ -409,10 +413,11 @@ class Drafting:
 
     def _new_round(self, active: Array, context: Array, backlogs: Sequence[Array] = ()) -> RoundState:
         """Return a round of the active rows [R], given the backlog [R] of each drafter; () = 0."""
-        backlog = np.zeros((len(active), len(self._drafters)), dtype=np.int64)
+        drafters = self._topology.drafters
+        backlog = np.zeros((len(active), drafters), dtype=np.int64)
         for index, values in enumerate(backlogs):
             backlog[:, index] = np.where(active, values, 0)
-        return RoundState(self._topology, active, context, backlog[:, 0] if len(self._drafters) == 1 else backlog)
+        return RoundState(self._topology, active, context, backlog[:, 0] if drafters == 1 else backlog)
 
     def _draft(self, rows: Sequence[RequestRow], begin_s: float) -> dict[int, list[int]]:
         """Return the drafts of texts by their row."""
@@ -420,7 +425,7 @@ class Drafting:
         count, at = self.options.rows, [row.index for row in rows]
         active, context = np.zeros(count, dtype=bool), np.zeros(count, dtype=np.int64)
         active[at], context[at] = True, [len(row.text) for row in rows]
-        backlogs = [self._call(index, methodcaller("backlog")) for index in range(len(self._drafters))]
+        backlogs = [self._call(index, methodcaller("backlog")) for index in range(self._topology.drafters)]
         round = self._new_round(active, context, [0 if each is None else each for each in backlogs])
         prompt_tokens = {row.index: row.prompt_tokens for row in rows}
         set_anchors(round, {row.index: row.text[-2:].tolist() for row in rows}, prompt_tokens)
@@ -437,9 +442,11 @@ class Drafting:
             path = _path(round, drafter)
             tokens = round.tokens[index, [at for at in path[1:] if round.sent[index, at]]].tolist()
             drafted, decisions = int(round.drafted[index]), int(round.decisions[index])
+            ran_out = has_drafter and int(round.fed[index, path].sum()) > int(round.drawn[index, path].sum())
+            signals = None if round.signals is None else round.signals[index]
             row.draft = EngineDraft(
                 index, len(row.text), tokens, drafter, drafted, decisions, int(backlog[index]),
-                bool(round.hit_limit[index]), begin_s,
+                bool(round.hit_limit[index]), ran_out, signals, begin_s,
             )  # fmt: skip
             row.round = round
             drafts.append(row.draft)
@@ -489,7 +496,7 @@ class _Source:
             scores = DraftScores(fed, [1] * len(at), logits, scores=logits, drafter=drafter)
             levels.append(scores)
             if self._drafting.observer is not None:
-                self._drafting.observer.on_draft_step(depth + 1, at, logits, round.drawn_tokens(scores)[0])
+                self._drafting.observer.on_draft_step(depth + 1, drafter, at, logits, round.drawn_tokens(scores)[0])
         round.drawn[:, round.topology.spans[depth + 1]] = drawn
         if levels:
             self._reader.drawn(depth + 1, levels)
