@@ -213,7 +213,7 @@ class RoundRecorder:
 
 
 class InProcessProposer(Proposer):
-    """Drafts for vLLM in this process. vLLM creates it by its name, so class attributes pass objects to and fro.
+    """Drafts for vLLM in this process. vLLM creates it by its name, so objects are passed in class attributes.
 
     Attributes:
         chosen: policy of the next proposer.
@@ -347,11 +347,11 @@ def start_vllm(
     except ImportError as error:
         raise InputError(
             f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
-            "(docs/vllm.md)"
+            "(docs/engines.md)"
         ) from None
     proposer = InProcessProposer
     proposer.chosen, proposer.create_observer = policy, staticmethod(create_observer)
-    with _hidden_module("llvmlite.binding.ffi"):
+    with hidden_module("llvmlite.binding.ffi"):
         engine = LLM(
             model=target,
             dtype=dtype,
@@ -369,7 +369,7 @@ def start_vllm(
 
 
 @contextlib.contextmanager
-def _hidden_module(name: str) -> Iterator[None]:
+def hidden_module(name: str) -> Iterator[None]:
     """Remove a module from `sys.modules` for a while.
 
     vLLM 0.32 searches all loaded modules for its kernels and fails on an object of llvmlite, loaded by numba, that has every

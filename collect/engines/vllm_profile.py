@@ -152,10 +152,8 @@ class StepTimer:
             if decisions := max(draft.decisions for draft in step.drafts):
                 self.timed[Key(DECISIONS, self.policy, (decisions,))].append(step.policy_s)
             return
-        drafting, tokens = (
-            [draft for draft in step.drafts if draft.drafted],
-            sum(draft.drafted for draft in step.drafts),
-        )
+        drafting = [draft for draft in step.drafts if draft.drafted]
+        tokens = sum(draft.drafted for draft in drafting)
         count, later_steps = len(step.drafts), max((draft.drafted for draft in drafting), default=1) - 1
         rest, outside = step.seconds - step.draft_s, step.draft_s - step.model_s - step.policy_s
         later = step.model_s - step.first_s
@@ -237,8 +235,8 @@ def measure_vllm(
     def build(name: str, measured: Measurements) -> Profile:
         profile = Profile.measured(measured, (short, long), depth, temperature)
         noise = profile.noise.to_dict() if profile.noise else {}
-        own = {**(facts or {}), "engine": f"vllm {__version__}", **noise}
-        return dataclasses.replace(profile, facts=own, verification="match" if temperature == 0.0 else "point")
+        described = {**(facts or {}), "engine": f"vllm {__version__}", **noise}
+        return dataclasses.replace(profile, facts=described, verification="match" if temperature == 0.0 else "point")
 
     return profile_of_drafters(timed, names, build)
 

@@ -384,8 +384,10 @@ class Drafting:
         return None
 
     def _signals(self, index: int, row: int, anchor: int) -> tuple[float, ...]:
-        """Return the signals of a drafter about a row."""
-        return self._call(index, methodcaller("signals", row, anchor)) or (0.0,) * len(SIGNALS)
+        """Return the signals of a drafter about a row; 0 after it has failed."""
+        none = (0.0,) * len(SIGNALS)
+        values = self._call(index, lambda drafter: tuple(map(float, drafter.signals(row, anchor))))
+        return none if values is None or len(values) != len(none) else values
 
     def scores(self, index: int, round: RoundState, depth: int, rows: Rows) -> Tensor:
         """Return the logits [R, V] of a drafter after R rows of a depth; without scores after it has failed."""
@@ -412,11 +414,11 @@ class Drafting:
         self.stats.drafter_s += time.perf_counter() - begin
 
     def _new_round(self, active: Array, context: Array, backlogs: Sequence[Array] = ()) -> RoundState:
-        """Return a round of the active rows [R], given the backlog [R] of each drafter; () = 0."""
+        """Return a round of the active rows [R], given the backlog [R] of each drafter; () = all 0."""
         drafters = self._topology.drafters
         backlog = np.zeros((len(active), drafters), dtype=np.int64)
         for index, values in enumerate(backlogs):
-            backlog[:, index] = np.where(active, values, 0)
+            backlog[:, index] = values
         return RoundState(self._topology, active, context, backlog[:, 0] if drafters == 1 else backlog)
 
     def _draft(self, rows: Sequence[RequestRow], begin_s: float) -> dict[int, list[int]]:
@@ -425,8 +427,11 @@ class Drafting:
         count, at = self.options.rows, [row.index for row in rows]
         active, context = np.zeros(count, dtype=bool), np.zeros(count, dtype=np.int64)
         active[at], context[at] = True, [len(row.text) for row in rows]
-        backlogs = [self._call(index, methodcaller("backlog")) for index in range(self._topology.drafters)]
-        round = self._new_round(active, context, [0 if each is None else each for each in backlogs])
+        backlogs = [
+            self._call(index, lambda drafter: np.where(active, drafter.backlog(), 0))
+            for index in range(self._topology.drafters)
+        ]
+        round = self._new_round(active, context, [0 * context if each is None else each for each in backlogs])
         prompt_tokens = {row.index: row.prompt_tokens for row in rows}
         set_anchors(round, {row.index: row.text[-2:].tolist() for row in rows}, prompt_tokens)
         self._reader.begin(round)
@@ -440,9 +445,9 @@ class Drafting:
             # The chain of the first drafter, if a plugin chooses several in spite of `joins`.
             drafter = int(round.drafting[index].argmax()) if has_drafter else -1
             path = _path(round, drafter)
-            tokens = round.tokens[index, [at for at in path[1:] if round.sent[index, at]]].tolist()
-            drafted, decisions = int(round.drafted[index]), int(round.decisions[index])
-            ran_out = has_drafter and int(round.fed[index, path].sum()) > int(round.drawn[index, path].sum())
+            tokens = round.tokens[index, [node for node in path[1:] if round.sent[index, node]]].tolist()
+            drafted, decisions = int(round.drawn[index, path].sum()), int(round.decisions[index])
+            ran_out = has_drafter and int(round.fed[index, path].sum()) > drafted
             signals = None if round.signals is None else round.signals[index]
             row.draft = EngineDraft(
                 index, len(row.text), tokens, drafter, drafted, decisions, int(backlog[index]),

@@ -13,6 +13,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind, base_features
 from ...policies.learned import LearnedPolicy
+from ...policies.routing import RoutingPolicy
 from ..drafters.spec import needs_draft, reads_states
 
 KEY = "specstop"
@@ -28,7 +29,7 @@ def is_available_in_engines(name: str, greedy: bool) -> bool:
 
 def missing_in_engines(policy: StopPolicy) -> list[str]:
     """Return the names of the features and hidden states of a policy that cannot be computed in an engine."""
-    greedy = isinstance(policy, LearnedPolicy) and policy.metadata.temperature == 0.0
+    greedy = isinstance(policy, (LearnedPolicy, RoutingPolicy)) and policy.metadata.temperature == 0.0
     return [name for name in policy.features if not is_available_in_engines(name, greedy)] + list(policy.hidden)
 
 
@@ -37,7 +38,7 @@ def check_engine_policy(policy: StopPolicy) -> StopPolicy:
     if missing := missing_in_engines(policy):
         raise PolicyError(
             f"{policy.name}: reads {', '.join(missing)}, which vllm does not pass to a drafter (neither logits and hidden "
-            "states of the target nor its noise); train a policy with `specstop train --for vllm`"
+            "states of the target nor its noise); train with --for vllm, or a route with --feature"
         )
     if policy.joins:
         raise PolicyError(

@@ -23,7 +23,7 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ...policies.registry import load_policy
-from ..drafters.spec import drafter_names
+from ..drafters.spec import drafter_index, drafter_names
 from ..models.pair import check_dtype, end_tokens
 from .drafters import load_engine_drafters
 from .drafting import Drafting, EngineObserver, Options
@@ -46,8 +46,10 @@ class Proposer:
         self._config = vllm_config
         policy = check_engine_policy(load_policy(self.settings.policy))
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)
+        names = drafter_names(self.settings.drafter)
+        drafter_index(policy, names)  # raises an error now if the policy names another drafter
         profile = Profile.load(self.settings.profile) if self.settings.profile else None
-        self._profile = profile and profile.of_policy(policy, drafter_names(self.settings.drafter))
+        self._profile = profile and profile.of_policy(policy, names)
         self._policy = self.prepared(with_costs(policy, self._profile))
         self.drafting: Drafting | None = None
 
