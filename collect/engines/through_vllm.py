@@ -172,7 +172,7 @@ class RoundRecorder:
 
         context, ids = column(lambda one: one.context), column(lambda one: one.tokens)
         end, depth, count = np.append(context[1:], len(tokens)), np.arange(self.depth), len(rounds)
-        drafter, drafted = (column(lambda one, name=name: getattr(one.sent, name)) for name in ("drafter", "drafted"))
+        drafter, drafted = column(lambda one: one.sent.drafter), column(lambda one: one.sent.drafted)
         follows = np.array([*tokens, *[-1] * self.depth])[context[:, None] + depth]  # [rounds, K], -1 after the end
         drawn = depth < drafted[:, None]
         accepted = ((ids == follows) & drawn).cumprod(1).astype(bool)

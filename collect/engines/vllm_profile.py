@@ -226,8 +226,8 @@ def measure_vllm(
     check_limits({"depth": 1}, depth=depth, temperature=temperature, batch=sizes[-1])
     run = _Run(target, draft, prompts, policies, drafter, depth, temperature, new_tokens, sizes[-1], readable, dtype)
     names = drafter_names(drafter)
-    cases = {f"{name} requests {n}": partial(run.play, at, n) for at, name in enumerate(names) for n in sizes}
-    cases |= {f" {name}": case for name, case in run.deciding().items()}
+    cases: dict[str, Case] = {f" {name}": case for name, case in run.deciding().items()}
+    cases |= {f"{name} requests {n}": partial(run.play, at, n) for at, name in enumerate(names) for n in sizes}
     timed = measure_each(cases, effort, progress=progress)
     short, long = (statistics.fmean(run.timer.contexts[side]) for side in CONTEXTS)
     from vllm import __version__
