@@ -272,6 +272,7 @@ def texts(run: Run) -> None:
         "learned": ours(space.pair, space.policy()),
         "batch": ours(space.pair, space.policy("batch")),
         SUFFIX: ours(space.pair, space.policy("", SUFFIX), drafter=SUFFIX),
+        "routed": ours(space.pair, "match:0.5?lengths=8+4", drafter=f"{SUFFIX}+model"),
     }
     with engines(space.pair, options) as running:
         plain = running["plain"].call("serve", prompts=space.prompts(), tokens=TOKENS, size=1)["texts"]

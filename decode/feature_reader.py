@@ -207,15 +207,20 @@ def read_anchors(
         read_columns(layout.anchor_columns, rows, drawn, temperature, out)
 
 
-def set_anchors(round: RoundState, tokens: Mapping[int, Sequence[int]]) -> None:
+def set_anchors(
+    round: RoundState, tokens: Mapping[int, Sequence[int]], prompt_tokens: Mapping[int, int] | None = None
+) -> None:
     """Set the anchors of a round without logits of the target, such as the rounds of an engine.
 
     Args:
         round: just begun.
         tokens: by stream, the token before the anchor, and the anchor.
+        prompt_tokens: by stream, number of tokens of the prompt; None = unknown.
     """
     texts: list[Text | None] = [None] * len(round.active)
     for stream, last in tokens.items():
-        texts[stream], round.tokens[stream, 0] = cast(Text, SimpleNamespace(tokens=last)), last[-1]
+        count = prompt_tokens[stream] if prompt_tokens else 0
+        texts[stream] = cast(Text, SimpleNamespace(tokens=last, prompt_tokens=count))
+        round.tokens[stream, 0] = last[-1]
     anchor = Anchor(torch.zeros(1, 1), 0, None)
     round.texts, round.anchors = texts, [None if text is None else anchor for text in texts]

@@ -97,7 +97,12 @@ class ModelSource:
     def read_for(self, policy: StopPolicy) -> None:
         """Read the features of this policy from now on."""
         self.reader = FeatureReader(
-            policy, self.topology, self._temperature, self._widths, self._size, partial(read_signals, self.drafters)
+            policy,
+            self.topology,
+            self._temperature,
+            self._widths,
+            self._size,
+            partial(read_signals, [drafter.signals if drafter.has_signals else None for drafter in self.drafters]),
         )
         if self._round is not None:  # a fallback may replace a policy in the middle of a round
             self.reader.begin(self._round)
@@ -402,18 +407,20 @@ class ModelSource:
             round.ended[stream] = text.ended
 
 
-def read_signals(drafters: Sequence[Drafter], round: RoundState, history: History) -> Array:
-    """Return the ROUTE features [S, D, .] of a round, and set `RoundState.signals`.
+def read_signals(
+    signals: Sequence[Callable[[int, int], Sequence[float]] | None], round: RoundState, history: History
+) -> Array:
+    """Return the ROUTE features [S, D, .] of a round, and set `RoundState.signals`; `signals` are those of each drafter, if any.
 
     Not a method: a reader that refers to its source is a cycle, which keeps the memory of recorded calls from being reused.
     """
-    values = np.zeros((len(round.active), len(drafters), len(ROUTE_FEATURES)), dtype=np.float32)
+    values = np.zeros((len(round.active), len(signals), len(ROUTE_FEATURES)), dtype=np.float32)
     for stream, text in enumerate(round.texts):
         if text is not None:
             values[stream, :, -1] = text.prompt_tokens
-            for index, drafter in enumerate(drafters):
-                if drafter.has_signals:
-                    values[stream, index, : len(SIGNALS)] = drafter.signals(stream, text.tokens[-1])
+            for index, signals_of in enumerate(signals):
+                if signals_of is not None:
+                    values[stream, index, : len(SIGNALS)] = signals_of(stream, text.tokens[-1])
     if history.idle is not None:
         values[..., -2] = history.idle
     round.signals = values

@@ -197,7 +197,7 @@ class PolicyHost:
 
     def end_round(self, round: Any) -> None:
         """Write the modelled seconds to a round (`decode.round_state.RoundState`), and observe it."""
-        if self.profile is not None:
+        if self.profile is not None and np.count_nonzero(round.active):
             round.seconds = self._modelled_seconds(self.profile, round) * round.active
         seconds = round.seconds
         if self.policy.reads_clock and self.clock is not None:

@@ -8,11 +8,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
+from ...decode.drafters.spec import drafter_names
 from ...decode.engines.drafting import EngineDraft, EngineObserver, Options
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
@@ -21,9 +23,9 @@ from ...decode.settings import Settings
 from ...decode.summaries import summarise
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
+from ...policies.features import CHAIN_FEATURES, SAMPLED, SIGNALS, Columns, DrawnTokens, base_features
 from ..exploring import Exploring, exploring
-from ..schema import TIMES, PromptTask
+from ..schema import NO_TOKEN, TIMES, PromptTask
 
 REQUESTS = 8
 """Default number of requests that are decoded side by side."""
@@ -80,17 +82,20 @@ class RoundRecorder:
     Args:
         proposer: drafts; provides the policy's state.
         options: limits of drafting.
+        drafters: number of drafters, D.
+        signals: names of the ROUTE features to record (`policies.features.SIGNALS`).
     """
 
-    def __init__(self, proposer: Proposer, options: Options) -> None:
+    def __init__(self, proposer: Proposer, options: Options, drafters: int = 1, signals: Sequence[str] = ()) -> None:
         self._proposer, self.depth, self.temperature = proposer, options.depth, options.temperature
         rows, depth, temperature = options.rows, options.depth, options.temperature
+        self._drafters, self._signals = drafters, tuple(signals)
         self._columns = Columns(engine_features(temperature))
         self._texts: list[RecordedText | None] = [None] * rows
         self._ended: list[RecordedText] = []
-        self._tokens, self._path = np.zeros((rows, depth), dtype=np.int32), np.zeros(rows)
-        self._features = np.zeros((rows, depth, len(self._columns.names)), dtype=np.float32)
-        self._draft_prob = np.zeros((rows, depth), dtype=np.float32)
+        self._tokens, self._path = np.zeros((rows, depth, drafters), dtype=np.int32), np.zeros((rows, drafters))
+        self._features = np.zeros((rows, depth, drafters, len(self._columns.names)), dtype=np.float32)
+        self._draft_prob = np.zeros((rows, depth, drafters), dtype=np.float32)
 
     def on_begin(self, row: int, text: Array, name: str | None) -> None:
         """See `EngineObserver.on_begin`."""
@@ -99,18 +104,19 @@ class RoundRecorder:
         # A text begins with the token that reading its prompt committed: all but the last one are the prompt.
         self._texts[row] = RecordedText(name, text.tolist(), len(text) - 1)
 
-    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+    def on_draft_step(self, depth: int, drafter: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
         """See `EngineObserver.on_draft_step`."""
         if depth == 1:
-            for values in (self._tokens, self._features, self._draft_prob, self._path):
-                values[rows] = 0
-        drawn = DrawnTokens(drawn.ids, self._path[rows])
+            for values in (self._tokens, self._features, self._draft_prob):
+                values[rows, :, drafter] = 0
+            self._path[rows, drafter] = 0.0
+        drawn = DrawnTokens(drawn.ids, self._path[rows, drafter])
         # Engines draft greedily: at temperature 0 the noisy features are those of the logits; above it there are none.
         summary = summarise(self._columns.needs | SAMPLED, logits, drawn, self.temperature, scores=logits)
-        self._path[rows] = summary.path
-        self._tokens[rows, depth - 1] = drawn.ids[:, 1]
-        self._features[rows, depth - 1] = self._columns(summary, drawn, self.temperature)
-        self._draft_prob[rows, depth - 1] = np.exp(summary.numbers[:, 1])
+        self._path[rows, drafter] = summary.path
+        self._tokens[rows, depth - 1, drafter] = drawn.ids[:, 1]
+        self._features[rows, depth - 1, drafter] = self._columns(summary, drawn, self.temperature)
+        self._draft_prob[rows, depth - 1, drafter] = np.exp(summary.numbers[:, 1])
 
     def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
         """See `EngineObserver.on_drafts`."""
@@ -125,7 +131,7 @@ class RoundRecorder:
             before = text.tokens[-1], text.tokens[-2]
             # The arrays of a row without a new draft hold an earlier one.
             tokens, features, draft_prob = (
-                values[draft.row].copy() if draft.drafted else np.zeros_like(values[draft.row])
+                values[draft.row, :, draft.drafter] * (draft.drafted > 0)
                 for values in (self._tokens, self._features, self._draft_prob)
             )
             text.rounds.append(_Round(draft.context, before, tokens, features, draft_prob, draft, full, draft_s))
@@ -165,37 +171,49 @@ class RoundRecorder:
             return np.array([value(one) for one in rounds], dtype=dtype)
 
         context, ids = column(lambda one: one.context), column(lambda one: one.tokens)
-        end, node, count = np.append(context[1:], len(tokens)), np.arange(self.depth), len(rounds)
-        follows = np.array([*tokens, *[-1] * self.depth])[context[:, None] + node]  # [rounds, K], -1 after the end
-        drawn = node < column(lambda one: one.sent.drafted)[:, None]
+        end, depth, count = np.append(context[1:], len(tokens)), np.arange(self.depth), len(rounds)
+        drafter, drafted = column(lambda one: one.sent.drafter), column(lambda one: one.sent.drafted)
+        follows = np.array([*tokens, *[-1] * self.depth])[context[:, None] + depth]  # [rounds, K], -1 after the end
+        drawn = depth < drafted[:, None]
         accepted = ((ids == follows) & drawn).cumprod(1).astype(bool)
-        features, zeros = column(lambda one: one.features), np.zeros(ids.shape, dtype=np.float32)
+        has_none = (depth == drafted[:, None]) & column(lambda one: one.sent.ran_out)[:, None]
+
+        def nodes(values: Array) -> Array:
+            """Return values [rounds, K] of the drafters that drafted by node of the trace's tree, [rounds, K * D]."""
+            by_drafter = np.zeros((*values.shape, self._drafters), values.dtype)
+            by_drafter[np.arange(count), :, drafter] = values  # without a drafter they are 0
+            return by_drafter.reshape(count, -1)
+
+        features, zeros = column(lambda one: one.features), np.zeros((count, self.depth * self._drafters), np.float32)
+        no_signals = np.zeros((self._drafters, len(SIGNALS)), np.float32)  # the policy was not called
+        signals = column(lambda one: no_signals if one.sent.signals is None else one.sent.signals[:, : len(SIGNALS)])
         draft_s, seconds = column(lambda one: one.draft_s), column(lambda one: one.seconds)
         spent = (np.zeros(count), draft_s, np.maximum(seconds - draft_s, 0.0), np.zeros(count), seconds)
         return task.columns(count, len(generated)) | {
             "anchor": context - len(task.tokens),
-            "tokens": ids,
-            "draft_prob": column(lambda one: one.draft_prob),
+            "tokens": nodes(np.where(has_none, NO_TOKEN, ids)),
+            "draft_prob": nodes(column(lambda one: one.draft_prob)),
             "target_prob": zeros,
             "overlap": zeros,
-            "accepted": accepted,
-            "observed": drawn & (follows >= 0) & (node <= accepted.sum(1, keepdims=True)),
+            "accepted": nodes(accepted),
+            "observed": nodes(drawn & (follows >= 0) & (depth <= accepted.sum(1, keepdims=True))),
             "accepted_length": accepted.sum(1),
             "cut": (end == len(tokens)) | column(lambda one: one.sent.hit_limit),
-            "drawn": drawn,
-            "sent": node < column(lambda one: len(one.sent.tokens))[:, None],
+            "drawn": nodes(drawn),
+            "sent": nodes(depth < column(lambda one: len(one.sent.tokens))[:, None]),
             "explored": column(lambda one: one.explored),
             "committed": end - context,
             "decisions": column(lambda one: one.sent.decisions),
             "backlog": column(lambda one: one.sent.backlog),
             **dict(zip(ANCHORS, column(lambda one: one.before, np.float32).T, strict=True)),
-            **{name: features[:, :, at] for at, name in enumerate(self._columns.names)},
+            **{name: nodes(features[:, :, at]) for at, name in enumerate(self._columns.names)},
+            **{name: signals[:, :, SIGNALS.index(name)] for name in self._signals},
             **dict(zip(TIMES, spent, strict=True)),
         }
 
 
 class InProcessProposer(Proposer):
-    """Drafts for vLLM in this process. vLLM creates it by its name, so class attributes pass objects to and fro.
+    """Drafts for vLLM in this process. vLLM creates it by its name, so objects are passed in class attributes.
 
     Attributes:
         chosen: policy of the next proposer.
@@ -234,13 +252,19 @@ class ThroughVLLM:
         header: fields of the header.
 
     Raises:
-        PolicyError: the policy reads what vLLM does not pass to a drafter.
-        InputError: vLLM is not installed, or the drafter reads hidden states of the target.
+        PolicyError: the policy reads what vLLM does not pass to a drafter, or lets several drafters draft in one round.
+        InputError: vLLM is not installed, or a drafter reads hidden states of the target.
     """
 
     def __init__(self, pair: Pair, options: Any, policy: StopPolicy, settings: Settings) -> None:
         check_engine_policy(policy)
         depth, explore, requests = settings.topology.deepest, options.explore, options.batch or REQUESTS
+        drafters = len(drafter_names(pair.drafter))
+        if explore and drafters > 1:
+            raise InputError(
+                f"--explore: expected 0 with several drafters, not {explore}: all of them draft in rounds that explore, but "
+                "vllm verifies chains"
+            )
         self._options = {
             "draft": options.draft if pair.drafter == "model" else pair.draft_name, "rows": requests,
             "drafter": check_engine_drafter(pair.drafter), "temperature": settings.temperature,
@@ -251,9 +275,12 @@ class ThroughVLLM:
         self._engine: Any = None
         self._proposer: InProcessProposer
         mode = "match" if settings.temperature == 0.0 else "point"
+        signals = tuple(name for name in base_features(policy.features) if name in SIGNALS)
+        self._create_recorder = partial(RoundRecorder, drafters=drafters, signals=signals)
         self.header = {
             "collector": "live", "policy": policy.name, "explore": explore, "verification": mode, "label": mode,
             "features": engine_features(settings.temperature), "anchor_features": ANCHORS, "batch": requests,
+            "signals": signals,
         }  # fmt: skip
 
     def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
@@ -265,7 +292,7 @@ class ThroughVLLM:
         temperature = self._settings.temperature
         if self._engine is None:  # started with the first texts
             self._engine, self._proposer = start_vllm(
-                RoundRecorder, self._policy, self._target, self._depth, self._options, self._dtype
+                self._create_recorder, self._policy, self._target, self._depth, self._options, self._dtype
             )
             if temperature > 0 and str(self._proposer.device) == "cpu":
                 warnings.warn(
@@ -320,11 +347,11 @@ def start_vllm(
     except ImportError as error:
         raise InputError(
             f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
-            "(docs/vllm.md)"
+            "(docs/engines.md)"
         ) from None
     proposer = InProcessProposer
     proposer.chosen, proposer.create_observer = policy, staticmethod(create_observer)
-    with _hidden_module("llvmlite.binding.ffi"):
+    with hidden_module("llvmlite.binding.ffi"):
         engine = LLM(
             model=target,
             dtype=dtype,
@@ -342,7 +369,7 @@ def start_vllm(
 
 
 @contextlib.contextmanager
-def _hidden_module(name: str) -> Iterator[None]:
+def hidden_module(name: str) -> Iterator[None]:
     """Remove a module from `sys.modules` for a while.
 
     vLLM 0.32 searches all loaded modules for its kernels and fails on an object of llvmlite, loaded by numba, that has every

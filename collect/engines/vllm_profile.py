@@ -19,12 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ...decode.drafters.spec import drafter_names
 from ...decode.engines.drafting import DraftingStats, EngineDraft, Options
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
-from ...decode.profile.calibration import NEW_TOKENS, prompt_lengths, repeat_prompts
+from ...decode.profile.calibration import NEW_TOKENS, profile_of_drafters, prompt_lengths, repeat_prompts
 from ...decode.profile.decisions import EFFORT
-from ...decode.profile.measuring import Case, Effort, Seconds, measure
+from ...decode.profile.measuring import Case, Effort, Seconds, measure, measure_each
 from ...decode.profile.scripts import REPEATS, BatchScript, seeded_permutation
 from ...policies.arguments import check_limits
 from ...policies.contract import Array, DraftStep, State, StopPolicy
@@ -49,19 +50,20 @@ from .through_vllm import start_vllm
 
 
 class StepScript(StopPolicy):
-    """Lets a number of requests draft, all equally deep, from a shuffled deck; each card twice in a row.
+    """Lets a number of requests draft with one drafter, all equally deep, from a shuffled deck; each card twice in a row.
 
     It counts steps, not rounds: an engine does not report the outcome of a round without a draft.
     """
 
-    first = 0
+    first, routes = 0, True
 
     def __init__(self, depth: int) -> None:
         self.max_depth, self.name = depth, f"step-script:{depth}"
-        self.deal(1, 0)
+        self.deal(0, 1, 0)
 
-    def deal(self, streams: int, number: int) -> None:
-        """Begin a deck for this number of requests, shuffled by `number`."""
+    def deal(self, drafter: int, streams: int, number: int) -> None:
+        """Begin a deck for a drafter and a number of requests, shuffled by `number`."""
+        self._drafter = drafter
         self._deck, self._streams = BatchScript(streams, self.max_depth).deck, streams
         self._number, self._turn = number, -1
 
@@ -72,7 +74,8 @@ class StepScript(StopPolicy):
         count, length = self._deck[seeded_permutation(len(self._deck), self._number, deck)[place]]
         # Which requests draft changes from step to step. Rows without a request are skipped.
         turns = ((step.batch >= 0).cumsum() - 1 - self._turn) % self._streams < count
-        return step.alive & (turns & (step.depth < length))[:, None], state
+        kept: Array = step.alive & (turns & (step.depth < length))[:, None]
+        return kept if step.drafter is None else kept & (step.drafter == self._drafter), state
 
 
 @dataclass
@@ -121,7 +124,7 @@ class StepTimer:
         """See `EngineObserver.on_begin`."""
         self._began = True
 
-    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+    def on_draft_step(self, depth: int, drafter: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
         """See `EngineObserver.on_draft_step`."""
         if depth == 1:
             self._first = self._spent()[0]
@@ -149,10 +152,8 @@ class StepTimer:
             if decisions := max(draft.decisions for draft in step.drafts):
                 self.timed[Key(DECISIONS, self.policy, (decisions,))].append(step.policy_s)
             return
-        drafting, tokens = (
-            [draft for draft in step.drafts if draft.drafted],
-            sum(draft.drafted for draft in step.drafts),
-        )
+        drafting = [draft for draft in step.drafts if draft.drafted]
+        tokens = sum(draft.drafted for draft in drafting)
         count, later_steps = len(step.drafts), max((draft.drafted for draft in drafting), default=1) - 1
         rest, outside = step.seconds - step.draft_s, step.draft_s - step.model_s - step.policy_s
         later = step.model_s - step.first_s
@@ -203,9 +204,9 @@ def measure_vllm(
     """Measure what rounds cost inside vLLM, which runs in this process.
 
     Args:
-        target, draft: folders or hub names; "" if the drafter has no draft model.
+        target, draft: folders or hub names; "" if no drafter has a draft model.
         prompts: token ids; not those of the evaluation.
-        drafter: value of `--drafter`.
+        drafter: value of `--drafter`; the rounds of several are timed in alternation.
         depth: K, the longest draft timed.
         temperature: of the sampling.
         new_tokens: decoded from each of two contexts.
@@ -218,21 +219,26 @@ def measure_vllm(
         progress: see `Progress`.
 
     Raises:
-        InputError: vLLM is not installed, an option is out of range, or the drafter reads the target's hidden states.
-        PolicyError: a policy reads what vLLM does not pass to a drafter.
+        InputError: vLLM is not installed, an option is out of range, or a drafter reads the target's hidden states.
+        PolicyError: a policy reads what vLLM does not pass to a drafter, or lets several drafters draft in one round.
     """
     sizes = sorted({1, *batch})
     check_limits({"depth": 1}, depth=depth, temperature=temperature, batch=sizes[-1])
     run = _Run(target, draft, prompts, policies, drafter, depth, temperature, new_tokens, sizes[-1], readable, dtype)
-    cases = {f"requests {n}": partial(run.play, n) for n in sizes}
-    measured = measure({**cases, **run.deciding()}, effort, progress=progress)
+    names = drafter_names(drafter)
+    cases: dict[str, Case] = {f" {name}": case for name, case in run.deciding().items()}
+    cases |= {f"{name} requests {n}": partial(run.play, at, n) for at, name in enumerate(names) for n in sizes}
+    timed = measure_each(cases, effort, progress=progress)
     short, long = (statistics.fmean(run.timer.contexts[side]) for side in CONTEXTS)
     from vllm import __version__
 
-    profile = Profile.measured(measured, (short, long), depth, temperature)
-    noise = profile.noise.to_dict() if profile.noise else {}
-    facts = {**(facts or {}), "engine": f"vllm {__version__}", **noise}
-    return dataclasses.replace(profile, facts=facts, verification="match" if temperature == 0.0 else "point")
+    def build(name: str, measured: Measurements) -> Profile:
+        profile = Profile.measured(measured, (short, long), depth, temperature)
+        noise = profile.noise.to_dict() if profile.noise else {}
+        described = {**(facts or {}), "engine": f"vllm {__version__}", **noise}
+        return dataclasses.replace(profile, facts=described, verification="match" if temperature == 0.0 else "point")
+
+    return profile_of_drafters(timed, names, build)
 
 
 def measure_vllm_decisions(
@@ -297,12 +303,12 @@ class _Run:
         at = range(number * streams, (number + 1) * streams)
         return [{"prompt_token_ids": repeat_prompts(self._prompts, length, n)} for n in at]
 
-    def play(self, streams: int, number: int) -> Seconds:
-        """Decode texts side by side at each context."""
+    def play(self, drafter: int, streams: int, number: int) -> Seconds:
+        """Decode texts side by side at each context with a drafter."""
         timed = self._begin(streams, None)
         for side, length in zip(CONTEXTS, self._lengths, strict=True):
             texts, self.timer.side = self._texts(length, streams, number), side
-            self._script.deal(streams, number)
+            self._script.deal(drafter, streams, number)
             self._engine.generate(texts, self._params, use_tqdm=False)
             if streams == 1:
                 # One token: the prompt is read, and whatever is drafted after it is subtracted.

@@ -1,5 +1,6 @@
 """Drafts for all requests of a serving engine. A step observes the outcomes of the last drafts, then drafts for all requests
-side by side while the policy ends each draft.
+side by side while the policy ends each draft. A policy may also choose the drafter of each request, or none. A draft is a
+chain of one drafter, because engines verify chains.
 
 Each request has a row, which is a stream of policy and drafter. A step may omit requests (their rows are idle), trim drafts,
 or commit tokens that were not drafted. Therefore the outcome of a draft is what follows in the text. Policies and drafters
@@ -13,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import methodcaller
 from typing import Any, Protocol
 
@@ -20,19 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
+from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.failures import error_text
-from ...policies.features import DrawnTokens, History, Layout
+from ...policies.features import SIGNALS, DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
+from ...policies.routing import OneDrafter
 from ..drafters.base import Drafter
 from ..feature_reader import FeatureReader, set_anchors
 from ..hooks import Timer
+from ..model_source import read_signals
 from ..round_state import DraftScores, RoundState, Rows
 from ..rounds import draft
-from ..topology import chain
+from ..topology import chain, with_drafters
 from ..verify.noise import best_of_rows
 
 _INITIAL_TOKENS = 512
@@ -47,8 +51,11 @@ class EngineDraft:
         row: row of the request.
         context: number of tokens of the text before the draft.
         tokens: the proposed tokens.
+        drafter: index of their drafter; -1 = none drafted.
         drafted, decisions, backlog: tokens drawn, calls of the policy, committed tokens that the drafter had to read.
         hit_limit: an end of text ended the draft, not the policy.
+        ran_out: the drafter had no further token.
+        signals: [D, .] float32, `policies.features.ROUTE_FEATURES`; None if the policy reads none.
         begin_s: time at which the step began.
         new: tokens that followed, at least one after `set_outcome`.
         accepted, verified: number of tokens of the draft.
@@ -57,10 +64,13 @@ class EngineDraft:
     row: int
     context: int
     tokens: list[int]
+    drafter: int = -1
     drafted: int = 0
     decisions: int = 0
     backlog: int = 0
     hit_limit: bool = False
+    ran_out: bool = False
+    signals: Array | None = None
     begin_s: float = 0.0
     new: list[int] = field(default_factory=list)
     accepted: int = 0
@@ -82,8 +92,8 @@ class EngineObserver(Protocol):
     def on_begin(self, row: int, text: Array, name: str | None) -> None:
         """Observe a new text in a row, and the engine's name of the request."""
 
-    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
-        """Observe the tokens of a depth, drawn in `rows` [R] from logits [R, V]."""
+    def on_draft_step(self, depth: int, drafter: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+        """Observe the tokens of a depth, drawn in `rows` [R] from logits [R, V] of a drafter."""
 
     def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
         """Observe the drafts of a step, and the seconds for drafting them."""
@@ -104,18 +114,20 @@ class RequestRow:
         continued: the text continues that of the step before; otherwise the request is new in this row.
         kept: length of the common prefix with the text before.
         new: tokens after that prefix.
-        committed: number of tokens that the drafter has received.
+        prompt_tokens: number of tokens of the prompt.
+        committed: by drafter, number of tokens that it has received.
         draft, round: the last draft, if its outcome is not known yet, and its round.
     """
 
     index: int
     text: Array
+    committed: list[int]
     name: str | None = None
     last_step: int = 0
     continued: bool = False
     kept: int = 0
     new: list[int] = field(default_factory=list)
-    committed: int = 0
+    prompt_tokens: int = 0
     draft: EngineDraft | None = None
     round: RoundState | None = None
 
@@ -126,8 +138,8 @@ class RequestRows:
     If the engine's names of the requests are known, they distinguish requests with equal tokens.
     """
 
-    def __init__(self, count: int) -> None:
-        self.rows = [RequestRow(index, np.zeros(0, dtype=np.int32)) for index in range(count)]
+    def __init__(self, count: int, drafters: int) -> None:
+        self.rows = [RequestRow(index, np.zeros(0, dtype=np.int32), [0] * drafters) for index in range(count)]
         self._previous: list[int] = []  # row of each place in the last step
         self._step = 0
 
@@ -218,8 +230,8 @@ class Drafting:
     """Drafts for the requests of an engine.
 
     Args:
-        drafter: proposes the tokens; reads no hidden states of the target.
-        policy: ends each draft; see `settings.check_engine_policy`.
+        drafters: propose the tokens; they read no hidden states of the target. A policy that does not route uses the first.
+        policy: chooses the drafter and ends each draft; see `settings.check_engine_policy`.
         options: limits.
         profile: models the seconds of rounds for policies that observe them; None = rounds take 0 seconds.
         observer: observes the drafts.
@@ -231,7 +243,7 @@ class Drafting:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafters: Sequence[Drafter],
         policy: StopPolicy,
         options: Options,
         profile: Profile | None = None,
@@ -239,26 +251,41 @@ class Drafting:
     ) -> None:
         self.options, self.stats, self.observer = options, DraftingStats(), observer
         self.eos, self.timer = frozenset(options.eos), Timer(torch.device("cpu"))
-        self._drafter: Drafter | None = drafter
-        self._failed = ""  # why the drafter is not called any more
+        self._drafters: list[Drafter | None] = list(drafters)  # None after a failure
+        self._failed = ""  # why a drafter is not called any more
         self._profile, self._texts = profile, 0
-        self._requests, self._capacity = RequestRows(options.rows), _INITIAL_TOKENS
-        drafter.reserve(options.rows, self._capacity)
+        self._requests, self._capacity = RequestRows(options.rows, len(drafters)), _INITIAL_TOKENS
+        for drafter in drafters:
+            drafter.reserve(options.rows, self._capacity)
         self.use(policy)
 
     def use(self, policy: StopPolicy) -> None:
         """Use this policy from the next text on."""
-        fallback = FixedLength(min(self.options.fallback, self.options.depth))
-        policy = policy.limited(self.options.depth)
-        self.host = PolicyHost(policy, batch=self.options.rows, fallback=fallback, on_replaced=self._read_for)
+        policy, length = policy.limited(self.options.depth), min(self.options.fallback, self.options.depth)
+        observes_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
+        self.host = PolicyHost(
+            policy,
+            profile=None if policy.reads_clock or not observes_seconds else self._profile,
+            batch=self.options.rows,
+            drafters=len(self._drafters) if policy.routes else 1,
+            fallback=OneDrafter(length) if policy.routes else FixedLength(length),
+            on_replaced=self._read_for,
+        )
         self._has_round = False  # the policy has not observed the outcome of its last decisions
+        if any(name in SIGNALS for name in Layout(policy.features).names):
+            for index in range(len(self._drafters)):
+                self._call(index, methodcaller("keep_signals"))
         self._read_for(policy)
         self.host.start(np.arange(self.options.rows, dtype=np.int64))
 
     def _read_for(self, policy: StopPolicy) -> None:
-        self._topology = chain(min(policy.max_depth, self.options.depth))
-        self._reader = FeatureReader(policy, self._topology, self.options.temperature, streams=self.options.rows)
-        self._reads_outcomes = self.host.observes or bool(Layout(policy.features).history)
+        drafters, layout = range(len(self._drafters) if policy.routes else 1), Layout(policy.features)
+        self._topology = with_drafters(chain(min(policy.max_depth, self.options.depth)), len(drafters))
+        signals = partial(read_signals, [partial(self._signals, index) for index in drafters])
+        self._reader = FeatureReader(
+            policy, self._topology, self.options.temperature, streams=self.options.rows, signals=signals
+        )
+        self._reads_outcomes = self.host.observes or bool(layout.history) or "idle_tokens" in layout.route
 
     @property
     def policy(self) -> StopPolicy:
@@ -273,7 +300,7 @@ class Drafting:
             PolicyFailure: the policy has failed.
         """
         if self._failed:
-            raise InputError(f"the drafter failed ({self._failed}); nothing was recorded after that")
+            raise InputError(f"a drafter failed ({self._failed}); nothing was recorded after that")
         if self.host.failure is not None:
             raise self.host.failure
 
@@ -299,40 +326,45 @@ class Drafting:
         return [[] if row is None else drafts.get(row.index, []) for row in placed]
 
     def _observe(self, rows: Sequence[RequestRow], now: float) -> None:
-        """Pass the outcomes of the last drafts to policy and observer, and mark the tokens that the drafter is to keep."""
-        drafts = []
+        """Pass the outcomes of the last drafts to policy and observer, and mark the tokens that the drafters keep."""
+        verified = []
         for row in rows:
             if row.draft is not None and row.round is not None and row.new:
                 row.draft.set_outcome(row.new)
-                row.round.on_path[row.index, : row.draft.accepted + 1] = True
-                drafts.append(row.draft)
+                path = _path(row.round, row.draft.drafter)
+                row.round.on_path[row.index, path[: row.draft.accepted + 1]] = True
+                verified.append((row.draft, row.round))
                 row.draft = None
-        if drafts and self.observer is not None:
-            self.observer.on_outcomes(drafts, [now - one.begin_s for one in drafts])
+        if verified and self.observer is not None:
+            self.observer.on_outcomes([one for one, _ in verified], [now - one.begin_s for one, _ in verified])
         # A policy observes each round, like in the live loop, even if all of its requests were omitted from this step.
-        if not (self._reads_outcomes and (drafts or self._has_round)):
-            return
-        self._has_round = False
-        counts, seconds = np.zeros((6, self.options.rows), dtype=np.int64), np.zeros(self.options.rows)
-        active, cut = np.zeros((2, self.options.rows), dtype=bool)
-        for one in drafts:
-            active[one.row], seconds[one.row] = True, now - one.begin_s
-            cut[one.row] = one.hit_limit or not self.eos.isdisjoint(one.new)
-            counts[:, one.row] = one.context, one.drafted, one.verified, one.backlog, one.decisions, one.accepted
-        context, drafted, verified, backlog, decisions, accepted = counts
-        if not self.policy.reads_clock:
-            seconds[:] = 0.0
-            if self._profile is not None and self.policy.reads_seconds:
-                price = self._profile.decision(self.policy.cost_name)
-                seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price) * active
-        self.host.observe(RoundOutcome(active, drafted, verified, accepted, cut, seconds))
+        if self._reads_outcomes and (verified or self._has_round):
+            self._has_round = False
+            self.host.end_round(self._verified_round(verified, now))
+
+    def _verified_round(self, verified: Sequence[tuple[EngineDraft, RoundState]], now: float) -> RoundState:
+        """Return one round with the drafts that were verified in a step. They may have been drafted in different steps."""
+        count = self.options.rows
+        round = self._new_round(np.zeros(count, dtype=bool), np.zeros(count, dtype=np.int64))
+        round.count()
+        round.accepted, round.ended = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)
+        for one, drafted in verified:
+            row = one.row
+            for name in ("context", "backlog", "drafting", "drafted", "decisions", "hit_limit", "steps"):
+                getattr(round, name)[row] = getattr(drafted, name)[row]
+            round.active[row], round.verified[row], round.accepted[row] = True, one.verified, one.accepted
+            round.ended[row] = not self.eos.isdisjoint(one.new)
+            round.seconds[row] = now - one.begin_s if self.policy.reads_clock else 0.0
+        return round
 
     def _begin(self, rows: Sequence[RequestRow]) -> None:
         """Begin new texts in rows."""
         for row in rows:
             row.draft = row.round = None
-            kept = min(row.kept, row.committed, len(row.text) - 1)
-            row.committed = self._call(methodcaller("keep_prefix", row.index, kept)) or 0
+            row.prompt_tokens = len(row.text) - 1  # the engine committed one token when it read the prompt
+            for index, committed in enumerate(row.committed):
+                kept = min(row.kept, committed, row.prompt_tokens)
+                row.committed[index] = self._call(index, methodcaller("keep_prefix", row.index, kept)) or 0
             if self.observer is not None:
                 self.observer.on_begin(row.index, row.text, row.name)
         if rows:
@@ -340,37 +372,54 @@ class Drafting:
             self._texts += len(rows)
             self.host.refill(np.array([row.index for row in rows], dtype=np.int64), keys)
 
-    def _call(self, call: Callable[[Drafter], Any]) -> Any:
-        """Return the result of a call of the drafter; None after it has failed."""
-        begin, result = time.perf_counter(), None
+    def _call(self, index: int, call: Callable[[Drafter], Any]) -> Any:
+        """Return the result of a call of a drafter; None after it has failed."""
+        drafter = self._drafters[index]
         try:
-            if self._drafter is not None:
-                result = call(self._drafter)
+            return None if drafter is None else call(drafter)
         except Exception as error:  # a plugin may raise anything; the engine must continue
-            self._drafter, self._failed = None, error_text(error)
-            text = f"the drafter failed ({self._failed}); nothing is drafted from now on"
+            self._drafters[index], self._failed = None, error_text(error)
+            text = f"a drafter failed ({self._failed}); it drafts nothing from now on"
             warnings.warn(text, SpecstopWarning, stacklevel=3)
-        self.stats.drafter_s += time.perf_counter() - begin
-        return result
+        return None
 
-    def scores(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
-        """Return the logits [R, V] after R rows of a depth; without scores after the drafter has failed."""
-        shape = len(rows), self.options.vocabulary
-        logits = self._call(lambda drafter: drafter.propose(round, depth, rows).dense(shape[1]).reshape(shape))
+    def _signals(self, index: int, row: int, anchor: int) -> tuple[float, ...]:
+        """Return the signals of a drafter about a row; 0 after it has failed."""
+        none = (0.0,) * len(SIGNALS)
+        values = self._call(index, lambda drafter: tuple(map(float, drafter.signals(row, anchor))))
+        return none if values is None or len(values) != len(none) else values
+
+    def scores(self, index: int, round: RoundState, depth: int, rows: Rows) -> Tensor:
+        """Return the logits [R, V] of a drafter after R rows of a depth; without scores after it has failed."""
+        begin, shape = time.perf_counter(), (len(rows), self.options.vocabulary)
+        logits = self._call(index, lambda drafter: drafter.propose(round, depth, rows).dense(shape[1]).reshape(shape))
+        self.stats.drafter_s += time.perf_counter() - begin
         return torch.full((len(rows), 1), -math.inf) if logits is None else logits
 
     def _commit(self, rows: Sequence[RequestRow]) -> None:
-        """Pass the committed tokens of the texts to the drafter, all but the last, the anchor."""
+        """Pass the committed tokens of the texts to the drafters, all but the last, the anchor."""
+        begin, drafters = time.perf_counter(), range(len(self._drafters))
         needed = max(len(row.text) for row in rows) + self._topology.deepest + 1
         if needed > self._capacity:
             self._capacity = 2 ** (needed - 1).bit_length()
-            self._call(methodcaller("reserve", self.options.rows, self._capacity))
-            for row in self._requests.rows:  # the drafter has forgotten all texts
-                row.committed = 0
+            for index in drafters:
+                self._call(index, methodcaller("reserve", self.options.rows, self._capacity))
+            for row in self._requests.rows:  # the drafters have forgotten all texts
+                row.committed = [0 for _ in drafters]
         for row in rows:
-            if new := row.text[row.committed : -1].tolist():
-                self._call(methodcaller("committed", row.index, new, None))
-                row.committed = len(row.text) - 1
+            for index in drafters:
+                if new := row.text[row.committed[index] : -1].tolist():
+                    self._call(index, methodcaller("committed", row.index, new, None))
+                    row.committed[index] = len(row.text) - 1
+        self.stats.drafter_s += time.perf_counter() - begin
+
+    def _new_round(self, active: Array, context: Array, backlogs: Sequence[Array] = ()) -> RoundState:
+        """Return a round of the active rows [R], given the backlog [R] of each drafter; () = all 0."""
+        drafters = self._topology.drafters
+        backlog = np.zeros((len(active), drafters), dtype=np.int64)
+        for index, values in enumerate(backlogs):
+            backlog[:, index] = values
+        return RoundState(self._topology, active, context, backlog[:, 0] if drafters == 1 else backlog)
 
     def _draft(self, rows: Sequence[RequestRow], begin_s: float) -> dict[int, list[int]]:
         """Return the drafts of texts by their row."""
@@ -378,21 +427,31 @@ class Drafting:
         count, at = self.options.rows, [row.index for row in rows]
         active, context = np.zeros(count, dtype=bool), np.zeros(count, dtype=np.int64)
         active[at], context[at] = True, [len(row.text) for row in rows]
-        backlog = self._call(lambda drafter: np.where(active, drafter.backlog(), 0))
-        round = RoundState(self._topology, active, context, np.zeros_like(context) if backlog is None else backlog)
-        set_anchors(round, {row.index: row.text[-2:].tolist() for row in rows})
+        backlogs = [
+            self._call(index, lambda drafter: np.where(active, drafter.backlog(), 0))
+            for index in range(self._topology.drafters)
+        ]
+        round = self._new_round(active, context, [0 * context if each is None else each for each in backlogs])
+        prompt_tokens = {row.index: row.prompt_tokens for row in rows}
+        set_anchors(round, {row.index: row.text[-2:].tolist() for row in rows}, prompt_tokens)
         self._reader.begin(round)
         self.timer.restart()
         draft(_Source(self, self._reader), self.host, round)
         self._has_round = True
         self.stats.policy_s += sum(self.timer.laps["policy"])
-        drafts = []
+        backlog, drafts = round.read_backlog, []
         for row in rows:
-            index, drafted, decisions = row.index, int(round.drafted[row.index]), int(round.decisions[row.index])
-            tokens = round.tokens[index, 1 : 1 + round.verified[index]].tolist()
+            index, has_drafter = row.index, bool(round.drafting[row.index].any())
+            # The chain of the first drafter, if a plugin chooses several in spite of `joins`.
+            drafter = int(round.drafting[index].argmax()) if has_drafter else -1
+            path = _path(round, drafter)
+            tokens = round.tokens[index, [node for node in path[1:] if round.sent[index, node]]].tolist()
+            drafted, decisions = int(round.drawn[index, path].sum()), int(round.decisions[index])
+            ran_out = has_drafter and int(round.fed[index, path].sum()) > drafted
+            signals = None if round.signals is None else round.signals[index]
             row.draft = EngineDraft(
-                index, len(row.text), tokens, drafted, decisions, int(round.backlog[index]), bool(round.hit_limit[index]),
-                begin_s,
+                index, len(row.text), tokens, drafter, drafted, decisions, int(backlog[index]),
+                bool(round.hit_limit[index]), ran_out, signals, begin_s,
             )  # fmt: skip
             row.round = round
             drafts.append(row.draft)
@@ -402,8 +461,13 @@ class Drafting:
         return {one.row: one.tokens for one in drafts}
 
 
+def _path(round: RoundState, drafter: int) -> list[int]:
+    """Return the rows of a drafter's chain, the anchor first."""
+    return round.topology.paths[round.topology.levels[-1][drafter]]
+
+
 class _Source:
-    """`rounds.CandidateSource` of chains with the most likely tokens."""
+    """`rounds.CandidateSource` of a chain of each drafter with its most likely tokens."""
 
     decides_ended = selects_levels = False
 
@@ -411,27 +475,36 @@ class _Source:
         self.timer, self._drafting, self._reader = drafting.timer, drafting, reader
 
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
-        """Feed the streams [S, 1]; return which have drawn a token, and which of these continue."""
+        """Feed the chains [S, D]; return which have drawn a token, and which of these continue."""
         self._reader.read_path()
-        at = np.flatnonzero(feeding[:, 0])
-        logits = self._drafting.scores(round, depth, [(row, [depth]) for row in at.tolist()])
-        best_tokens = best_of_rows(logits)
-        best, token = logits.gather(-1, best_tokens[:, None])[:, 0], best_tokens.cpu().numpy()
-        if not math.isfinite(float(best.sum())):  # a lookup may have no candidate; logits of a broken model may be NaN
-            finite = torch.isfinite(best)
-            at, token, logits = at[finite.cpu().numpy()], token[finite.cpu().numpy()], logits[finite]
-        round.tokens[at, depth + 1] = token
-        drawn = np.zeros_like(feeding)
-        drawn[at] = True
-        round.drawn[:, depth + 1] = drawn[:, 0]
-        if len(at):
+        drawn, going, levels = np.zeros_like(feeding), np.zeros_like(feeding), []
+        for drafter in range(feeding.shape[1]):
+            at = np.flatnonzero(feeding[:, drafter])
+            path = _path(round, drafter)
+            if not len(at):
+                continue
+            logits = self._drafting.scores(drafter, round, depth, [(row, [path[depth]]) for row in at.tolist()])
+            best_tokens = best_of_rows(logits)
+            best, token = logits.gather(-1, best_tokens[:, None])[:, 0], best_tokens.cpu().numpy()
+            if not math.isfinite(
+                float(best.sum())
+            ):  # a lookup may have no candidate; logits of a broken model may be NaN
+                finite = torch.isfinite(best)
+                at, token, logits = at[finite.cpu().numpy()], token[finite.cpu().numpy()], logits[finite]
+            if not len(at):
+                continue
+            round.tokens[at, path[depth + 1]] = token
+            drawn[at, drafter] = True
+            going[at, drafter] = [one not in self._drafting.eos for one in token.tolist()]
             # The most likely token is drawn, so the logits are also the scores of which it is the largest.
-            scores = DraftScores([(i, [depth]) for i in at.tolist()], [1] * len(at), logits, scores=logits)
-            self._reader.drawn(depth + 1, [scores])
+            fed = [(row, [path[depth]]) for row in at.tolist()]
+            scores = DraftScores(fed, [1] * len(at), logits, scores=logits, drafter=drafter)
+            levels.append(scores)
             if self._drafting.observer is not None:
-                self._drafting.observer.on_draft_step(depth + 1, at, logits, round.drawn_tokens(scores)[0])
-        going = drawn.copy()
-        going[at[[one in self._drafting.eos for one in token.tolist()]]] = False
+                self._drafting.observer.on_draft_step(depth + 1, drafter, at, logits, round.drawn_tokens(scores)[0])
+        round.drawn[:, round.topology.spans[depth + 1]] = drawn
+        if levels:
+            self._reader.drawn(depth + 1, levels)
         return drawn, drawn if np.array_equal(drawn, going) else going
 
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:

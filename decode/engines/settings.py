@@ -13,7 +13,8 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind, base_features
 from ...policies.learned import LearnedPolicy
-from ..drafters.spec import needs_draft, parse_spec, reads_states
+from ...policies.routing import RoutingPolicy
+from ..drafters.spec import needs_draft, reads_states
 
 KEY = "specstop"
 ANCHORS = ("anchor_token", "before_token", "temperature")
@@ -23,35 +24,36 @@ ANCHORS = ("anchor_token", "before_token", "temperature")
 def is_available_in_engines(name: str, greedy: bool) -> bool:
     """Whether a feature can be computed in an engine; `greedy`: at temperature 0 there is no noise."""
     sources = [FEATURES[source] for source in base_features([name])]
-    if any(one.kind is Kind.ROUTE for one in sources):
-        return False
     return all(one.name in ANCHORS if one.kind is Kind.ANCHOR else greedy or not one.needs.noisy for one in sources)
 
 
 def missing_in_engines(policy: StopPolicy) -> list[str]:
     """Return the names of the features and hidden states of a policy that cannot be computed in an engine."""
-    greedy = isinstance(policy, LearnedPolicy) and policy.metadata.temperature == 0.0
+    greedy = isinstance(policy, (LearnedPolicy, RoutingPolicy)) and policy.metadata.temperature == 0.0
     return [name for name in policy.features if not is_available_in_engines(name, greedy)] + list(policy.hidden)
 
 
 def check_engine_policy(policy: StopPolicy) -> StopPolicy:
-    """Return the policy. Raises `PolicyError` if it reads what vLLM does not pass on."""
+    """Return the policy. Raises `PolicyError` if it reads what vLLM does not pass on, or drafts more than a chain."""
     if missing := missing_in_engines(policy):
         raise PolicyError(
             f"{policy.name}: reads {', '.join(missing)}, which vllm does not pass to a drafter (neither logits and hidden "
-            "states of the target nor its noise); train a policy with `specstop train --for vllm`"
+            "states of the target nor its noise); train with --for vllm, or a route with --feature"
+        )
+    if policy.joins:
+        raise PolicyError(
+            f"{policy.name}: may let several drafters draft in one round, but vllm verifies chains; use a policy that "
+            "chooses one"
         )
     return policy
 
 
 def check_engine_drafter(name: str, reads: bool = False) -> str:
-    """Return the name of a drafter. Raises `InputError` for several, or if it `reads` hidden states of the target."""
-    if len(parse_spec(name)) > 1:
-        raise InputError(f"drafter {name}: an engine has one drafter; expected one such as {parse_spec(name)[-1].text}")
+    """Return the spec of drafters. Raises `InputError` if one `reads` hidden states of the target."""
     if reads or reads_states(name):
         raise InputError(
-            f"drafter {name}: it reads the target's hidden states, which vllm does not pass to a drafter; expected model, "
-            "lookup or suffix"
+            f"drafter {name}: reads the target's hidden states, which vllm does not pass to a drafter; expected model, "
+            "lookup or suffix, or several such as suffix+model"
         )
     return name
 
@@ -63,7 +65,7 @@ class EngineSettings:
     Attributes:
         draft: folder or hub name of the draft model, if the drafter has one.
         policy: value of `--policy`: a folder, or a name such as `confidence:0.4`.
-        drafter: value of `--drafter`: `model`, `lookup`, `suffix`, or a plugin's.
+        drafter: value of `--drafter`: `model`, `lookup`, `suffix`, or a plugin's; several are separated by +.
         profile: latency profile of the engine, for policies that observe the seconds of rounds.
         dtype, device: of the draft; "" = the engine's.
         temperature: of sampling, for features that read it.

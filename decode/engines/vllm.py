@@ -1,4 +1,4 @@
-"""The class that drafts in vLLM: for all requests side by side, and the policy ends each draft.
+"""The class that drafts in vLLM: for all requests side by side, and the policy chooses their drafters and ends each draft.
 
     vllm serve TARGET --speculative-config \\
         '{"method": "custom_class", "model": "specstop.decode.engines.vllm.Proposer", "num_speculative_tokens": 8}' \\
@@ -23,8 +23,9 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ...policies.registry import load_policy
+from ..drafters.spec import drafter_index, drafter_names
 from ..models.pair import check_dtype, end_tokens
-from .drafters import load_engine_drafter
+from .drafters import load_engine_drafters
 from .drafting import Drafting, EngineObserver, Options
 from .settings import check_engine_policy, read_settings
 
@@ -36,7 +37,8 @@ class Proposer:
         vllm_config: vLLM's configuration. Its `additional_config["specstop"]` has the `settings.EngineSettings`.
 
     Raises:
-        InputError, PolicyError: the settings or the policy are wrong, or the policy reads what vLLM does not pass on.
+        InputError, PolicyError: the settings or the policy are wrong, the policy reads what vLLM does not pass on, or it
+            lets several drafters draft in one round.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -44,7 +46,10 @@ class Proposer:
         self._config = vllm_config
         policy = check_engine_policy(load_policy(self.settings.policy))
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._profile = Profile.load(self.settings.profile) if self.settings.profile else None
+        names = drafter_names(self.settings.drafter)
+        drafter_index(policy, names)  # raises an error now if the policy names another drafter
+        profile = Profile.load(self.settings.profile) if self.settings.profile else None
+        self._profile = profile and profile.of_policy(policy, names)
         self._policy = self.prepared(with_costs(policy, self._profile))
         self.drafting: Drafting | None = None
 
@@ -63,16 +68,16 @@ class Proposer:
         dtype = check_dtype(settings.dtype) if settings.dtype else config.dtype
         self.device = torch.device(settings.device or self._config.device_config.device)
         rows = min(settings.rows, int(self._config.scheduler_config.max_num_seqs))
-        drafter = load_engine_drafter(
-            settings.drafter, settings.draft, str(config.model), self.device, dtype, vocabulary
+        drafters = load_engine_drafters(
+            settings.drafter, self._policy, settings.draft, str(config.model), self.device, dtype, vocabulary
         )
         kernels.load()  # before the first request
         generation = config.try_get_generation_config()
         eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
         eos = end_tokens(getattr(config.hf_text_config, "eos_token_id", None) if eos is None else eos)
-        readable = min(drafter.readable, int(config.max_model_len))
+        readable = min(int(config.max_model_len), *(drafter.readable for drafter in drafters))
         options = Options(rows, self.depth, readable, vocabulary, settings.temperature, eos, settings.fallback)
-        self.drafting = Drafting(drafter, self._policy, options, self._profile, self.observer(options))
+        self.drafting = Drafting(drafters, self._policy, options, self._profile, self.observer(options))
 
     def propose(
         self,

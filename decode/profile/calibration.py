@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -131,26 +131,41 @@ def measure_profile(
     if effort.repetitions is None:
         new_tokens = _affordable_tokens(calibrations(min(PROBE_TOKENS, new_tokens)), new_tokens, effort, clock)
     runs = dict(zip(drafter_names(pair.drafter), calibrations(new_tokens), strict=True))
-    first, *others = runs
+    first = next(iter(runs))
     # Policies with one `cost_name` share a price: only the last of them is timed.
     decisions = {p.cost_name: decision_case(pair, p, tokens, runs[first].settings, None) for p in as_policies(policies)}
     cases = {f"{drafter} {name}": case for drafter, run in runs.items() for name, case in run.cases().items()}
     cases |= {f" {name}": case for name, case in runs[first].with_warm_up(decisions).items()}
     timed = measure_each(cases, effort, clock=clock, progress=progress)
+    return profile_of_drafters(timed, list(runs), lambda name, measured: runs[name].profile(facts, measured))
+
+
+def profile_of_drafters(
+    timed: Mapping[str, Sequence[Seconds]], drafters: Sequence[str], build: Callable[[str, Measurements], Profile]
+) -> Profile:
+    """Return the profile of the first drafter, with those of the others.
+
+    Args:
+        timed: timings of each repetition by case. Names of cases begin with that of a drafter and a space; those that begin
+            with a space are of the whole pair.
+        drafters: names.
+        build: returns the profile of a drafter, given its name and measurements.
+    """
 
     def series(drafter: str) -> Mapping[Key, Series]:
         return merge_cases(parts for name, parts in timed.items() if name.partition(" ")[0] == drafter).series
 
     # A drafter without candidates in some rounds leaves sizes of verifications to the others.
-    target = {key: one for name in reversed(runs) for key, one in series(name).items() if key.what in OF_TARGET}
-    first_profile, *profiles = (
-        run.profile(facts, Measurements({**series(name), **target, **(series("") if name == first else {})}))
-        for name, run in runs.items()
+    target = {key: one for name in reversed(drafters) for key, one in series(name).items() if key.what in OF_TARGET}
+    first, *others = (
+        build(name, Measurements({**series(name), **target, **(series("") if name == drafters[0] else {})}))
+        for name in drafters
     )
     named = (
-        dataclasses.replace(p, facts={**p.facts, "drafter": name}) for name, p in zip(others, profiles, strict=True)
+        dataclasses.replace(one, facts={**one.facts, "drafter": name})
+        for name, one in zip(drafters[1:], others, strict=True)
     )
-    return dataclasses.replace(first_profile, others=tuple(named))
+    return dataclasses.replace(first, others=tuple(named))
 
 
 def _affordable_tokens(probes: Sequence[CalibrationRun], maximum: int, effort: Effort, clock: Clock) -> int:

@@ -25,13 +25,14 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, Header, PromptTask, chain
 from specstop.collect.store import Trace
-from specstop.decode.drafters import find_drafters
+from specstop.decode.drafters import find_drafters, with_drafter
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.features import SIGNALS
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
@@ -62,8 +63,10 @@ def serve(
     chosen = exploring(chosen, explore, K) if explore else chosen
     proposer = cast(Proposer, SimpleNamespace(drafting=None))
     options = Options(3, K, 128, pair.vocabulary)
-    recorder = RoundRecorder(proposer, options)
-    proposer.drafting = drafting = Drafting(find_drafters("model", pair)[0], chosen, options, observer=recorder)
+    drafters = find_drafters(pair.drafter, pair)
+    signals = [name for name in chosen.features if name in SIGNALS]
+    recorder = RoundRecorder(proposer, options, len(drafters), signals)
+    proposer.drafting = drafting = Drafting(drafters, chosen, options, observer=recorder)
     engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
 
     def propose(sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -89,11 +92,23 @@ def finished_rows(recorder: RoundRecorder, engine: Engine) -> dict[str, Mapping[
     return rows
 
 
-def test_rounds_are_those_that_the_live_collector_records(endless_pair: Pair, requests: list[Request]) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "policy", "signals"),
+    [
+        ("model", "confidence:0.3", ()),
+        ("suffix", "fixed:4", ()),
+        ("suffix+model", "match:0.2?lengths=4+3", ("match_prob",)),
+    ],
+)
+def test_rounds_are_those_that_the_live_collector_records(
+    endless_pair: Pair, requests: list[Request], drafter: str, policy: str, signals: tuple[str, ...]
+) -> None:
     """Greedy, undisturbed: the same rounds of the same texts, features within float32 rounding, labels equal."""
-    rows = finished_rows(*serve(endless_pair, requests, "confidence:0.3", gentle=True))
-    live = LiveCollector(endless_pair, load_policy("confidence:0.3"), Settings(0.0, NEW, K, ignore_eos=True))
-    compared = 0
+    pair = with_drafter(endless_pair, drafter)
+    rows = finished_rows(*serve(pair, requests, policy, gentle=True))
+    live = LiveCollector(pair, load_policy(policy), Settings(0.0, NEW, K, ignore_eos=True))
+    assert live.signals == signals
+    compared, drawn = 0, 0
     for theirs in live.rows([PromptTask(i, r.name, "", r.prompt) for i, r in enumerate(requests)]):
         mine = rows[theirs["prompt_id"][0]]
         # The loop stops where the limit is; an engine drafts on and commits no more than the limit.
@@ -104,10 +119,10 @@ def test_rounds_are_those_that_the_live_collector_records(endless_pair: Pair, re
             *("accepted", "observed"),
         ):
             assert np.array_equal(np.asarray(mine[name])[:count], np.asarray(theirs[name])[inside]), name
-        for name in (*engine_features(0.0), "draft_prob", "anchor_token", "before_token"):
+        for name in (*engine_features(0.0), *signals, "draft_prob", "anchor_token", "before_token"):
             assert np.allclose(mine[name][:count], theirs[name][inside], rtol=1e-4, atol=1e-5), name
-        compared += count
-    assert compared > 40
+        compared, drawn = compared + count, drawn + theirs["drawn"].sum(0)
+    assert compared > 40 and np.all(drawn[: len(find_drafters(drafter, pair))] > 2), "each drafter drafted at depth 1"
     assert not any(name.startswith("noisy_") for name in engine_features(0.7))
 
 

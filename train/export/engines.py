@@ -25,7 +25,7 @@ from sklearn.linear_model import LogisticRegression
 
 from ...collect.schema import NO_TOKEN, Header, draft_of, drafter_of
 from ...decode.drafters.lookup import LONGEST
-from ...decode.drafters.spec import change_paths, needs_draft, parse_spec, reads_states
+from ...decode.drafters.spec import change_paths, needs_draft, reads_states
 from ...decode.engines.settings import KEY as VLLM_KEY, missing_in_engines
 from ...decode.engines.sglang import KEY as SGLANG_KEY, rule_entry
 from ...policies.contract import StopPolicy
@@ -95,8 +95,6 @@ def vllm_drafter(header: Header) -> dict[str, Any]:
 
 def vllm_obstacle(policy: StopPolicy, drafter: str) -> str:
     """Return why vLLM cannot run a policy with its drafter; "" if it can."""
-    if len(parse_spec(drafter)) > 1:
-        return f"it has several drafters, {drafter}, but a class of vLLM drafts with one"
     if reads_states(drafter):
         return f"its drafter, {drafter}, reads the target's hidden states, which vLLM does not pass to a class"
     if missing := missing_in_engines(policy):

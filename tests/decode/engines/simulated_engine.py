@@ -30,7 +30,7 @@ class Request:
 
 
 class Engine:
-    """DeviceMap requests in a batch, commits accepted tokens, and calls the drafter after each step.
+    """Places requests in a batch, commits accepted tokens, and calls the drafter after each step.
 
     Args:
         requests: in the order of their arrival.

@@ -5,10 +5,12 @@ The rest is specific to vLLM (proposer, settings, coefficients) and to SGLang (r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +22,10 @@ import torch
 from conftest import VOCABULARY
 from simulated_engine import Engine, Request
 from small_drafters import new_round, proposed
-from specstop.decode import Pair, find_drafters, plain_texts
-from specstop.decode.drafters import Drafter
+from specstop.decode import Pair, Settings, Speculator, find_drafters, plain_texts
+from specstop.decode.drafters import Drafter, with_drafter
 from specstop.decode.engines import drafting as drafting_module
-from specstop.decode.engines.drafters import load_engine_drafter
+from specstop.decode.engines.drafters import load_engine_drafters
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.settings import EngineSettings, check_engine_policy, read_settings
 from specstop.decode.engines.sglang import CostedSteps, costed_steps_factory, rule_entry
@@ -31,7 +33,9 @@ from specstop.decode.engines.vllm import Proposer
 from specstop.decode.topology import chain
 from specstop.policies import InputError, LearnedPolicy, PairError, PolicyError, SpecstopWarning, load_policy
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.features import HISTORY_FEATURES, ROUTE_FEATURES
 from specstop.policies.learned import TrainingMetadata
+from specstop.policies.routing import RoutingPolicy
 
 K, LEAST = 5, 0.4
 
@@ -66,10 +70,11 @@ class DraftingRun:
     """Serves copies of requests in an engine that drafts with `Drafting`; `drafts` are (text, draft) pairs."""
 
     def __init__(
-        self, drafter: Drafter, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool = True, **more: int
+        self, drafters: Sequence[Drafter], policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool = True,
+        **more: int,
     ) -> None:  # fmt: skip
         options = Options(**{"rows": 4, "depth": K, "readable": 128, "vocabulary": VOCABULARY, **more})
-        self.drafting, self.named = Drafting(drafter, policy, options), named
+        self.drafting, self.named = Drafting(drafters, policy, options), named
         self.engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], options.rows, seed)
         self.drafts: list[tuple[list[int], list[int]]] = []
         self.engine.run(self.propose)
@@ -83,21 +88,90 @@ class DraftingRun:
         return [by_row.get(i, []) for i in range(len(sampled))]
 
 
-@pytest.mark.parametrize("spec", ["model", "lookup", "suffix"])
+class ByAnchor(RoutingPolicy):
+    """Chooses the drafter, or none, by the anchor. Keeps what it reads and observes."""
+
+    name = "by-anchor"
+
+    def __init__(self, drafters: int = 2) -> None:
+        super().__init__(
+            [load_policy(f"confidence:{LEAST}")] * drafters, [*ROUTE_FEATURES, *HISTORY_FEATURES, "anchor_token"]
+        )
+        self.reads_seconds, self.log = True, []
+
+    def route(self, features: np.ndarray, state: State) -> tuple[np.ndarray, State]:
+        self.log.append(features.ravel())
+        chosen = features[:, :1, len(ROUTE_FEATURES + HISTORY_FEATURES)] % (features.shape[1] + 1)
+        return np.arange(features.shape[1]) == chosen, state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        self.log.append(np.concatenate([getattr(outcome, field.name).ravel() for field in fields(outcome)]))
+        return super().observe(outcome, state)
+
+
+@pytest.mark.parametrize("spec", ["model", "lookup", "suffix", "suffix+model"])
 def test_each_draft_is_that_of_its_text_alone(pair, plain_pair, requests, spec, monkeypatch):
     """Requests are preempted, moved, aborted, trimmed and read in chunks; the cache grows in the runs with names."""
-    events, reference = Counter[str](), find_drafters(spec, plain_pair)[0]
+    events, reference = Counter[str](), find_drafters(spec, plain_pair)
+
+    def expected(text: list[int]) -> list[int]:
+        chosen = text[-1] % 3 if len(reference) == 2 else 0
+        return alone(reference[chosen], text) if chosen < 2 else []
+
     for seed, initial in ((0, 256), (1, 4)):
         monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", initial)
-        policy = load_policy(f"confidence:{LEAST}")
-        run = DraftingRun(find_drafters(spec, pair)[0], policy, seed, requests, named=bool(seed))
+        policy = load_policy(f"confidence:{LEAST}") if len(reference) == 1 else ByAnchor()
+        run = DraftingRun(find_drafters(spec, pair), policy, seed, requests, named=bool(seed))
         events.update(run.engine.counts)
-        assert all(draft == alone(reference, text) for text, draft in run.drafts[:: 2 if spec == "lookup" else 9])
+        assert all(draft == expected(text) for text, draft in run.drafts[:: 2 if spec == "lookup" else 9])
+        assert run.drafting.policy.name == policy.name
         assert len({len(draft) for _, draft in run.drafts}) > 2
     assert min(events.values()) > 1 and events["rounds"] > 40
 
 
 # What a policy observes
+
+
+def test_a_policy_that_routes_reads_and_observes_what_it_does_in_the_loop(pair, requests, profile):
+    """Signals, history, outcomes and modelled seconds, round by round, until the loop reaches its limit."""
+    costs, rounds = dataclasses.replace(profile, others=(dataclasses.replace(profile, step_s=9e-4),)), 0
+    settings = Settings(0.0, 24, K, ignore_eos=True)
+    for request in requests[:4]:
+        live, served = ByAnchor(), ByAnchor()
+        Speculator(with_drafter(pair, "suffix+model"), live, settings, costs).generate(request.prompt)
+        drafters = find_drafters("suffix+model", pair)
+        drafting = Drafting(drafters, served, Options(1, K, 128, VOCABULARY), costs)
+        engine = Engine([Request(request.name, request.prompt, request.answer)], 1, 0, gentle=True)
+        engine.run(lambda sampled, lengths, tokens: drafting.propose([tokens[0, : lengths[0]]]))  # noqa: B023
+        inside = sum(context + K < len(request.prompt) + 24 for context, *_ in engine.finished[0].rounds[1:])
+        theirs, mine = (np.concatenate(policy.log[: 2 * inside]) for policy in (live, served))
+        assert np.allclose(theirs, mine, rtol=1e-4)
+        rounds += inside
+    assert rounds > 20
+
+
+def test_a_draft_is_a_chain_of_one_drafter(pair):
+    """Even if a plugin keeps several drafters without `joins`. A drafter that fails leaves the others."""
+
+    class Both(StopPolicy):
+        name, first, max_depth, routes = "both", 0, K, True
+
+        def keep(self, step: DraftStep, state: State) -> Any:
+            return step.alive.copy(), state
+
+    lookup, model = find_drafters("lookup+model", pair)
+    text = [20, 21, 22, 20, 21]
+    options = Options(1, K, 128, VOCABULARY)
+    expected = [alone(drafter, text, 0.0) for drafter in (lookup, model)]
+    assert Drafting([lookup, model], Both(), options).propose([np.array(text)]) == expected[:1]
+    tool = Drafting([lookup, model], load_policy("agreement:9?lengths=5+5"), options)
+    lookup.committed = Mock(side_effect=RuntimeError("no words left"))
+    with pytest.warns(SpecstopWarning, match="no words left"):
+        assert tool.propose([np.array(text)]) == expected[1:]
+    joining = Both()
+    joining.joins = True
+    with pytest.raises(PolicyError, match="chains"):
+        check_engine_policy(joining)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -124,7 +198,7 @@ def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, reques
 
     policy = Observing()
     policy.first = first
-    run = DraftingRun(find_drafters("model", pair)[0], policy, 5, requests)
+    run = DraftingRun(find_drafters("model", pair), policy, 5, requests)
     assert type(run.drafting.policy) is Observing, "its assertion did not fail"
     expected: Counter[tuple[int, int]] = Counter()
     for request in run.engine.finished:
@@ -139,7 +213,7 @@ def test_a_policy_observes_each_round_and_the_outcome_of_each_draft(pair, reques
 
 def drafting(pair: Pair, policy: Any, rows: int = 1, readable: int = 128, **more: Any) -> Drafting:
     policy = load_policy(policy) if isinstance(policy, str) else policy
-    return Drafting(find_drafters("model", pair)[0], policy, Options(rows, K, readable, pair.vocabulary, **more))
+    return Drafting(find_drafters("model", pair), policy, Options(rows, K, readable, pair.vocabulary, **more))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -206,7 +280,7 @@ def test_a_policy_that_fails_is_replaced_with_one_warning(pair, requests, method
     }
     policy = type("Broken", (StopPolicy,), methods)()
     with pytest.warns(SpecstopWarning, match="7.*fixed:2") as caught:
-        run = DraftingRun(find_drafters("model", pair)[0], policy, 1, requests[:5], fallback=2)
+        run = DraftingRun(find_drafters("model", pair), policy, 1, requests[:5], fallback=2)
     assert len(caught) == 1 and run.drafting.policy.name == "fixed:2"
     assert {len(draft) for _, draft in run.drafts[-4:]} == {2}
 
@@ -217,7 +291,7 @@ def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pai
     failing = Mock(wraps=getattr(drafter, method), side_effect=[*[DEFAULT] * calls, RuntimeError("no words left")])
     setattr(drafter, method, failing)
     with pytest.warns(SpecstopWarning, match="drafter failed .*no words left") as caught:
-        run = DraftingRun(drafter, load_policy(f"confidence:{LEAST}"), 0, requests)
+        run = DraftingRun([drafter], load_policy(f"confidence:{LEAST}"), 0, requests)
     lengths = [len(draft) for _, draft in run.drafts]
     assert len(caught) == 1 and any(lengths) and not any(lengths[-40:])
     assert failing.call_count == calls + 1, "it is not called again"
@@ -225,15 +299,16 @@ def test_after_a_failure_of_the_drafter_requests_are_finished_without_drafts(pai
         run.drafting.check_failed()  # as `collect` and `profile` do
 
 
-def load(drafter: str, target: Path, draft: str = "") -> Drafter:
-    return load_engine_drafter(drafter, draft, str(target), torch.device("cpu"), torch.float64, VOCABULARY)
+def load(drafter: str, target: Path, draft: str = "", policy: str = "fixed:4") -> list[Drafter]:
+    arguments = str(target), torch.device("cpu"), torch.float64, VOCABULARY
+    return load_engine_drafters(drafter, load_policy(policy), draft, *arguments)
 
 
 def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
     (tmp_path / "code.txt").write_text("a b c", encoding="utf-8")
     for spec in ("lookup", f"suffix:{tmp_path / 'code.txt'}", "model"):
         draft = str(pair_folder / "draft") if spec.endswith("model") else ""
-        drafter = load(spec, tmp_path if spec == "model" else pair_folder / "target", draft)
+        (drafter,) = load(spec, tmp_path if spec == "model" else pair_folder / "target", draft)
         drafter.reserve(2, 64)
         drafter.begin(1)
         drafter.committed(1, [20, 21], None)
@@ -241,8 +316,9 @@ def test_drafters_are_loaded_without_the_engines_target(pair_folder, tmp_path):
         assert (drafter.readable < 1 << 20) == bool(draft)
     with pytest.raises(InputError, match="hidden"):
         load("ctc:heads", pair_folder / "target")
-    with pytest.raises(InputError, match="one drafter"):
-        load("suffix+model", pair_folder / "target", str(pair_folder / "draft"))
+    two = "suffix+model", pair_folder / "target", str(pair_folder / "draft")
+    for policy, expected in (("agreement:1", [False, True]), ("fixed:4", [False]), ("fixed:4@model", [True])):
+        assert [drafter.needs_draft for drafter in load(*two, policy)] == expected
     with pytest.raises(PairError, match="target"):
         load("lookup", tmp_path)
 
