@@ -410,7 +410,7 @@ class ModelSource:
 def read_signals(
     signals: Sequence[Callable[[int, int], Sequence[float]] | None], round: RoundState, history: History
 ) -> Array:
-    """Return the ROUTE features [S, D, .] of a round, and set `RoundState.signals`; `signals` are those of each drafter, if any.
+    """Return the ROUTE features [S, D, .] of a round, and set `RoundState.signals`; given the signals of each drafter.
 
     Not a method: a reader that refers to its source is a cycle, which keeps the memory of recorded calls from being reused.
     """
