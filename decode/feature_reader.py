@@ -143,7 +143,7 @@ class FeatureReader:
             values = history.values(self._layout.history)  # [S, n], or [S, D, n] with several drafters
             base[..., self._layout.history_at] = values[:, None] if self._owners is None else values
         if self._layout.route:
-            base[..., self._layout.route_at] = self._signals(round, history)[..., self._layout.route_columns]
+            base[..., self._layout.route_at] = self._signals(round, history).take(self._layout.route_columns, -1)
         return base
 
     def _read_levels(self, base: Array) -> None:

@@ -500,7 +500,7 @@ class Layout:
         self.anchor, self.node, self.history, self.route = (
             tuple(names[i] for i in places) for places in (self.anchor_at, self.node_at, self.history_at, self.route_at)
         )
-        self.route_columns = [ROUTE_FEATURES.index(name) for name in self.route]
+        self.route_columns = np.array([ROUTE_FEATURES.index(name) for name in self.route], dtype=np.int64)
         self.anchor_columns, self.node_columns = Columns(self.anchor, self.anchor_at), Columns(self.node, self.node_at)
 
 
@@ -533,12 +533,12 @@ class History:
         if self.idle is None or outcome.drafting is None:
             add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
             return History(after)
-        alone = active & (outcome.drafting.sum(1) == 1)
-        for drafter in range(outcome.drafting.shape[1]):
-            record = np.ascontiguousarray(self.record[:, drafter])
-            out = np.empty(record.shape)
-            add_round(record, accepted, verified, alone & outcome.drafting[:, drafter], cut, PAST_WEIGHT, out)
-            after[:, drafter] = out
+        drafters, columns = self.record.shape[1:]
+        alone = outcome.drafting & (active & (outcome.drafting.sum(1) == 1))[:, None]  # [S, D]
+        add_round(
+            self.record.reshape(-1, columns), accepted.repeat(drafters), verified.repeat(drafters), alone.ravel(),
+            cut.repeat(drafters), PAST_WEIGHT, after.reshape(-1, columns),
+        )  # fmt: skip
         committed = (accepted + 1)[:, None]
         idle = np.where(outcome.drafting, 0.0, self.idle + committed)
         return History(after, np.where(active[:, None], idle, self.idle))
