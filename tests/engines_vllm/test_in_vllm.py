@@ -71,7 +71,7 @@ names = ["sequence", "anchor", "accepted_length", "drawn", "tokens", "committed"
 results["rows"] = trace.table(names).to_pydict()
 
 profile = measure_vllm(target, draft, task["prompts"], drafter="suffix+model", depth=3, new_tokens=24, readable=128,
-                       policies=[load_policy(task["policy"])], effort=Effort(repetitions=1), progress=silent)
+                       policies=[load_policy(task["policy"])], effort=Effort(repetitions=2), progress=silent)
 results["profile"] = {"others": [one.facts["drafter"] for one in profile.others], "decisions": list(profile.decision_s),
                       "draft_s": [one.low.draft_s[0] for one in (profile, *profile.others)]}
 
