@@ -27,9 +27,12 @@ import json, os, sys
 from vllm import LLM, SamplingParams
 from specstop.collect import Prompt, collect
 from specstop.collect.engines.through_vllm import hidden_module
+from specstop.collect.engines.vllm_profile import measure_vllm
 from specstop.decode import load_pair
 from specstop.decode.drafters import with_drafter
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.display import silent
+from specstop.policies.registry import load_policy
 
 task, engines = json.loads(sys.argv[1]), []
 target, draft = (task["folder"] + f"/{name}" for name in ("target", "draft"))
@@ -66,6 +69,11 @@ trace = collect(with_drafter(load_pair(target, draft), "suffix+model"), prompts,
                 progress=silent)
 names = ["sequence", "anchor", "accepted_length", "drawn", "tokens", "committed", "match_prob"]
 results["rows"] = trace.table(names).to_pydict()
+
+profile = measure_vllm(target, draft, task["prompts"], drafter="suffix+model", depth=3, new_tokens=24, readable=128,
+                       policies=[load_policy(task["policy"])], effort=Effort(repetitions=2), progress=silent)
+results["profile"] = {"others": [one.facts["drafter"] for one in profile.others], "decisions": list(profile.decision_s),
+                      "draft_s": [one.low.draft_s[0] for one in (profile, *profile.others)]}
 
 os.environ["SPECSTOP_VLLM_ACCEPTANCE"] = task["acceptance"]
 import torch
@@ -142,6 +150,12 @@ def test_a_collected_trace_has_each_round_of_the_texts_once(results: dict[str, A
         columns = zip(rows["sequence"], rows["anchor"], rows["committed"], strict=True)
         rounds = [(anchor, committed) for at, anchor, committed in columns if at == sequence]
         assert rounds[0][0] == 1 and all(a + n == b for (a, n), (b, _) in itertools.pairwise(rounds))
+
+
+def test_a_profile_has_the_costs_of_each_drafter(results: dict[str, Any]) -> None:
+    profile = results["profile"]
+    assert profile["others"] == ["model"] and profile["decisions"] == ["match"]
+    assert min(profile["draft_s"]) > 0.0
 
 
 def test_adaptive_verification_begins_with_the_coefficients_of_the_file(results: dict[str, Any]) -> None:
