@@ -116,6 +116,13 @@ def test_what_was_not_measured_is_not_guessed(tmp_path: Path) -> None:
             profile_from_table(path, **options)  # type: ignore[arg-type]
 
 
+def test_the_table_of_the_documentation_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    profile = profile_from_table(write(tmp_path, page.split("```csv\n")[1].split("```")[0]), depth=3)
+    assert profile.batch is not None and profile.batch.sizes == (1, 64)
+    assert profile.verify_s(64, 64, 1000.0) * 1e3 == pytest.approx(5.9 + 63 / 511 * 10.7 + 64 * 0.04 + 1.2, rel=1e-4)
+
+
 def test_the_command_writes_the_profile(tmp_path: Path) -> None:
     path, out = write(tmp_path, TABLE), tmp_path / "profile.json"
     assert cli("profile", "--from", path, "--depth", 5, "--out", out).code == 0

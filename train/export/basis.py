@@ -20,6 +20,7 @@ from ...policies.fixed import FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ..evaluate.pricing import PricedReplays, ProfileBootstrap, with_prices
+from ..evaluate.serving import Setting, serving_settings
 from ..evaluate.statistics import Resamples
 from ..fit.adapt import adapt_to_profile
 from ..fit.rules import fixed_grid
@@ -179,6 +180,11 @@ class Basis:
             rows.append({"batch": size, "length": length, "to_plain": self.ratio(total[:, 0] / total[:, length])})
         self.progress("batches", len(sizes), len(sizes))
         return rows
+
+    def settings(self) -> list[Setting]:
+        """Return the length by batch size and context that is fastest on `fit`, and its speed on `held`."""
+        depth = self.depth + 1
+        return serving_settings(self.fit_fixed[:depth], self.held_fixed[:depth], self._costs, self._boot)
 
     def threshold(self) -> tuple[float, int, Rounds]:
         """Return the fastest rule "draft until the largest probability is below p": p, most tokens, its held-out rounds.

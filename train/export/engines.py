@@ -2,9 +2,9 @@
 
 | engine | source of the format |
 |---|---|
-| vLLM 0.33.0 | `vllm/v1/spec_decode/dynamic/utils.py`, `vllm/config/speculative.py` |
-| SGLang 0.5.23 | `sglang/srt/speculative/adaptive_spec_params.py` |
-| TensorRT-LLM | `tensorrt_llm/llmapi/llm_args.py` (published source, not run) |
+| vLLM 0.33.0 | `vllm/v1/spec_decode/dynamic/utils.py`, `vllm/config/speculative.py`, `adaptive_verification.py` |
+| SGLang 0.5.23 | `sglang/srt/speculative/adaptive_spec_params.py`; cost table: `dspark_components/dspark_sps.py` |
+| TensorRT-LLM | `tensorrt_llm/llmapi/llm_args.py`, `_torch/speculative/dspark_planner.py` (published source, not run) |
 | llama.cpp 00dc805 | `tools/server/README.md` |
 """
 
@@ -14,9 +14,10 @@ import itertools
 import json
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -31,7 +32,9 @@ from ...decode.engines.sglang import KEY as SGLANG_KEY, rule_entry
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.storage import save_policy
+from ..evaluate.serving import off_from
 from ..replay.arrays import TraceArrays, typical_context
 from .basis import TOP, Basis
 
@@ -61,22 +64,83 @@ def length_ranges(table: Sequence[dict[str, Any]]) -> list[Range]:
     return ranges
 
 
-def _table(basis: Basis) -> tuple[list[Range], dict[str, Any]]:
-    """Return the ranges of lengths, and figures of them."""
-    table = basis.length_table()
+def _table(basis: Basis) -> tuple[list[Range], dict[str, Any], dict[str, str | bytes]]:
+    """Return the ranges of lengths, figures of them, and the lengths by batch and context as a file for any engine."""
+    table, settings = basis.length_table(), basis.settings()
     first = basis.held_fixed[table[0]["length"]]
-    return length_ranges(table), {"alone": basis.single_request(first), "batches": table}
+    off = {str(context): batch for context, batch in off_from(settings).items()}
+    figures = {"alone": basis.single_request(first), "batches": table, "lengths": settings, "off_from": off}
+    return length_ranges(table), figures, {"lengths.json": _json({"lengths": settings, "off_from": off})}
+
+
+class CostCurves(NamedTuple):
+    """Milliseconds of the steps of an engine.
+
+    Attributes:
+        drafts: (requests, ms) of drafting the full length.
+        calls: (tokens of all requests, anchors included; ms) of the rest of a round.
+    """
+
+    drafts: list[tuple[int, float]]
+    calls: list[tuple[int, float]]
+
+
+def cost_curves(profile: Profile, sizes: Sequence[int], context: float, depth: int) -> CostCurves:
+    """Return the costs of the batch sizes at a context length; equal numbers of tokens have the median of their costs."""
+    calls: dict[int, list[float]] = defaultdict(list)
+    drafts = []
+    for size in sizes:
+        later = float(profile.draft_s(size, context))
+        drafts.append((size, 1e3 * (float(profile.first_draft_s(size, context)) + (depth - 1) * later)))
+        for length in range(depth + 1):
+            tokens = size * (length + 1)
+            calls[tokens].append(1e3 * float(profile.verify_s(size, tokens, context)))
+    return CostCurves(drafts, [(tokens, float(np.median(ms))) for tokens, ms in sorted(calls.items())])
+
+
+def _curves(basis: Basis) -> CostCurves:
+    return cost_curves(basis.profile, basis.sizes(), typical_context(basis.fit), basis.depth)
+
+
+def vllm_costs(curves: CostCurves) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AdaptiveVerificationManager.set_cost_curves`."""
+    return {"draft_curve": curves.drafts, "verify_curve": curves.calls}
+
+
+def sglang_costs(curves: CostCurves) -> dict[str, Any]:
+    """Return SGLang's `SpsAdditiveCostTable`: a step takes bias + alpha(requests) + theta(tokens) seconds."""
+    first = curves.drafts[0][1]
+    return {
+        "bias_seconds": max(first * 1e-3, 1e-6),
+        "bs_probes": [size for size, _ in curves.drafts],
+        "alpha_seconds": [(ms - first) * 1e-3 for _, ms in curves.drafts],
+        "m_probes": [tokens for tokens, _ in curves.calls],
+        "theta_seconds": [ms * 1e-3 for _, ms in curves.calls],
+    }
+
+
+def trtllm_costs(curves: CostCurves) -> dict[str, Any]:
+    """Return TensorRT-LLM's `SpsCostTable`: ms of a step by verified tokens, and what verifying less does not save."""
+    first = min(ms for _, ms in curves.drafts)
+    return {
+        "token_counts": [tokens for tokens, _ in curves.calls],
+        "step_time_ms": [ms for _, ms in curves.calls],
+        "fixed_overhead_ms": first,
+        "batch_sizes": [size for size, _ in curves.drafts],
+        "batch_overhead_ms": [ms - first for _, ms in curves.drafts],
+        "_meta": {"lookup": "interp", "source": "specstop"},
+    }
 
 
 def vllm(basis: Basis, out: Path) -> Exported:
     """Return vLLM's speculative configs: the policy itself if vLLM can run it, the length table, acceptance coefficients."""
-    ranges, figures = _table(basis)
+    ranges, figures, files = _table(basis)
     config = {
         **vllm_drafter(basis.header),
         "num_speculative_tokens": max(1, *(length for *_, length in ranges)),  # vLLM accepts no 0
         "num_speculative_tokens_per_batch_size": [list(entry) for entry in ranges],
     }
-    files: dict[str, str | bytes] = {"speculative_config.json": _json(config)}
+    files |= {"speculative_config.json": _json(config), "cost_curves.json": _json(vllm_costs(_curves(basis)))}
     if (coefficients := fit_acceptance(basis.fit, basis.depth)) is not None:
         files["acceptance.json"] = _json(coefficients)
     policy, drafter, obstacle = basis.policy, drafter_of(basis.header), ""
@@ -161,7 +225,7 @@ def log_odds(probability: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def sglang(basis: Basis, out: Path) -> Exported:
     """Return SGLang's adaptive configs: the length table, and the candidates of the rule of `decode.engines.sglang`."""
-    ranges, figures = _table(basis)
+    ranges, figures, files = _table(basis)
     fixed = {str(first): {"candidate_steps": [length], "ceiling_coeff": 0} for first, _, length in ranges}
     reached = basis.fit.accepted[~basis.fit.cut].numpy()
     survival = [float((reached >= depth).mean()) for depth in range(basis.depth + 1)]
@@ -175,8 +239,8 @@ def sglang(basis: Basis, out: Path) -> Exported:
     costed: dict[str, Any] = {str(size): {"candidate_steps": steps} for size, steps in near.items()}
     costed[SGLANG_KEY] = rule_entry(acceptance, seconds)
     figures["start"] = ranges[0][2]
-    files: dict[str, str | bytes] = {"adaptive.json": _json(fixed), "costed.json": _json(costed)}
-    return files, figures, {}
+    costs = _json(sglang_costs(_curves(basis)))
+    return {**files, "adaptive.json": _json(fixed), "costed.json": _json(costed), "sps.json": costs}, figures, {}
 
 
 def _step_s(basis: Basis, size: int, length: int, context: float) -> float:
@@ -190,7 +254,7 @@ def _step_s(basis: Basis, size: int, length: int, context: float) -> float:
 
 def trtllm(basis: Basis, out: Path) -> Exported:
     """Return TensorRT-LLM's speculative config; keys of the schedule are the last batch size of a range."""
-    ranges, figures = _table(basis)
+    ranges, figures, files = _table(basis)
     config = {
         "decoding_type": "Draft_Target",
         "speculative_model": draft_of(basis.header),
@@ -198,7 +262,8 @@ def trtllm(basis: Basis, out: Path) -> Exported:
         "draft_len_schedule": {last: length for _, last, length in ranges},
     }
     text = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
-    return {"speculative_config.yaml": text}, figures, {}
+    costs = _json(trtllm_costs(_curves(basis)))
+    return {**files, "speculative_config.yaml": text, "confidence_cost_table.json": costs}, figures, {}
 
 
 def llama_cpp(basis: Basis, out: Path) -> Exported:

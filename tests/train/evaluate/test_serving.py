@@ -44,10 +44,8 @@ def accepted() -> np.ndarray:
 @pytest.fixture(scope="module")
 def records(accepted: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     folder = tmp_path_factory.mktemp("records")
-    rows = [
-        {"id": f"r{at}", "num_spec_tokens": DEPTH, "per_step_accepted": [*steps.tolist(), 0]}
-        for at, steps in enumerate(accepted)
-    ]
+    steps = {f"r{at}": [*of_text.tolist(), 0] for at, of_text in enumerate(accepted)}
+    rows = [{"id": name, "num_spec_tokens": DEPTH, "per_step_accepted": counts} for name, counts in steps.items()]
     (folder / "r.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return import_records(folder / "r.jsonl", folder / "trace")
 
@@ -82,13 +80,8 @@ def test_the_command_prints_the_settings(records: Trace, profile: Profile, tmp_p
 
 
 def row(batch: int, length: int, low: float) -> Setting:
-    return Setting(
-        batch=batch,
-        context=0,
-        length=length,
-        to_plain={"value": low + 0.1, "low": low, "high": low + 0.2},
-        headroom=1.0,
-    )
+    to_plain = {"value": low + 0.1, "low": low, "high": low + 0.2}
+    return Setting(batch=batch, context=0, length=length, to_plain=to_plain, headroom=1.0)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,13 @@ def test_files_are_what_the_engines_read(written: Written) -> None:
     schedule = yaml.safe_load((written["trtllm"][0] / "speculative_config.yaml").read_text())["speculative_config"]
     assert schedule["draft_len_schedule"] == {last: length for _, last, length in table}
     assert schedule["decoding_type"] == "Draft_Target"
+    for name, costs in (("vllm", "cost_curves"), ("sglang", "sps"), ("trtllm", "confidence_cost_table")):
+        folder, figures = written[name]
+        assert json.loads((folder / f"{costs}.json").read_text())
+        lengths = json.loads((folder / "lengths.json").read_text())
+        assert lengths == {"lengths": figures["lengths"], "off_from": figures["off_from"]}
+        assert {row["batch"] for row in lengths["lengths"]} == {1, 2, 4} and len(lengths["off_from"]) == 2
+        assert "tokens of context" in (folder / "README.md").read_text()
 
 
 def test_tables_are_those_of_evaluate(written: Written, sides: Sides, timed: Profile) -> None:
