@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,20 +12,88 @@ import torch
 from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, StopPolicy
-from ..policies.features import DRAFT_HIDDEN, ROUTE_FEATURES, TARGET_HIDDEN, DrawnTokens, History, Layout
+from ..policies.features import (
+    DRAFT_HIDDEN,
+    ROUTE_FEATURES,
+    TARGET_HIDDEN,
+    Columns,
+    DrawnTokens,
+    History,
+    Layout,
+    Needs,
+)
+from ..policies.heads.base import Reduction, reduced
+from ..policies.learned import LearnedPolicy
 from .hooks import NO_TIMER, Timer
-from .models.outputs import round_states
+from .models.device import to_host, upload
+from .models.outputs import round_states, stored
 from .round_state import DraftScores, RoundState
-from .summaries import read_columns, truncation_lead
+from .summaries import Launched, StateReducer, launch, lead_of, read_columns, truncation_lead
 from .texts import Anchor, Text
 from .topology import Topology
 
 _ZERO = np.float32(0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """What was copied from a device together: `launched` computed the statistics of drawn tokens or of anchors."""
+
+    launched: Launched | None
+    on_host: Mapping[str, Tensor]
+    entries: Sequence[int] | None = None  # of the statistics; None = all
+
+    def write(self, columns: Columns, name: str, drawn: DrawnTokens, temperature: float, out: Array) -> Array:
+        """Write the columns of the tokens to `out` [B, .] and return the log-probability of each path [B]."""
+        assert self.launched is not None
+        if "lead" in self.on_host and name != "anchors":
+            drawn.lead = self.on_host["lead"].numpy()
+        summary = self.launched.summary(self.on_host[name], drawn, entries=self.entries)
+        columns(summary, drawn, temperature, out)
+        return summary.path
+
+
 def no_signals(round: RoundState, history: History) -> Array:
     """Return ROUTE features of 0, of rounds in which no drafter provides any."""
     return np.zeros((len(round.active), round.topology.drafters, len(ROUTE_FEATURES)), dtype=np.float32)
+
+
+class NextAnchors:
+    """Statistics of the target's rows in a round, copied to the host together with its accepted paths.
+
+    A policy that decides before it drafts then need not wait for those of its anchors.
+
+    Args:
+        needs, temperature: see `summarise`.
+        rows: [R, V] logits of the target.
+        streams: those of the round.
+
+    Attributes:
+        on_host: the statistics, once they are copied.
+    """
+
+    def __init__(self, needs: Needs, temperature: float, rows: Tensor, streams: Sequence[int]) -> None:
+        self._needs, self._temperature, self._rows, self._streams = needs, temperature, rows, streams
+        self.on_host: Tensor | None = None
+
+    def launch(self, at: Tensor, by_row: bool) -> list[Tensor]:
+        """Start the statistics of rows and tokens `at` [B, 2]; see `RoundState.fetch`."""
+        self._by_row, entry = (
+            by_row,
+            at if by_row else torch.stack([torch.arange(len(at), device=at.device), at[:, 1]], 1),
+        )
+        rows = self._rows if by_row else self._rows.index_select(0, at[:, 0])
+        self._launched = launch(self._needs, rows, entry, 1, self._temperature)
+        return [self._launched.values]
+
+    def fetched(self, round: RoundState) -> _Fetched | None:
+        """Return those of a round's anchors; None if they are not among them."""
+        anchors = [(stream, anchor) for stream, anchor in enumerate(round.anchors) if anchor is not None]
+        is_same = [stream for stream, _ in anchors] == self._streams and all(a.rows is self._rows for _, a in anchors)
+        if self.on_host is None or not is_same:
+            return None
+        entries = [anchor.at for _, anchor in anchors] if self._by_row else range(len(anchors))
+        return _Fetched(self._launched, {"anchors": self.on_host}, entries)
 
 
 class FeatureReader:
@@ -55,6 +124,15 @@ class FeatureReader:
         self._columns = self._layout.node_columns
         self._follows_path = "path_logprob" in self._layout.names
         self._reads_target = bool(self._layout.anchor) or TARGET_HIDDEN in policy.hidden
+        # A reduction to the width of the state would save nothing, and is told apart by its width.
+        layers: Mapping[str, Reduction] = policy.head.reductions if isinstance(policy, LearnedPolicy) else {}
+        self._reducers = {
+            name: reducer
+            for name, reducer in ((name, StateReducer(one)) for name, one in layers.items())
+            if reducer.width != self._widths.get(name)
+        }
+        self._prefetches = self._first == 0 and bool(self._layout.anchor) and TARGET_HIDDEN not in policy.hidden
+        self._next: NextAnchors | None = None
         self._reads_draft = bool(self._layout.node or policy.hidden)
         self._one_batch = np.zeros(streams, dtype=np.int64)
         self._parents = [level[None].repeat(streams, 0) for level in topology.parent_in_level]  # by depth, [S, B]
@@ -68,15 +146,54 @@ class FeatureReader:
         # Of the latest depth with B rows that was read:
         self._features: Array | None = None  # [S, B, F]
         self._path: Array | None = None  # [S, B] log-probabilities of the paths, if a feature needs them
-        self._states: Tensor | None = None  # [n, H] draft's hidden states of the n tokens drawn
+        self._states: Tensor | Array | None = None  # [n, H] draft's hidden states of the n tokens drawn
         self._indices: tuple[Array, Array] | None = None  # stream and index in the depth of these; None = all in order
         self._unread: Sequence[DraftScores] = ()  # of the latest depth, until they are read
+        # Copied from a device together with the tokens of the latest depth, and with the first tokens of the round.
+        self._fetched: _Fetched | None = None
+        self._anchors = None if self._next is None else self._next.fetched(round)
+        self._next = None
+
+    def next_anchors(self, rows: Tensor) -> NextAnchors | None:
+        """Return what the verification copies for the next round, given its rows [R, V] on a device."""
+        if self._prefetches and not rows.is_cpu:
+            streams = [stream for stream, _ in self.round.target_rows]
+            self._next = NextAnchors(self._layout.anchor_columns.needs, self._temperature, rows, streams)
+        return self._next
 
     def drawn(self, depth: int, scores: Sequence[DraftScores]) -> None:
         """Keep the scores of a depth until the policy is called, if features need them."""
         is_called = self._first <= depth < self._topology.deepest
         if self._follows_path or (self._reads_draft and is_called):
             self._unread = scores
+
+    def fetch(self, depth: int, scores: DraftScores, tokens: Tensor) -> list[int]:
+        """Return tokens [R] of chains, drawn on a device, and copy what the policy reads there: the host waits once."""
+        self.drawn(depth, [scores])
+        device, launched, anchors, needs = tokens.device, None, None, self._columns.needs
+        parts = {"tokens": tokens}
+        if self._unread:
+            at = torch.stack([torch.arange(len(tokens), device=device), tokens], 1)
+            launched = launch(needs, scores.raw, at, 1, self._temperature, scores.sampled, scores.scores)
+            parts["statistics"] = launched.values
+            if needs.noisy and scores.untruncated is not None and scores.sampled is not None:
+                parts["lead"] = lead_of(scores.untruncated, scores.sampled, at)
+            if scores.states is not None:
+                parts["states"] = self._reduced(DRAFT_HIDDEN, scores.states)
+        if self._reads_target and self._base is None and self._anchors is None:
+            rows, last = self._anchor_rows()
+            if self._layout.anchor:
+                at = upload([[row, token] for row, (token, _) in enumerate(last)], device)
+                anchors = launch(self._layout.anchor_columns.needs, rows, at, 1, self._temperature)
+                parts["anchors"] = anchors.values
+            if TARGET_HIDDEN in self.policy.hidden:
+                parts["anchor states"] = self._reduced(TARGET_HIDDEN, self._anchor_states())
+        on_host = dict(zip(parts, to_host(*parts.values()), strict=True))
+        self._fetched = None if launched is None else _Fetched(launched, on_host)
+        if "anchors" in parts or "anchor states" in parts:
+            self._anchors = _Fetched(anchors, on_host)
+        out: list[int] = on_host["tokens"].tolist()
+        return out
 
     def read_path(self, timer: Timer = NO_TIMER) -> None:
         """Read the tokens of a depth for which the policy was not called, if a feature needs the paths through them."""
@@ -95,7 +212,7 @@ class FeatureReader:
         features = self._by_branch(self._base, depth) if self._features is None else self._features
         if np.count_nonzero(alive) < alive.size:
             features = np.where(alive[..., None], features, _ZERO)  # required by `DraftStep`
-        hidden = {name: self._hidden(name, alive) for name in self.policy.hidden}
+        hidden = dict(self._hidden(name, alive) for name in self.policy.hidden)
         if self._owners is None:
             return DraftStep(depth, alive, self._parents[depth], features, hidden, self._batch)
         owners = self._owners[depth], self._owners[max(depth - 1, 0)]
@@ -105,21 +222,34 @@ class FeatureReader:
         """Return a copy of the columns [S, D, F] by branch of a depth [S, B, F]."""
         return base.repeat(self._topology.branches[depth], 1) if self._owners is None else base[:, self._owners[depth]]
 
-    def _hidden(self, name: str, alive: Array) -> Array:
-        """Return a hidden state [S, B, H]."""
+    def _reduced(self, name: str, states: Tensor) -> Tensor:
+        """Return what is copied to the host of hidden states [n, H] on a device: the output of the head's layers on them."""
+        return self._reducers[name](states) if name in self._reducers else stored(states)
+
+    def _to_host(self, name: str, states: Tensor) -> Array:
+        """Return hidden states [n, H] as a policy sees them, or what its head reduces them to, float32."""
+        values: Array = (round_states(states) if states.is_cpu else self._reduced(name, states).float()).cpu().numpy()
+        return values
+
+    def _hidden(self, name: str, alive: Array) -> tuple[str, Array]:
+        """Return a hidden state [S, B, H] by the name under which the policy receives it."""
         if name == TARGET_HIDDEN:
             assert self._target_states is not None
             states = self._target_states[:, None].repeat(alive.shape[1], 1)
         else:
-            states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
-            if self._states is not None:
-                values = round_states(self._states).cpu().numpy()
-                if self._indices is None:
-                    states[:] = values.reshape(states.shape)
-                else:
-                    states[self._indices] = values
+            values, width = self._states, self._widths[DRAFT_HIDDEN]
+            if isinstance(values, Tensor):
+                values = self._to_host(name, values)
+            if name in self._reducers and (values is None or values.shape[1] != width):
+                width = self._reducers[name].width
+            states = np.zeros((*alive.shape, width), dtype=np.float32)
+            if values is not None and self._indices is None:
+                states[:] = values.reshape(states.shape)
+            elif values is not None:
+                states[self._indices] = values
         states[~alive] = 0.0
-        return states
+        is_reduced = name in self._reducers and states.shape[-1] != self._widths.get(name)
+        return reduced(name) if is_reduced else name, states
 
     def _read_base(self, history: History) -> Array:
         round = self.round
@@ -129,22 +259,33 @@ class FeatureReader:
             self._batch[streams] = 0
         base = np.zeros((self._streams, self._topology.drafters, len(self._layout.names)), dtype=np.float32)
         if self._reads_target:
-            anchors = [anchor for anchor in round.anchors if anchor is not None]
-            last = [(text.tokens[-1], text.tokens[-2]) for text in round.texts if text is not None]
-            rows = anchors[0].row if len(anchors) == 1 else torch.cat([anchor.row for anchor in anchors])
+            rows, last = self._anchor_rows()
             columns = base[streams, 0]
-            read_anchors(self._layout, rows, last, self._temperature, columns)
+            read_anchors(self._layout, rows, last, self._temperature, columns, self._anchors)
             base[streams] = columns[:, None]
             if TARGET_HIDDEN in self.policy.hidden:
-                states = torch.cat([anchor.hidden for anchor in anchors if anchor.hidden is not None])
+                if self._anchors is None:
+                    states = self._to_host(TARGET_HIDDEN, self._anchor_states())
+                else:
+                    states = self._anchors.on_host["anchor states"].float().numpy()
                 self._target_states = np.zeros((self._streams, states.shape[-1]), dtype=np.float32)
-                self._target_states[streams] = round_states(states).cpu().numpy()
+                self._target_states[streams] = states
         if self._layout.history:
             values = history.values(self._layout.history)  # [S, n], or [S, D, n] with several drafters
             base[..., self._layout.history_at] = values[:, None] if self._owners is None else values
         if self._layout.route:
             base[..., self._layout.route_at] = self._signals(round, history).take(self._layout.route_columns, -1)
         return base
+
+    def _anchor_rows(self) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Return the rows [A, V] that the anchors were drawn from, and each anchor with the token before it."""
+        rows = [anchor.row for anchor in self.round.anchors if anchor is not None]
+        last = [(text.tokens[-1], text.tokens[-2]) for text in self.round.texts if text is not None]
+        return rows[0] if len(rows) == 1 else torch.cat(rows), last
+
+    def _anchor_states(self) -> Tensor:
+        """Return the hidden states [A, H] of these rows."""
+        return torch.cat([a.hidden for a in self.round.anchors if a is not None and a.hidden is not None])
 
     def _read_levels(self, base: Array) -> None:
         """Read the unread tokens; `base` [S, D, F] has the other columns."""
@@ -178,9 +319,14 @@ class FeatureReader:
         streams, branch = np.array(stream_of), np.array(rows) - tree.spans[depth].start
         if self._follows_path and self._path is not None:
             drawn.parent_path = self._path[streams, tree.parent_in_level[depth][branch]]
+        features = base[streams, scores.drafter]  # [n, F]
+        if self._fetched is not None:
+            path = self._fetched.write(self._columns, "statistics", drawn, self._temperature, features)
+            states, self._fetched = self._fetched.on_host.get("states"), None
+            self._states = None if states is None else states.float().numpy()
+            return features, path, (streams, branch)
         if self._columns.needs.noisy:
             drawn.lead = truncation_lead(scores.untruncated, scores.sampled, drawn)
-        features = base[streams, scores.drafter]  # [n, F]
         path = read_columns(
             self._columns, scores.raw, drawn, self._temperature, features, scores.sampled, scores.scores, scores.best
         )
@@ -191,7 +337,12 @@ class FeatureReader:
 
 
 def read_anchors(
-    layout: Layout, rows: Tensor, anchors: Sequence[tuple[int, int]], temperature: float, out: Array
+    layout: Layout,
+    rows: Tensor,
+    anchors: Sequence[tuple[int, int]],
+    temperature: float,
+    out: Array,
+    fetched: _Fetched | None = None,
 ) -> None:
     """Write the ANCHOR columns of rounds.
 
@@ -201,10 +352,14 @@ def read_anchors(
         anchors: A pairs of an anchor and the token before it.
         temperature: sampling temperature.
         out: [A, F] float32.
+        fetched: statistics of the rows, if they are on the host.
     """
     if layout.anchor:
         drawn = DrawnTokens.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
-        read_columns(layout.anchor_columns, rows, drawn, temperature, out)
+        if fetched is None:
+            read_columns(layout.anchor_columns, rows, drawn, temperature, out)
+        else:
+            fetched.write(layout.anchor_columns, "anchors", drawn, temperature, out)
 
 
 def set_anchors(

@@ -31,7 +31,8 @@ class Hook:
 class Timer:
     """Seconds by phase of a round: draft, verify, policy.
 
-    On CUDA a lap is the time between two events, for which the host does not wait.
+    On CUDA a lap is the time between two events, for which the host does not wait. Rounds are timed by the host's clock,
+    without a wait either: a round contains the wait for its accepted path, and what is left of it counts to the next round.
 
     Args:
         device: device to time; None = no timing.
@@ -49,31 +50,31 @@ class Timer:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def mark(self) -> Any:
-        """Return the start of a lap, for `add`."""
-        return self._event() if self._on_cuda else self.now()
+    def mark(self, on_host: bool = False) -> Any:
+        """Return the start of a lap, for `add`. The host's clock times laps `on_host`, which use no device."""
+        return self._event() if self._on_cuda and not on_host else time.perf_counter()
 
     def add(self, phase: str, mark: Any) -> None:
         """Add the lap since `mark` to a phase."""
-        if self._on_cuda:
+        if not isinstance(mark, float):
             self._pending.append((phase, mark, self._event()))
         elif self._device is not None:
-            self._laps[phase].append(self.now() - mark)
+            self._laps[phase].append(time.perf_counter() - mark)
 
     def restart(self) -> None:
         """Discard all laps and begin a round."""
         self._pending.clear()
         self._laps.clear()
-        self._begun = self.now()
+        self._begun = time.perf_counter()
 
     def elapsed(self) -> float:
         """Return the seconds since `restart`."""
-        return self.now() - self._begun
+        return time.perf_counter() - self._begun
 
     @property
     def laps(self) -> defaultdict[str, list[float]]:
         """Seconds of each lap since `restart`, by phase."""
-        if self._pending:
+        if self._pending and not self._pending[-1][2].query():
             self._pending[-1][2].synchronize()  # events of a stream complete in order
         for phase, begin, end in self._pending:
             self._laps[phase].append(begin.elapsed_time(end) * 1e-3)

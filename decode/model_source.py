@@ -212,7 +212,7 @@ class ModelSource:
             if allowed < deepest:
                 round.limit = np.full(self._size, deepest) if round.limit is None else round.limit
                 round.limit[stream] = allowed
-        round.choices = choices
+        round.choices, round.ends = choices, self.eos
         self.reader.begin(round)
         return round
 
@@ -234,9 +234,13 @@ class ModelSource:
                 continue
             levels.append(level)
             if isinstance(tokens, Tensor):
-                self._defer(round, depth + 1, level.rows, tokens)
                 drawn[[stream for stream, _ in level.rows]] = True
-                continue
+                if round.has_fixed_length or depth + 1 == tree.deepest:
+                    self._defer(round, depth + 1, level.rows, tokens)
+                    continue
+                mark = self.timer.mark()
+                tokens = [[token] for token in self.reader.fetch(depth + 1, level, tokens)]
+                self.timer.add("policy", mark)
             candidates, round_tokens = iter(tokens), round.tokens
             for stream, parents in level.rows:
                 for row in parents:
@@ -290,7 +294,7 @@ class ModelSource:
 
         Returns:
             What was drawn from, None if nothing was drawn, and the candidates of each row. A tensor [R] if the host need not
-            know them before the verification: one candidate of each row, in a round in which the policy is not called.
+            know them before the verification: one candidate of each row of chains, on a device or if no policy is called.
         """
         mark = self.timer.mark()
         proposal = self.drafters[drafter].propose(round, depth, rows)
@@ -313,7 +317,7 @@ class ModelSource:
         draw = self.mode.draw(round, rows, sampled, drafter)
         tokens: Sequence[Sequence[int]] | Tensor = draw.tokens
         if isinstance(tokens, Tensor):
-            is_deferred = round.has_fixed_length and self.topology.is_chain
+            is_deferred = self.topology.is_chain and (round.has_fixed_length or not tokens.is_cpu)
             if not is_deferred or any(sampler.reads_tokens for sampler in samplers):
                 tokens = tokens[:, None].tolist()
         counts = [1] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
@@ -338,6 +342,7 @@ class ModelSource:
         if has_grammar := any(text.sampler.has_grammar for text in round.texts if text is not None):
             # A candidate may lead to a row for which the grammar allows no token. It matters only if it is accepted.
             round.target_sampled = torch.where(sampled.amax(-1, keepdim=True) > -torch.inf, sampled, raw)
+        round.next_anchors = self.reader.next_anchors(raw)
         try:
             accepted = self.mode.accept(round, rows, round.target_sampled)
         finally:  # after the host has waited for the accepted paths
@@ -350,7 +355,7 @@ class ModelSource:
             round.on_path[stream, path] = True
             round.accepted[stream], round.next_tokens[stream] = len(path) - 1, token
         if is_deferred and self.eos:
-            round.end_at(self.eos)
+            round.end_texts()
         for hook in self._hooks:
             hook.on_verified(round)
 
@@ -396,7 +401,11 @@ class ModelSource:
             indices = path if self.topology.is_chain else [sent.index(row) for row in path]
             tokens = round.tokens[stream, path].tolist()
             self.target.keep(text.slot, [text.slot + index for index in indices], stream)
-            kept = None if states is None else states[0, [first + index for index in indices]]  # [path, layers x H]
+            kept = None  # [path, layers x H]
+            if states is not None and self.topology.is_chain:  # a list of indices would have to be copied to the device
+                kept = states[0, first : first + len(path)]
+            elif states is not None:
+                kept = states[0, [first + index for index in indices]]
             hidden = self._commit(stream, tokens, kept)
             text.anchor = Anchor(round.target_raw, first + indices[-1], hidden)
             first += len(sent)

@@ -12,15 +12,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..policies.contract import Array, DraftTree, State
 from ..policies.features import DrawnTokens
 from ..policies.kernels import on_first_use
+from .models.device import to_host
 from .topology import Topology
 
 if TYPE_CHECKING:
+    from .feature_reader import NextAnchors
     from .records import Round
     from .texts import Anchor, Text
     from .verify.noise import Choices
@@ -97,6 +98,8 @@ class RoundState:
         steps: [S, K] int64, rows fed at each depth; one column at least. [S, D, K] with several drafters.
         has_fixed_length: the policy is not called in this round.
         device_tokens: [S, N] int64, tokens on the device while the host does not know the candidates; otherwise None.
+        ends: token ids that end a text.
+        next_anchors: the rows that the next anchors are drawn from, if the policy reads them before it drafts.
         levels: by depth of the fed rows, the scores of each drafter that drew. This and the following: live rounds only.
         draft_probs: by (stream, fed row, drafter), the distribution [V] of its candidates, under rejection modes.
         ended_rows: (stream, row) of the candidates that end a text.
@@ -130,6 +133,8 @@ class RoundState:
     policy_state: State = None
     signals: Array | None = None
     device_tokens: Tensor | None = None
+    ends: Collection[int] = ()
+    next_anchors: NextAnchors | None = None
     _tokens: Array | None = None
 
     def __init__(
@@ -152,25 +157,35 @@ class RoundState:
         if self._tokens is None:
             self._tokens = np.full(self.drawn.shape, -1, dtype=np.int64)
         if self.device_tokens is not None:
-            self.fetch(self.device_tokens[0, :0])
+            self._tokens, self.device_tokens = self.device_tokens.cpu().numpy(), None
         return self._tokens
 
-    def fetch(self, tokens: Tensor) -> list[int]:
-        """Return int64 `tokens` [R] as a list, and copy `device_tokens` to the host in the same transfer."""
-        if self.device_tokens is None:
-            return list(tokens.tolist())
-        values = torch.cat([tokens, self.device_tokens.flatten()]).tolist()
-        self._tokens = np.array(values[len(tokens) :], dtype=np.int64).reshape(self.drawn.shape)
-        self.device_tokens = None
-        return values[: len(tokens)]
+    def fetch(self, values: Tensor, at: Tensor | None = None, by_row: bool = True) -> list[int]:
+        """Return int64 `values` [n] as a list, and copy `device_tokens` and `next_anchors` to the host at the same time.
 
-    def end_at(self, ends: Collection[int]) -> None:
-        """Undo what was drafted after the first candidate of each chain that is in `ends`, tokens that end a text.
+        Args:
+            values: computed by the verification.
+            at: [B, 2] int64 rows of the target and the tokens after them, among them those of the next anchors.
+            by_row: whether `at` has all rows; if not, it has one for each stream.
+        """
+        anchors = [] if self.next_anchors is None or at is None else self.next_anchors.launch(at, by_row)
+        if not anchors and self.device_tokens is None:
+            return list(values.tolist())
+        tokens = [] if self.device_tokens is None else [self.device_tokens]
+        first, *others = to_host(values, *tokens, *anchors)
+        if self.device_tokens is not None:
+            self._tokens, self.device_tokens = others.pop(0).numpy(), None
+        if self.next_anchors is not None and anchors:
+            self.next_anchors.on_host = others[0]
+        return list(first.tolist())
+
+    def end_texts(self) -> None:
+        """Undo what was drafted after the first candidate of each chain that ends its text.
 
         Needed if the host did not know the candidates while they were drafted.
         """
         for stream, tokens in enumerate(self.tokens.tolist()):
-            row = next((row for row, token in enumerate(tokens) if row and token in ends), 0)
+            row = next((row for row, token in enumerate(tokens) if row and token in self.ends), 0)
             if not row:
                 continue
             self.hit_limit[stream] = True

@@ -61,7 +61,7 @@ def play_round(source: RoundSource, host: PolicyHost) -> RoundState:
     draft(source, host, round)
     source.verify(round)
     source.commit(round)
-    mark = source.timer.mark()
+    mark = source.timer.mark(on_host=True)
     host.end_round(round)
     source.timer.add("policy", mark)
     return round

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from torch.nn import functional
 from ..policies.contract import Array
 from ..policies.errors import PolicyError
 from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
-from .models.device import Recorded, Recorder, fused, round_up_size, upload
+from ..policies.heads.base import Reduction
+from .models.device import Recorded, Recorder, fused, round_up_size, to_host, upload
+from .models.outputs import round_states
 
 MIN_LOGIT = -87.0
 """Logits of masked tokens relative to the largest, as in `policies.kernels.features`: its exponential is a normal float32."""
@@ -79,10 +81,15 @@ def truncation_lead(untruncated: Tensor | None, sampled: Tensor | None, drawn: D
     """
     if untruncated is None or sampled is None:
         return None
-    best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)  # [R]
-    ids = torch.from_numpy(drawn.ids).to(sampled.device)
-    lead: Array = (untruncated[ids[:, 0], ids[:, 1]] - best[ids[:, 0]]).double().cpu().numpy()
+    lead: Array = lead_of(untruncated, sampled, torch.from_numpy(drawn.ids[:, :2]).to(sampled.device)).cpu().numpy()
     return lead
+
+
+def lead_of(untruncated: Tensor, sampled: Tensor, at: Tensor) -> Tensor:
+    """Return the [B] of `truncation_lead` for the rows and ids `at` [B, 2] of tokens, on their device."""
+    row, token = at.unbind(-1)
+    best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)  # [R]
+    return (untruncated[row, token] - best[row]).double()
 
 
 def _host_arrays(
@@ -115,22 +122,72 @@ def summarise_on_device(
     scores: Tensor | None = None, best: Best | None = None,
 ) -> RowSummary:  # fmt: skip
     """Summarise rows of logits by operations on their device and one copy to the host; see `summarise`."""
-    noisy_best, count = _best_array(needs, best), 0
-    if needs.noisy and noisy_best is None:
+    noisy_best, at = _best_array(needs, best), upload(drawn.ids[:, :2], logits.device)
+    needed = needs if noisy_best is None else replace(needs, noisy=False)
+    launched = launch(needed, logits, at, int(drawn.ids[:, 4].max()), temperature, sampled, scores)
+    return launched.summary(*to_host(launched.values), drawn, noisy_best)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Statistics of rows of logits that a device computes.
+
+    Attributes:
+        values: flat float32, to be copied to the host.
+        shapes: number of rows computed, number of rows needed, and number of columns of each part of the values.
+    """
+
+    values: Tensor
+    shapes: Sequence[tuple[int, int, int]]
+
+    def summary(
+        self, values: Tensor, drawn: DrawnTokens, best: Array | None = None, entries: Sequence[int] | None = None
+    ) -> RowSummary:
+        """Return the summary, given the values on the host.
+
+        Args:
+            values: on the host.
+            drawn: the tokens.
+            best: noisy scores that were not computed.
+            entries: those of the rows and their tokens that are needed; None = all.
+        """
+        parts = values.double().split([count * width for count, _, width in self.shapes])
+        top, stats, noisy, logprob = (
+            part.view(count, width)[:n].numpy() for part, (count, n, width) in zip(parts, self.shapes, strict=True)
+        )
+        if entries is not None:
+            top, stats, noisy, logprob = (part[list(entries)] for part in (top, stats, noisy, logprob))
+        path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
+        lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
+        numbers = np.concatenate([logprob, path, lead], 1)
+        return RowSummary(
+            _padded(top, TOP), stats, _padded(noisy, max(noisy.shape[1], 2)) if best is None else best, numbers
+        )
+
+
+def launch(
+    needs: Needs, logits: Tensor, at: Tensor, siblings: int, temperature: float, sampled: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> Launched:  # fmt: skip
+    """Start the statistics of rows of logits on their device, without a wait.
+
+    Args:
+        at: [B, 2] int64 on the device, row and id of each token.
+        siblings: largest number of tokens drawn from a row.
+        needs, logits, temperature, sampled, scores: see `summarise`.
+
+    Raises:
+        PolicyError: noisy scores are needed but missing.
+    """
+    count = 0
+    if needs.noisy:
         if scores is None:
             raise PolicyError(NO_SCORES)
         # One more than siblings, because margins are to the best score that was not drawn.
-        count = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
+        count = min(max(siblings + 1, 2), scores.shape[-1])
     ranks, shaped = max(min(needs.ranks, logits.shape[-1]), 1), sampled if needs.sampled else None
     scale = temperature if needs.sampled and shaped is None and temperature else 1.0
-    statistics = RowStatistics(ranks, needs.spread, scale, count)
-    top, stats, noisy, logprob = statistics.run(logits, shaped, scores if count else None, drawn.ids[:, :2])
-    path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
-    lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
-    numbers = np.concatenate([logprob, path, lead], 1)
-    return RowSummary(
-        _padded(top, TOP), stats, _padded(noisy, max(count, 2)) if noisy_best is None else noisy_best, numbers
-    )
+    return RowStatistics(ranks, needs.spread, scale, count).launch(logits, shaped, scores if count else None, at)
 
 
 def _padded(values: Array, width: int) -> Array:
@@ -155,8 +212,8 @@ class RowStatistics:
     temperature: float
     noisy: int
 
-    def run(self, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Array) -> list[Array]:
-        """Return the largest logits [R, ranks], sums and entropies [R, 2], largest scores, log-probabilities [B, 2].
+    def launch(self, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Tensor) -> Launched:
+        """Start computing the largest logits [R, ranks], sums and entropies [R, 2], largest scores, log-probabilities [B, 2].
 
         Args:
             logits: [R, V].
@@ -166,7 +223,7 @@ class RowStatistics:
         rows, tokens, device = len(logits), len(at), logits.device
         if not recorder(device).works or rows > MAX_RECORDED_ROWS:
             weights, noise = (None if tensor is None else tensor.float() for tensor in (sampled, scores))
-            values, size = self.compute(logits.float(), weights, noise, upload(at, device)).cpu(), (rows, tokens)
+            values, size = self.compute(logits.float(), weights, noise, at), (rows, tokens)
         else:
             size, is_read = (
                 (round_up_size(rows), round_up_size(tokens)),
@@ -176,13 +233,11 @@ class RowStatistics:
             with _LOCK:
                 recording = recorded_statistics(self, size, logits.shape[-1], is_read, device, inference)
                 values = recording.run(logits, sampled, scores, at)
-        shapes = ((size[0], self.ranks), (size[0], 2), (size[0], self.noisy), (size[1], 2))
-        parts = values.double().split([count * width for count, width in shapes])
-        counts = (rows, rows, rows, tokens)
-        return [part.view(shape)[:n].numpy() for part, shape, n in zip(parts, shapes, counts, strict=True)]
+        per_row = ((size[0], rows, width) for width in (self.ranks, 2, self.noisy))
+        return Launched(values, (*per_row, (size[1], tokens, 2)))
 
     def compute(self, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Tensor) -> Tensor:
-        """Return the results of `run` as one tensor; logits, sampled and scores are float32."""
+        """Return the results of `launch` as one tensor; logits, sampled and scores are float32."""
         top = largest(logits, self.ranks)
         stats, logprob = logits.new_zeros(len(logits), 2), logits.new_zeros(len(at), 2)
         if self.spread:
@@ -257,28 +312,67 @@ class RecordedStatistics(Recorded[Tensor]):
         super().__init__()
         self._statistics, self._device, width = statistics, device, vocabulary + _block_padding(vocabulary)
         self._inputs = [torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read]
-        at = torch.zeros(size[1], 2, dtype=torch.int64)
-        self._host_at, self._at = at.pin_memory() if device.type == "cuda" else at, at.to(device)
+        self._at = torch.zeros(size[1], 2, dtype=torch.int64, device=device)
 
-    def run(self, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Array) -> Tensor:
-        """Return `Reading.compute` on the host; of fewer rows and tokens than R and B the first results count."""
+    def run(self, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Tensor) -> Tensor:
+        """Return `RowStatistics.compute`; of fewer rows and tokens than R and B the first results count."""
         for buffer, values in zip(self._inputs, (logits, sampled, scores), strict=True):
             if buffer is not None and values is not None:
                 buffer[: len(values), : values.shape[1]] = values
-        self._host_at[: len(at)] = torch.from_numpy(at)
-        self._at.copy_(self._host_at, non_blocking=True)  # not written to again before the result is on the host
+        self._at[: len(at)] = at
         rows, weights, noise = self._inputs
         assert rows is not None
         return self.run_or_replay(
             recorder(self._device), lambda: self._statistics.compute(rows, weights, noise, self._at)
-        ).cpu()
+        ).clone()  # the next run overwrites it
+
+
+class StateReducer:
+    """Applies the layers of a head that read a hidden state only, on the state's device: few numbers are then copied.
+
+    Args:
+        layers: see `policies.heads.base.Reduction`.
+
+    Attributes:
+        width: of the output.
+    """
+
+    def __init__(self, layers: Reduction) -> None:
+        self._layers, self.width = layers, len(layers[-1][2])
+        self._weights: list[tuple[str, Tensor, Tensor]] = []
+        self._recorded: dict[tuple[int, bool], tuple[Recorded[Tensor], Tensor]] = {}
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return [R, W] float32 of states [R, H], rounded to float16 as everywhere."""
+        rows, device = len(states), states.device
+        if not self._weights:
+            for kind, *layer in self._layers:
+                weight, bias = (upload(part.astype(np.float32), device) for part in layer)
+                self._weights.append((kind, weight, bias))
+        if not recorder(device).works or rows > MAX_RECORDED_ROWS:
+            return self._apply(states)
+        key = round_up_size(rows), torch.is_inference_mode_enabled()
+        if key not in self._recorded:
+            self._recorded[key] = Recorded(), states.new_zeros(key[0], states.shape[1])
+        recorded, buffer = self._recorded[key]
+        buffer[:rows] = states
+        return recorded.run_or_replay(recorder(device), lambda: self._apply(buffer))[:rows].clone()
+
+    def _apply(self, states: Tensor) -> Tensor:
+        x = round_states(states)
+        for kind, weight, bias in self._weights:
+            if kind == "residual":
+                x = x + functional.silu(functional.linear(x, weight, bias))
+            else:
+                x = functional.linear(x.relu() if kind == "relu" else x, weight, bias)
+        return x
 
 
 recorded_statistics = functools.lru_cache(MAX_RECORDINGS)(RecordedStatistics)
 """Return the recording of a shape."""
 
 _LOCK = threading.Lock()
-"""Held until the result is on the host, as threads share the buffers."""
+"""Held while a summary is launched, as threads share the buffers."""
 
 recorder = functools.cache(Recorder)
 """Return the recorder of a device. Its recordings share a pool of memory."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...policies.contract import Array
-from ..models.device import upload, without_cudnn
+from ..models.attention import attend as attend_cached, backend_mask
+from ..models.device import upload
 from ..models.pair import Pair
 from ..models.view import layer_view
 from ..round_state import RoundState, Rows
@@ -115,6 +115,8 @@ class LayerReader(Drafter):
             mask[at, :n, :width] = part.visible
         tokens, slots, positions = upload(numbers, self._device)
         attention_mask = None if mask.all() else upload(mask[:, None], self._device)
+        if attention_mask is not None and not attention_mask.is_cpu:
+            attention_mask = backend_mask(attention_mask, keys.dtype)
         streams = [part.stream for part in parts]
         index = upload(streams, self._device)
         is_batch = streams == list(range(self._streams))  # then attention reads the cache without a copy
@@ -123,9 +125,7 @@ class LayerReader(Drafter):
             keys[index[:, None], slots] = k
             values[index[:, None], slots] = v
             k, v = ((cache if is_batch else cache[index])[:, :end].transpose(1, 2) for cache in (keys, values))
-            with without_cudnn(q.device):
-                out = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attention_mask)
-            return out.transpose(1, 2)
+            return attend_cached(q.transpose(1, 2), k, v, attention_mask).transpose(1, 2)
 
         cos, sin = self._rotation
         states = pad_sequence([part.states for part in parts], batch_first=True)

@@ -72,8 +72,8 @@ class ModelDrafter(Drafter):
         return length
 
     def prepare(self, lengths: Sequence[int]) -> None:
-        """Record CUDA graphs: a step reads one token, the first step of a round two if all of a draft was accepted."""
-        self._model.prepare([(1, 1), (2, 1)], lengths)
+        """Record CUDA graphs: a step reads one token, the first step of a round the backlog, which grows without drafts."""
+        self._model.prepare([(1, 1), (2, 1), (4, 1), (8, 1)], lengths)
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""

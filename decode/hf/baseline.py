@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 
 from ...policies.errors import PairError
 from ..loop import Request
-from ..models.device import without_cudnn
+from ..models.attention import attending_packed
 from ..models.pair import Pair
 from ..models.view import open_view
 from ..records import Generation
@@ -105,10 +105,12 @@ class Assisted:
         target, guard = open_view(self._pair.target)
         with contextlib.ExitStack() as stack:
             stack.enter_context(guard())
-            stack.enter_context(without_cudnn(device))
+            stack.enter_context(attending_packed(target, None, target is not self._pair.target))
             if (setting := self._setting).tokens:
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
                 stack.enter_context(guard())
+                assistant = options["assistant_model"]
+                stack.enter_context(attending_packed(assistant, None, assistant is not self._pair.draft_model))
                 stack.enter_context(
                     assistant_options(options["assistant_model"], setting.tokens, setting.schedule, setting.threshold)
                 )

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...policies.contract import Array
 from ..topology import Topology
@@ -350,8 +352,54 @@ def grouped_attention(
     if attention_mask is not None and is_divided(rows, key, attention_mask):
         out = divided_attention(rows, key, value, attention_mask, scaling)
     else:
-        out = functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
+        out = attend(rows, key, value, attention_mask, scaling)
     return out.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Return `scaled_dot_product_attention`, on a GPU by a kernel other than cuDNN's.
+
+    cuDNN plans each new shape for up to half a second. Torch's settings that exclude it belong to the process. So the
+    kernel is called directly, if it supports the arguments.
+
+    Args:
+        query: [B, heads, n, width].
+        key, value: [B, heads, slots, width], or fewer heads, which divide the heads of queries.
+        mask: [B, 1 or heads, 1 or n, slots] additive; None = no mask.
+        scaling: see `scaled_dot_product_attention`.
+        is_causal: whether queries see the keys up to their own index.
+    """
+    if has_kernel(query, key, value, mask):
+        if mask is None:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, 0.0, is_causal, False, scale=scaling)[0]  # type: ignore[no-any-return]
+        if mask.stride(-1) != 1 or mask.shape[-1] % 16 or mask.data_ptr() % 16:  # rows must be aligned
+            mask = functional.pad(mask, (0, -mask.shape[-1] % 16))[..., : key.shape[2]]
+        bias = mask.expand(*query.shape[:3], key.shape[2])
+        gpu = torch.ops.aten._scaled_dot_product_efficient_attention
+        return gpu(query, key, value, bias, False, scale=scaling)[0]  # type: ignore[no-any-return]
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether Flash (without a mask, half precision) or the memory-efficient kernel (additive mask) takes these arguments."""
+    if query.device.type != "cuda" or query.dtype == torch.float64:
+        return False
+    if torch.cuda.get_device_capability(query.device) < (8, 0) or query.shape[-1] != value.shape[-1]:
+        return False
+    if mask is None:
+        return query.dtype != torch.float32 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    is_simple = query.shape[1] == key.shape[1] and all(states.stride(-1) == 1 for states in (query, key, value))
+    return is_simple and mask.dtype == query.dtype and query.shape[-1] % 8 == 0
 
 
 def is_divided(query: Tensor, key: Tensor, mask: Tensor) -> bool:
@@ -396,7 +444,7 @@ def _combined(out: Tensor, log_sums: Tensor) -> Tensor:
 class _Current(threading.local):
     """The packed call of a thread. A model passes nothing but tensors to its attention."""
 
-    call: PackedCall
+    call: PackedCall | None = None
     is_eager = False
 
 
@@ -408,29 +456,58 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return [1, T, heads, width]: each stream's tokens attend to its row of the buffers.
 
-    `query` is [1, heads, T, width], `key` and `value` [S, groups, slots, width], the mask [S, 1, n, slots] additive.
+    `query` is [1, heads, T, width], `key` and `value` [S, groups, slots, width], the mask [S, 1, n, slots] additive. Without
+    a packed call it is `sdpa` with the kernels of `attend`.
     """
-    call, attend = _CURRENT.call, grouped_attention
+    call, compute = _CURRENT.call, grouped_attention
+    if call is None:
+        return _plain_attention(module, query, key, value, attention_mask, **kwargs)
     if _CURRENT.is_eager:  # its module adds what the model needs, such as a bound on the scores
-        attend = sys.modules[type(module).__module__].eager_attention_forward
-    out, _ = attend(module, call.spread(query), key, value, attention_mask, **kwargs)
+        compute = sys.modules[type(module).__module__].eager_attention_forward
+    out, _ = compute(module, call.spread(query), key, value, attention_mask, **kwargs)
     return call.gather(out), None
 
 
+def _plain_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return [B, n, heads, width] as `sdpa` of transformers does."""
+    if kwargs.get("position_bias") is not None or kwargs.get("dropout"):
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return out, None
+    scaling = kwargs.get("scaling")
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            attention_mask = backend_mask(attention_mask, query.dtype)
+        repeats = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    is_causal = kwargs.get("is_causal")
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    is_causal = is_causal and query.shape[2] > 1 and attention_mask is None
+    return attend(query, key, value, attention_mask, scaling, is_causal).transpose(1, 2).contiguous(), None
+
+
 @contextlib.contextmanager
-def attending_packed(model: PreTrainedModel, call: PackedCall | None) -> Iterator[None]:
-    """Let a view attend as a packed call needs, if there is one. A compact model does so by itself."""
-    if call is None or getattr(model, "attends_packed", False):  # setting a config twice takes 40 us
+def attending_packed(model: PreTrainedModel, call: PackedCall | None, is_view: bool) -> Iterator[None]:
+    """Let a model attend as a packed call needs, or without one by the kernels of `attend` on a GPU.
+
+    Only the config of the view changes. A compact model does without.
+    """
+    if getattr(model, "attends_packed", False) or (call is None and not (is_view and model.device.type == "cuda")):
         yield
         return
     config = model.config.get_text_config()
     before = config._attn_implementation
+    if call is None and before != "sdpa":
+        yield
+        return
     _CURRENT.call, _CURRENT.is_eager = call, before == "eager"
     config._attn_implementation = PACKED
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation, _CURRENT.call = before, None
 
 
 AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)  # prompts, for which the model computes the mask

@@ -32,7 +32,7 @@ from .attention import (
     pack,
     split,
 )
-from .device import upload, widen, without_cudnn
+from .device import upload, widen
 from .view import READS_ALL, Guard, Reading, long_rope, open_view, scored_tokens
 
 _MAX_PACKED = 64
@@ -107,6 +107,7 @@ class CachedModel:
         self.original = model
         self.capacity, self.vocabulary, self.streams = capacity, vocabulary, streams
         self.states: Tensor | None = None
+        self._max_packed = _MAX_PACKED
         self._min_packed = 2 if reading.side_by_side else sys.maxsize
         self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
@@ -287,7 +288,7 @@ class CachedModel:
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
         model, guard = self._view
-        with guard(), without_cudnn(self._device), attending_packed(model, self._kv.call):
+        with guard(), attending_packed(model, self._kv.call, is_view=model is not self.original):
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def read_outputs(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -327,7 +328,7 @@ class CachedModel:
     def _packable(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts that one packed call may read."""
         lengths = self._kv.lengths
-        parts = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _MAX_PACKED)]
+        parts = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= self._max_packed)]
         if self._rope is None:
             return parts
         sides: dict[bool, list[Part]] = {True: [], False: []}

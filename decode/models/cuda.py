@@ -25,8 +25,8 @@ from .device import Recorded, Recorder, round_up_size
 from .placement import is_placed, warn_once
 from .view import READS_ALL, Reading, long_rope, state_key, token_bytes
 
-MAX_TOKENS, MIN_SLOTS = 1024, 256
-"""Tokens of the longest recorded call; minimum slots that attention reads."""
+MAX_TOKENS, MAX_EXACT, MIN_SLOTS = 1024, 64, 256
+"""Tokens of the longest recorded call, and of the longest that is not filled up; minimum slots that attention reads."""
 
 MAX_CALLS, RECORDED_SHARE = 256, 0.05
 """Maximum number of recorded calls of a memory, and maximum share of the device for their outputs."""
@@ -137,15 +137,18 @@ class CudaGraphModel(CachedModel):
         self._reads_beyond = True
         if memory.recorder.works:
             self._min_packed = 1  # single streams are recorded, too
+            self._max_packed = max(self._max_packed, MAX_TOKENS // streams)
         weakref.finalize(self, _keep_memory, weakref.ref(model), memory).atexit = False
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
-        """Record calls of (tokens, rows) in texts of these lengths."""
+        """Record calls of (tokens, rows) in texts of these lengths. Calls of one shape are recorded once."""
         if not self._memory.recorder.works or self.streams > 1:
             return
         longest = {min(attended_slots(length), self.capacity): min(length, self.capacity) for length in sorted(lengths)}
         for length in longest.values():
-            for count, rows in calls:
+            sizes = ((count if _is_exact(count, rows) else round_up_size(count), rows) for count, rows in calls)
+            for count, rows in dict.fromkeys(sizes):
+                count = min(count, self.capacity - 1)
                 last = max(length - count, 1)
                 for start in (0, last, last):  # the first call creates the buffers of the layers
                     self._kv.lengths[0] = start
@@ -163,9 +166,13 @@ class CudaGraphModel(CachedModel):
     def _pack(self, parts: Sequence[Part]) -> PackedCall:
         """Return a call of one of few shapes, so that batches that shrink and grow need few recordings."""
         rows = min(1 << max(part.stream for part in parts).bit_length(), self._kv.streams)
-        exact = len(parts) == 1 == self.streams and parts[0].tree is None
+        is_chain = len(parts) == 1 == self.streams and parts[0].tree is None
+        exact = is_chain and _is_exact(len(parts[0].tokens), parts[0].rows)
         call = pack(parts, self._kv.lengths, rows, self._device, int if exact else round_up_size)
-        return replace(call, slots=min(attended_slots(call.slots), self.capacity))
+        is_full = call.is_full and (
+            exact or not is_chain
+        )  # else a chain that happens to fill its size is another shape
+        return replace(call, slots=min(attended_slots(call.slots), self.capacity), is_full=is_full)
 
     def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
         """Return scores and hidden states, see `CachedModel`, from a recording of calls of this shape."""
@@ -182,6 +189,11 @@ class CudaGraphModel(CachedModel):
             recorded.size = logits.nbytes + (0 if states is None else states.nbytes)
             memory.evict()
         return logits.clone(), None if states is None else states.clone()  # the next call of this shape overwrites them
+
+
+def _is_exact(count: int, rows: int) -> bool:
+    """Whether a chain of one text is recorded at its size. Longer ones, and backlogs of a draft, are filled up."""
+    return count <= 2 or (rows == 0 and count <= MAX_EXACT)
 
 
 def attended_slots(slots: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
@@ -31,14 +30,19 @@ def upload(values: Any, device: torch.device) -> Tensor:
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
-def download(*tensors: Tensor) -> list[list[Any]]:
-    """Return tensors on one device as nested lists. The host waits once for all of them."""
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors on one device as tensors on the host, which waits once for all of them."""
     if tensors[0].device.type == "cpu":
-        return [tensor.tolist() for tensor in tensors]
+        return list(tensors)
     # Float64 holds float32 and token ids exactly.
     packed = torch.cat([tensor.flatten().to(torch.float64) for tensor in tensors]).cpu()
     parts = packed.split([tensor.numel() for tensor in tensors])
-    return [part.to(tensor.dtype).view(tensor.shape).tolist() for part, tensor in zip(parts, tensors, strict=True)]
+    return [part.to(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def download(*tensors: Tensor) -> list[list[Any]]:
+    """Return tensors on one device as nested lists. The host waits once for all of them."""
+    return [tensor.tolist() for tensor in to_host(*tensors)]
 
 
 class Compiled:
@@ -148,31 +152,6 @@ def round_up_size(count: int) -> int:
         return 1 << (count - 1).bit_length()
     step = max(8, 1 << ((count - 1).bit_length() - 3))
     return -(-count // step) * step
-
-
-_CUDNN_LOCK = threading.Lock()
-_cudnn_users: list[bool] = []
-"""For each thread inside `without_cudnn`, the setting before the first one."""
-
-
-@contextlib.contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
-    """Disable attention by cuDNN on a GPU: it plans each new shape for up to half a second.
-
-    The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with _CUDNN_LOCK:
-        _cudnn_users.append(_cudnn_users[0] if _cudnn_users else torch.backends.cuda.cudnn_sdp_enabled())
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        with _CUDNN_LOCK:
-            before = _cudnn_users.pop()
-            torch.backends.cuda.enable_cudnn_sdp(before and not _cudnn_users)
 
 
 def can_widen(device: torch.device, dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
-from .attention import LayerMasks, backend_mask, causal, grouped_attention
+from .attention import LayerMasks, attend, backend_mask, causal, grouped_attention
 from .device import can_widen, fused, wide_linear
 from .placement import is_modified, modified_module, replacement_refusal
 
@@ -326,8 +326,6 @@ class CompactModel(nn.Module):
         if self._grouped and mask is not None:
             out, _ = grouped_attention(self, q, keys, values, mask)
         else:
-            out = functional.scaled_dot_product_attention(
-                q, keys, values, mask, is_causal=mask is None and count > 1, enable_gqa=heads != groups
-            ).transpose(1, 2)
+            out = attend(q, keys, values, mask, is_causal=mask is None and count > 1).transpose(1, 2)
         out = out if call is None else call.gather(out)
         return layer.out(out.reshape(batch, count, heads * width))

@@ -28,7 +28,7 @@ def start_check(logits: Tensor, role: str = "target") -> Callable[[], None]:
     copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def check() -> None:
-        if copied is not None:
+        if copied is not None and not copied.query():
             copied.synchronize()
         if not all(map(math.isfinite, best.flatten().tolist())):
             raise nonfinite_error(role)

@@ -193,6 +193,7 @@ class CalibrationRun:
     Attributes:
         settings: settings of the texts.
         on_host: whether the pair is on the CPU, where no calls are recorded and a short warm-up is enough.
+        recordings: number of calls that were recorded while they were timed, in spite of the warm-up and of repetitions.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class CalibrationRun:
         check_limits(batch=max(batch, default=1))
         options: dict[str, Any] = {"ignore_eos": True, "sampling": sampling, "verification": verification}
         self.settings = Settings(temperature, new_tokens, depth, **options).for_pair(pair)
-        self._prompts, self.on_host = prompts, pair.device.type == "cpu"
+        self._prompts, self.on_host, self.recordings = prompts, pair.device.type == "cpu", 0
         self._lengths = prompt_lengths(pair.readable, prompts, new_tokens)
         # Plain decoding is timed in separate texts, because a draft model clears the caches.
         self._script, self._plain = (
@@ -248,12 +249,15 @@ class CalibrationRun:
         lengths = [len(side) for side in self._contexts]
         tries = 1 if self.on_host else MAX_TRIES if number else MAX_WARM_UPS
         seconds: Seconds = {}
+        recorded = 0
         for turn in range(tries):
             for side, length in zip(self._contexts, lengths, strict=True):
                 del side[length:]
             before, seconds = Recorded.not_replayed, case(number or turn)
-            if Recorded.not_replayed == before and (number or turn):
+            recorded = Recorded.not_replayed - before
+            if not recorded and (number or turn):
                 break
+        self.recordings += recorded if number else 0
         if not number:
             for side, length in zip(self._contexts, lengths, strict=True):
                 del side[length:]
@@ -278,7 +282,8 @@ class CalibrationRun:
             sampling=self.settings.sampling.to_dict(), verification=self._script.mode.name,
         )  # fmt: skip
         noise = profile.noise.to_dict() if profile.noise else {}
-        return dataclasses.replace(profile, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
+        counts = {"rounds": sum(map(len, self._contexts)), **({} if self.on_host else {"recordings": self.recordings})}
+        return dataclasses.replace(profile, facts={**(facts or {}), **noise, **counts})
 
     def _rounds(self, number: int) -> Seconds:
         """Time texts of chains, plain decoding and trees at each context. They are one case, because they are compared."""

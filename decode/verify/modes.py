@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from ...policies.learned import LearnedPolicy
 from ..models.device import download, upload
 from ..round_state import RoundState, Rows
 from ..topology import Topology
-from .noise import Choices, Purpose, best_of_rows, best_scores, match_scores, stable_topk, target_tokens
+from .noise import Choices, Purpose, best_of_rows, best_scores, match_scores, stable_topk, target_tokens, token_at
 
 Accepted = tuple[list[int], int]
 """The rows of the accepted path, row 0 first, and the next token of the target."""
@@ -44,7 +45,7 @@ class Draw(NamedTuple):
 class Verification:
     """A verification mode. It has no state: one object serves all texts.
 
-    Subclasses implement `accept_one`, or `accept` for all streams at once.
+    Subclasses implement `accept_one` and `accept_chain`, or `accept` for all streams at once.
 
     Attributes:
         name: as in commands and reports.
@@ -69,6 +70,8 @@ class Verification:
             sampled: [R, V] processed logits of the draft.
             drafter: index of the drafter.
         """
+        if is_deferrable(round, sampled):
+            return Draw(best_of_rows(sampled))
         return Draw(best_tokens(sampled, candidate_counts(round, rows, drafter))[0])
 
     def start(self, sampled: Tensor, choices: Choices) -> int:
@@ -83,12 +86,82 @@ class Verification:
             rows: rows that the target has read, R in total, row 0 of each stream first.
             sampled: [R, V] processed logits of the target.
         """
-        parts = sampled.split([len(sent) for _, sent in rows])
-        return [self.accept_one(round, stream, sent, part) for (stream, sent), part in zip(rows, parts, strict=True)]
+        sizes = [len(sent) for _, sent in rows]
+        parts = zip(rows, sampled.split(sizes), strict=True)
+        if not is_deferrable(round, sampled):
+            return [self.accept_one(round, stream, sent, part) for (stream, sent), part in parts]
+        if round.device_tokens is None:
+            round.device_tokens = upload(round.tokens, sampled.device)
+        outcomes = torch.stack([self._accept_on_device(round, stream, part) for (stream, _), part in parts])
+        starts = upload(np.cumsum([0, *sizes[:-1]]), sampled.device)
+        at = torch.stack([starts + outcomes[:, 0], outcomes[:, 1]], 1)
+        kept, tokens, valid = np.array(round.fetch(outcomes.flatten(), at, by_row=False)).reshape(-1, 3).T.tolist()
+        if not all(valid):
+            require_number(math.nan)
+        return [(list(range(count + 1)), token) for count, token in zip(kept, tokens, strict=True)]
 
     def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
         """Return the accepted path of one stream, given the processed logits [n, V] of the target after the rows `sent`."""
         raise NotImplementedError
+
+    def accept_chain(self, drafted: ChainDraft, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `accept_one` does for a chain of n >= 1 candidates on a device, without a wait.
+
+        Args:
+            drafted: the candidates.
+            p: [n + 1, V] distributions of the target.
+
+        Returns:
+            [1] int64 number of accepted candidates, [V] weights of the next token, and [1] bool, whether all numbers are
+            valid.
+        """
+        raise NotImplementedError
+
+    def _accept_on_device(self, round: RoundState, stream: int, sampled: Tensor) -> Tensor:
+        """Return [3] int64 of a chain: accepted candidates, the next token, and whether the draft's numbers are valid."""
+        assert round.device_tokens is not None
+        p, choices, count = torch.softmax(sampled.double(), -1), round.choices[stream], len(sampled) - 1
+        purposes = Purpose.ACCEPT, Purpose.RESIDUAL
+        numbers = [[choices.uniform(node, purpose) for node in range(count + 1)] for purpose in purposes]
+        uniforms = upload(np.array(numbers), p.device)
+        kept, rest, valid = round.device_tokens.new_zeros(1), p[0], round.device_tokens.new_ones(1)
+        if count:
+            tokens, q = (
+                round.device_tokens[stream, 1 : count + 1],
+                [round.draft_probs[stream, row, 0] for row in range(count) if (stream, row, 0) in round.draft_probs],
+            )
+            last = upload([count], p.device)
+            if round.ends:  # what follows an end of text is not a candidate
+                ends = torch.isin(tokens, upload(sorted(round.ends), p.device))
+                last = torch.where(ends.any(), ends.int().argmax() + 1, count)[None]
+            kept, rest, valid = self.accept_chain(ChainDraft(tokens, q, last, uniforms[0, 1:]), p)
+        return torch.cat([kept, token_at(rest, uniforms[1].index_select(0, kept)), valid.long()])
+
+
+class ChainDraft(NamedTuple):
+    """n candidates of a chain on a device.
+
+    Attributes:
+        tokens: [n] int64.
+        probs: n distributions [V] that they were drawn from; empty if the mode does not use them.
+        last: [1] int64, number of candidates up to the first end of a text.
+        uniforms: [n] float64, the numbers that acceptances compare with.
+    """
+
+    tokens: Tensor
+    probs: list[Tensor]
+    last: Tensor
+    uniforms: Tensor
+
+
+def is_deferrable(round: RoundState, sampled: Tensor) -> bool:
+    """Whether candidates stay on a device, so that the host need not wait for them: those of a chain."""
+    return round.topology.is_chain and not sampled.is_cpu
+
+
+def at_row(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the row [V] of [n, V] with an index [1] on the device; plain indexing would wait for the index."""
+    return rows.index_select(0, index)[0]
 
 
 def candidate_counts(round: RoundState, rows: Rows, drafter: int) -> list[int]:
@@ -145,7 +218,13 @@ class Match(Verification):
         if not round.choices[rows[0][0]].greedy:
             parts = [_noise_after(round, stream, sent) for stream, sent in rows]
             noise = parts[0] if len(parts) == 1 else torch.cat(parts)
-        next_tokens = iter(round.fetch(target_tokens(sampled, noise)))
+        tokens = target_tokens(sampled, noise)
+        at = (
+            None
+            if round.next_anchors is None
+            else torch.stack([torch.arange(len(tokens), device=tokens.device), tokens], 1)
+        )
+        next_tokens = iter(round.fetch(tokens, at))
         return [_follow(round, stream, {row: next(next_tokens) for row in sent}) for stream, sent in rows]
 
 
@@ -206,6 +285,13 @@ class Typical(Verification):
         number = round.numbers(stream)[end]
         return tree.paths[end], round.choices[stream].draw(p[index[end]], number, Purpose.RESIDUAL)
 
+    def accept_chain(self, drafted: ChainDraft, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Verification.accept_chain`."""
+        chance = p[:-1].gather(1, drafted.tokens[:, None])[:, 0]
+        threshold = (self.delta * (-torch.special.entr(p[:-1]).sum(-1)).exp()).clamp_max(self.epsilon)
+        kept = (chance > threshold).long().cumprod(0).sum(0, keepdim=True)
+        return kept, at_row(p, kept), torch.ones_like(kept)
+
 
 class Rejection(Verification):
     """Lossless. Recursive rejection without replacement (MCSD, arXiv 2401.06706).
@@ -219,6 +305,12 @@ class Rejection(Verification):
     def draw(self, round: RoundState, rows: Rows, sampled: Tensor, drafter: int = 0) -> Draw:
         """See `Verification.draw`. Draws from q, and each further sibling from q without the tokens before it."""
         probs = torch.softmax(sampled.double(), -1)  # float64, because residuals are differences
+        if is_deferrable(round, sampled):
+            drawn = []
+            for (stream, fed), q in zip(rows, probs, strict=True):
+                round.draft_probs[stream, fed[0], drafter] = q
+                drawn.append(token_at(q, round.choices[stream].uniform(round.next_number(stream), Purpose.DRAFT)))
+            return Draw(torch.cat(drawn))
         tokens: list[list[int]] = []
         for stream, fed in rows:
             choices, number = round.choices[stream], round.next_number(stream)
@@ -257,6 +349,15 @@ class Rejection(Verification):
                     break
             else:
                 return path, choices.draw(p, numbers[row], Purpose.RESIDUAL)
+
+    def accept_chain(self, drafted: ChainDraft, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Verification.accept_chain`."""
+        q, at = torch.stack(drafted.probs), drafted.tokens[:, None]
+        chance = (p[:-1].gather(1, at) / q.gather(1, at))[:, 0]
+        kept = (drafted.uniforms < chance).long().cumprod(0).sum(0, keepdim=True)
+        rejected = residual(at_row(p, kept), at_row(q, kept.clamp_max(len(q) - 1)))
+        rest = torch.where(kept == len(q), p[-1], rejected)
+        return kept, rest, ~chance.isnan().any(0, keepdim=True)
 
     def _try(
         self, round: RoundState, stream: int, row: int, drafter: int, siblings: list[int], p: Tensor,
@@ -311,6 +412,23 @@ class Block(Rejection):
         kept = max(passed, default=0)
         rest_p = p[kept] if kept == last else residual(w[kept] * p[kept], q[kept], p[kept])
         return list(sent[: kept + 1]), choices.draw(rest_p, numbers[sent[kept]], Purpose.RESIDUAL)
+
+    def accept_chain(self, drafted: ChainDraft, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Verification.accept_chain`."""
+        q, at, count = torch.stack(drafted.probs), drafted.tokens[:, None], len(drafted.probs)
+        target, draft = p[:-1].gather(1, at), q.gather(1, at)  # [n, 1]
+        weights = [p.new_ones(1)]
+        for i in range(count):
+            weights.append(ratio(weights[-1] * target[i], draft[i]))
+        weight, number = torch.cat(weights), torch.arange(1, count + 1, device=p.device)  # [n + 1], [n]
+        rest = (weight[1:-1, None] * p[1:-1] - q[1:]).clamp_min(0.0).sum(-1)
+        chance = torch.cat([block_chance(rest, weight[1:-1]), weight[-1:]])
+        chance = torch.where(number == drafted.last, weight[1:], chance)
+        passed = (drafted.uniforms < chance) & (number <= drafted.last)
+        kept = (passed * number).amax(0, keepdim=True)
+        p_kept, q_kept = at_row(p, kept), at_row(q, kept.clamp_max(count - 1))
+        rejected = residual(weight.index_select(0, kept) * p_kept, q_kept, p_kept)
+        return kept, torch.where(kept == drafted.last, p_kept, rejected), ~weight.isnan().any(0, keepdim=True)
 
 
 def require_number(ratio: float) -> float:

@@ -115,6 +115,10 @@ class KeyedSource:
             self._first = keep
         return self._noise[position - self._first : position - self._first + count]
 
+    def uniform(self, round: int, node: int, purpose: Purpose) -> float:
+        """Return the uniform number in (0, 1) of a choice."""
+        return fresh_uniform(self._key, round, node, purpose)
+
     def categorical(self, probs: Tensor, round: int, node: int, purpose: Purpose) -> int:
         """Return a token drawn from `probs` [V] float64, which need not sum to 1, by inversion of the cumulative sum."""
         mass = probs.cumsum(-1)
@@ -151,9 +155,23 @@ class Choices:
         """Return a token drawn from `probs` [V]."""
         return self.source.categorical(probs, self.round, node, purpose)
 
+    def uniform(self, node: int, purpose: Purpose) -> float:
+        """Return the uniform number in (0, 1) that `draw` and `accept` compare with."""
+        return self.source.uniform(self.round, node, purpose)
+
     def accept(self, prob: float, node: int) -> bool:
         """Return True with probability `prob`."""
         return self.source.bernoulli(prob, self.round, node, Purpose.ACCEPT)
+
+
+def token_at(probs: Tensor, uniform: float | Tensor) -> Tensor:
+    """Return [1] int64, the token that `KeyedSource.categorical` draws with a uniform number, without a wait."""
+    mass = probs.cumsum(-1)
+    total = mass[-1:]
+    last = torch.searchsorted(
+        mass, total
+    )  # the last token of positive probability: a share may be rounded up to the total
+    return torch.minimum(torch.searchsorted(mass, uniform * total, right=True), last).clamp_max(len(probs) - 1)
 
 
 def match_scores(sampled: Tensor, noise: Tensor | None) -> Tensor:

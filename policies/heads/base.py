@@ -17,6 +17,10 @@ Hidden = Mapping[str, Array]  # [R, H] float32 by name
 Layer = tuple[Array, Array]  # weight [out, in] and bias [out]
 Shapes = Mapping[str, tuple[int, ...]]
 
+Reduction = Sequence[tuple[str, Array, Array]]
+"""Layers that read nothing but a hidden state: (kind, weight [out, in], bias [out]). The kinds are `linear`, `relu` (linear
+after ReLU) and `residual` (x + SiLU of linear)."""
+
 NO_HIDDEN: Hidden = MappingProxyType({})
 _DTYPES = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}  # others are float32
 
@@ -39,12 +43,15 @@ class Head:
     Attributes:
         kind: name of the kind of head.
         sizes: H of each hidden state that it reads, by name.
+        reductions: by name of a hidden state, the layers that a caller may apply where the state is, as on a GPU. It then
+            passes their output [R, W] under the name `reduced(name)` instead of the state.
         lag: `accept` at depth j refers to x_{j - lag}.
         bounds: [2, F] between which features are clipped, from depth 1 on and at depth 0.
     """
 
     kind: str
     sizes: Mapping[str, int] = MappingProxyType({})
+    reductions: Mapping[str, Reduction] = MappingProxyType({})
     lag = 0
     _kernel: str
     _arguments: tuple[tuple[Any, ...], tuple[Any, ...]]  # of the kernel, from depth 1 on and at depth 0
@@ -86,6 +93,11 @@ class Head:
             size = states.shape[-1] or "none"
             raise PolicyError(f"the head reads {name} of size {self.sizes[name]}, but this model's is {size}")
         return states
+
+
+def reduced(name: str) -> str:
+    """Return the name under which a head receives the output of `Head.reductions` for a hidden state."""
+    return f"{name} reduced"
 
 
 _NO_STATES = np.zeros((0, 0), dtype=np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 from ..contract import Array
 from ..errors import PolicyError
 from ..features import DRAFT_HIDDEN, TOP
-from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, Shapes, basis_shapes, size_of
+from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, Shapes, basis_shapes, reduced, size_of
 
 HARD_FEATURES = ("entropy", *(f"top{rank}" for rank in range(1, TOP + 1)))
 
@@ -83,14 +83,18 @@ class SoftHead(Head):
         shapes = _layer_shapes(tensors, self.sizes[DRAFT_HIDDEN], 1, self.kind)
         super().__init__(names, tensors, {**shapes, "first": (1,)})
         self._layers = _layers(tensors)
+        kinds = ("linear", *["relu"] * (len(self._layers) - 1))
+        self.reductions = {DRAFT_HIDDEN: [(kind, *layer) for kind, layer in zip(kinds, self._layers, strict=True)]}
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
-        x = self._states(hidden, DRAFT_HIDDEN)
         if depth == 0:
-            return np.full((len(x), 2), float(self._tensors["first"][0]))
-        for i, (weight, bias) in enumerate(self._layers):
-            x = (np.maximum(x, 0.0) if i else x) @ weight.T + bias
+            return np.full((len(features), 2), float(self._tensors["first"][0]))
+        x = hidden.get(reduced(DRAFT_HIDDEN))
+        if x is None:
+            x = self._states(hidden, DRAFT_HIDDEN)
+            for i, (weight, bias) in enumerate(self._layers):
+                x = (np.maximum(x, 0.0) if i else x) @ weight.T + bias
         return np.repeat(x.astype(np.float64), 2, axis=1)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..contract import Array
 from ..errors import PolicyError
 from ..features import DRAFT_HIDDEN, HIDDEN_STATES, Kind
-from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, basis_shapes, kernels, size_of
+from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, basis_shapes, kernels, reduced, size_of
 
 _MAX_BLOCKS = 64
 
@@ -48,6 +48,10 @@ class ResNetHead(Head):
         self.basis = Basis(names, tensors["mean"], tensors["scale"])
         self._blocks = list(zip(tensors["block.weight"], tensors["block.bias"], strict=True))
         self._entries = self._entry(first=False), self._entry(first=True)
+        # At depth 0 a caller passes zeros for the draft's state, which does not exist yet.
+        no_bias = np.zeros(width, dtype=np.float32)
+        entered = zip(self.sizes, self._entries[0][2], strict=True)
+        self.reductions = {name: [("linear", weight, no_bias)] for name, weight in entered}
 
     def _entry(self, first: bool) -> tuple[Array, Array, list[Array]]:
         """Return the first layer on raw inputs: weight and bias of the columns, and the weight of each hidden state."""
@@ -68,7 +72,8 @@ class ResNetHead(Head):
         weight, bias, state_weights = self._entries[depth == 0]
         x = self.basis.expand(features, self.bounds[depth == 0]) @ weight.T + bias
         for name, state_weight in zip(self.sizes, state_weights, strict=True):
-            x += self._states(hidden, name) @ state_weight.T
+            values = hidden.get(reduced(name))
+            x += self._states(hidden, name) @ state_weight.T if values is None else values
         _apply_blocks(x, self._blocks)
         out: Array = x @ self._tensors["leave.weight"].T + self._tensors["leave.bias"]
         return out.astype(np.float64)
@@ -107,12 +112,16 @@ class SpecDecHead(Head):
         # Under a softmax of two logits the log-odds of acceptance are their difference.
         (reject, accept), (reject_bias, accept_bias) = tensors["leave.weight"], tensors["leave.bias"]
         self._leave, self._bias = accept - reject, accept_bias - reject_bias
+        leave = "linear", self._leave[None], np.array([self._bias], dtype=np.float32)
+        self.reductions = {DRAFT_HIDDEN: [*(("residual", *block) for block in self._blocks), leave]}
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
-        x = self._states(hidden, DRAFT_HIDDEN)
         if depth == 0:
-            return np.full((len(x), 2), float(self._tensors["first"][0]))
-        x = x.copy()  # the blocks work in place
-        _apply_blocks(x, self._blocks)
-        return np.repeat((x @ self._leave + self._bias).astype(np.float64)[:, None], 2, axis=1)
+            return np.full((len(features), 2), float(self._tensors["first"][0]))
+        score = hidden.get(reduced(DRAFT_HIDDEN))
+        if score is None:
+            x = self._states(hidden, DRAFT_HIDDEN).copy()  # the blocks work in place
+            _apply_blocks(x, self._blocks)
+            score = (x @ self._leave + self._bias)[:, None]
+        return np.repeat(score.astype(np.float64), 2, axis=1)

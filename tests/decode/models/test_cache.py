@@ -18,11 +18,12 @@ from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator, join, parse_tree
 from specstop.decode.loop import Request
 from specstop.decode.models import cuda as cuda_module
-from specstop.decode.models.attention import Part, TreeRows, divided_attention
+from specstop.decode.models.attention import PACKED, Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.device import round_up_size
 from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
+from specstop.decode.models.view import open_view
 from specstop.policies import Confidence, InputError, SpecstopWarning
 from tape import Graphs, record_calls, recorder, simulate_graphs
 from torch.nn import functional
@@ -269,6 +270,34 @@ def test_texts_of_recorded_calls_are_the_same_in_batches_and_in_threads(model, p
     assert recorded[0] > recorded[2] == 0 and graphs.played > 100
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(texts, [1, 2, 3, 1] * 2)) == [expected[None]] * 8
+
+
+@pytest.mark.usefixtures("without_gradients")
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
+def test_prompts_attend_by_our_kernels_as_by_those_of_the_library(name):
+    """On a GPU, views read prompts by `attend`. Only the view's config changes."""
+    model = table.build(name, torch.float64, "sdpa")
+    view, _ = open_view(model)
+    ids = torch.randint(1, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
+    expected = model(ids).logits
+    view.config.get_text_config()._attn_implementation = PACKED
+    assert torch.allclose(view(ids).logits, expected, atol=NEAR["sdpa"])
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_long_verifications_and_backlogs_of_a_draft_are_recorded(model, graphs):
+    cache, reference = recorded_model(model), CachedModel(model, 120, VOCABULARY)
+    cache.prepare([(100, 0), (4, 1)], [13, 110])
+    recorded = graphs.recorded
+    for count, rows in ((100, 0), (97, 0), (3, 1), (4, 1)):
+        logits = []
+        for one in (cache, reference):
+            one.roll_back(0)
+            one.read(torch.tensor([[3] * 9]))
+            logits.append(one.read_parts([Part(0, random_tokens(count), rows)]))
+        assert_same([logits[0]], [logits[1]])
+    assert graphs.recorded == recorded > 0, "all of them were recorded before"
 
 
 @pytest.mark.usefixtures("without_gradients")

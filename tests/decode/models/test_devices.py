@@ -5,24 +5,36 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator, to_device
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode import Pair, Settings, Speculator, join, load_pair, plain_texts, with_drafter, with_engine
+from specstop.decode.hooks import Hook, Timer
 from specstop.decode.loop import Request
 from specstop.decode.models import attention as attention_module
+from specstop.decode.models.attention import attend, backend_mask
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel, open_cache
 from specstop.decode.models.device import Compiled, download, upload
 from specstop.decode.models.engine import CompactModel
 from specstop.decode.models.placement import copy_to_host
+from specstop.decode.round_state import RoundState
 from specstop.policies import Confidence, FixedLength, InputError, SpecstopWarning
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.features import CHAIN_FEATURES
+from specstop.policies.heads.base import Head
+from specstop.policies.heads.layers import SoftHead
+from specstop.policies.heads.residual import ResNetHead, SpecDecHead
+from specstop.policies.learned import Calibrator, LearnedPolicy
+from specstop.policies.rules import Threshold
 from torch import nn
 from transformers import PreTrainedTokenizerFast, quantizers
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -47,16 +59,103 @@ def pairs() -> tuple[Pair, Pair]:
         return tuple(Pair(t, d, None, VOCABULARY, (EOS,)) for t, d in ((target, draft), moved))  # type: ignore[return-value]
 
 
+class Reads(StopPolicy):
+    """Continues, whatever it reads."""
+
+    max_depth = 4
+
+    def __init__(self, *features: str, first: int = 1, hidden: tuple[str, ...] = ()) -> None:
+        self.features, self.first, self.hidden, self.name = features, first, hidden, "reads"
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.features.sum(-1) > -np.inf), state
+
+
+class Waits(Hook):
+    """Counts the waits of each round and its draft steps; a round after a prompt contains those of the prompt."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device, self._before, self.rounds = device, 0, list[tuple[int, int]]()
+
+    def on_round_end(self, round: RoundState) -> None:
+        waits = self._device.count["reads"] + self._device.count["uploads"]
+        self.rounds.append((waits - self._before, int(round.drafted.max())))
+        self._before = waits
+
+
+def learned(kind: str) -> LearnedPolicy:
+    """Return a policy with a random head on hidden states, which reads them on their device."""
+    numbers = np.random.default_rng(3)
+
+    def random(*shape: int) -> Array:
+        return (numbers.standard_normal(shape) / 4).astype(np.float32)
+
+    size, one = build_model().config.hidden_size, np.ones(2, np.float32)
+    head: Head
+    if kind == "resnet":
+        tensors = {"mean": random(2), "scale": one, "enter.weight": random(6, 3), "enter.bias": random(6)}
+        tensors |= {"block.weight": random(2, 6, 6), "block.bias": random(2, 6), "leave.weight": random(2, 6)}
+        for name in ("draft_hidden", "target_hidden"):
+            tensors |= {
+                f"enter.{name}": random(6, size),
+                f"mean.{name}": random(size),
+                f"scale.{name}": one.repeat(size // 2),
+            }
+        head = ResNetHead(("drawn_prob",), {**tensors, "leave.bias": random(2)})
+    elif kind == "specdec":
+        tensors = {
+            "block.weight": random(1, size, size),
+            "block.bias": random(1, size),
+            "leave.weight": random(2, size),
+        }
+        order = np.zeros(2, np.int64)
+        head = SpecDecHead((), {**tensors, "leave.bias": random(2), "first": random(1), "order": order})
+    else:
+        tensors = {"weight.0": random(5, size), "bias.0": random(5), "weight.1": random(1, 5), "bias.1": random(1)}
+        head = SoftHead((), {**tensors, "first": random(1)})
+    names = ("drawn_prob",) if kind == "resnet" else ()
+    return LearnedPolicy(kind, names, head, Calibrator(), Calibrator(), Threshold("step", 0.45), 4)
+
+
+ANCHORED = Reads("anchor_prob", "drawn_prob", "mean_accepted", first=0)
+
+
 @pytest.mark.parametrize(
-    ("kind", "mode", "temperature", "tree", "batch"),
+    ("policy", "mode", "temperature", "batch", "more"),
     [
-        ("model", "match", 0.0, None, 1), ("model", "match", 0.7, "2,2,1", 1), ("model", "rejection", 0.7, None, 1),
-        ("model", "block", 0.7, None, 1), ("model", "typical", 0.7, "2,2,1", 1), ("hydra", "match", 0.7, None, 1),
-        ("ctc", "match", 0.7, None, 1), ("ctc-released", "match", 0.7, "2,2,1", 2), ("layer", "match", 0.7, "2,2,1", 2),
+        (FixedLength(4), "match", 0.7, 1, 0), (FixedLength(4), "block", 0.7, 2, 0), (FixedLength(4), "rejection", 0.7, 1, 0),
+        (FixedLength(4), "typical", 0.7, 1, 0), (Confidence(0.05, 4), "block", 0.7, 1, 1), (ANCHORED, "match", 0.0, 1, 1),
+        (ANCHORED, "typical", 0.7, 2, 1), (Reads(*CHAIN_FEATURES, first=3), "match", 0.7, 2, 1),
+        (Reads("top1", hidden=("draft_hidden", "target_hidden")), "match", 0.7, 1, 1),
+        (learned("resnet"), "match", 0.7, 1, 1), (learned("specdec"), "rejection", 0.7, 1, 1),
+        (learned("dynasd-soft"), "match", 0.7, 2, 1),
     ],
 )  # fmt: skip
-def test_texts_are_those_of_the_host_and_rounds_wait_once_a_level(pairs, kind, mode, temperature, tree, batch):
-    settings = Settings(temperature, 10, ignore_eos=True, verification=mode, tree=tree)
+def test_a_round_waits_once_and_once_for_each_decision(pairs, policy, mode, temperature, batch, more):
+    """Chains on a device: tokens stay there until the policy reads features, and the verification is one transfer."""
+    settings = Settings(temperature, 14, verification=mode)
+    requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
+    expected = Speculator(pairs[0], policy, settings, batch=batch).run(requests)
+    with Accelerator() as device, torch.no_grad():
+        waits = Waits(device)
+        texts = Speculator(pairs[1], policy, settings, batch=batch, hooks=[waits]).run(requests)
+    for text, other in zip(texts, expected, strict=True):
+        assert text.tokens == other.tokens
+        counts = [[(r.drafted, r.verified, r.accepted, r.committed) for r in one.rounds] for one in (text, other)]
+        assert counts[0] == counts[1]
+    assert len(waits.rounds) > 1
+    assert all(count <= 1 + more * drafted for count, drafted in waits.rounds[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "tree", "batch"),
+    [
+        ("model", "match", "2,2,1", 1), ("model", "typical", "2,2,1", 1), ("hydra", "match", None, 1),
+        ("ctc", "block", None, 1), ("ctc-released", "match", "2,2,1", 2), ("layer", "match", "2,2,1", 2),
+    ],
+)  # fmt: skip
+def test_texts_are_those_of_the_host(pairs, kind, mode, tree, batch):
+    settings = Settings(0.7, 10, ignore_eos=True, verification=mode, tree=tree)
     requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
 
     def loop(pair: Pair, **options: Any) -> Speculator:
@@ -65,16 +164,43 @@ def test_texts_are_those_of_the_host_and_rounds_wait_once_a_level(pairs, kind, m
 
     expected = loop(pairs[0]).run(requests)
     with Accelerator() as device, torch.no_grad():
-        speculator = loop(pairs[1], place=to_device)
-        speculator.generate(PROMPT, 2)
-        device.count.clear()
-        texts = speculator.run(requests)
+        texts = loop(pairs[1], place=to_device).run(requests)
     assert [text.tokens for text in texts] == [text.tokens for text in expected]
     if kind == "model":
-        rounds = len(texts[0].rounds)
-        levels = sum(r.drafted for r in texts[0].rounds) if tree is None else 3 * rounds
-        assert levels >= 2 * rounds and device.count["reads"] <= 3 + levels + 2 * rounds
-        assert tree or device.count["uploads"] <= 1, "the key of the stream"
+        levels = 3 * len(texts[0].rounds)
+        assert device.count["reads"] <= 8 + levels + 2 * len(texts[0].rounds)
+
+
+def test_rounds_are_timed_without_a_wait(monkeypatch):
+    """Events of a finished stream are read; only a prompt's end is waited for."""
+    waits: list[str] = []
+
+    class Event:
+        def __init__(self, **options: Any) -> None:
+            self.at = 0.0
+
+        def record(self, stream: Any) -> None:
+            self.at = time.perf_counter()
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            waits.append("event")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append("device"))
+    timer = Timer(torch.device("cuda"))
+    timer.restart()
+    for phase, on_host in (("draft", False), ("policy", True)):
+        timer.add(phase, timer.mark(on_host))
+    laps, seconds = timer.laps, timer.elapsed()
+    assert not waits and 0 < sum(laps["draft"]) + sum(laps["policy"]) < seconds
+    assert timer.now() > 0 and waits == ["device"]
 
 
 def test_transfers_keep_the_values():
@@ -189,6 +315,23 @@ def test_the_text_is_that_of_plain_decoding(source, temperature, prompt_ids):
         requests = [Request(prompt, key) for key, prompt in enumerate(prompts)]
         assert [list(text.tokens) for text in speculator.run(requests)] == expected
         assert any(call.play for call in speculator._source.target._memory.calls.values()), "recorded"
+
+
+@gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("count", "slots", "masked"), [(1, 300, True), (5, 512, True), (300, 300, False), (40, 300, True)]
+)
+def test_attention_without_cudnn_is_near_the_reference(dtype, count, slots, masked):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, n, 64, generator=generator) for n in (count, slots, slots))
+    mask = (torch.rand(1, 1, count, slots, generator=generator) < 0.5).index_fill(3, torch.tensor([0]), True)
+    additive = backend_mask(mask, torch.float32) if masked else None
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, additive, is_causal=not masked)
+    query, key, value = (states.cuda().to(dtype) for states in (query, key, value))
+    out = attend(query, key, value, backend_mask(mask.cuda(), dtype) if masked else None, is_causal=not masked)
+    assert torch.allclose(out.float().cpu(), expected, atol=0.03 if dtype == torch.bfloat16 else 1e-4)
 
 
 ON_GPU = "model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"
