@@ -82,9 +82,8 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             is_full = limit <= depth
             round.hit_limit |= is_full & alive.any(1)
             alive = alive & ~is_full[:, None]
-        lengths = host.drafter_lengths
-        if lengths is not None and (depth or depth < first):  # decided at depth 0, or not at all
-            alive = alive & (depth < lengths[tree.drafter_of_branch[depth]])
+        if host.lengths is not None and (depth or first):  # decided at depth 0, or not at all
+            alive = alive & (depth < host.lengths[tree.drafter_of_branch[depth]])
         elif depth >= first:
             if not np.count_nonzero(alive):
                 break

@@ -123,10 +123,10 @@ class StopPolicy:
         routes: decides at depth 0 which drafters draft; policies that do not route use the first drafter.
         drafter: name of the drafter that it uses if it does not route; "" = the first one.
         joins: may let several drafters draft in one round, the candidates of which are verified together.
-        drafter_lengths: [D] draft length of each drafter, of a policy that routes and decides nothing else: it is called at
-            depth 0 only, and not at all if `first` is above 0. None = `keep` is called at every depth.
         first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
         max_depth: length of the longest draft; `keep` is not called at that depth.
+        lengths: [D] int64, draft length of each drafter if the policy decides at depth 0 alone; `keep` is not called later,
+            and not at all if `first` is above 0.
         unasked: draft length by number of streams in a round, for batch sizes at which decisions cost more than they gain.
             In such rounds the policy is not called and no features are computed.
         parts: other policies that this one calls. It is treated as a plugin if one of them is.
@@ -144,9 +144,9 @@ class StopPolicy:
     routes: ClassVar[bool] = False
     drafter: str = ""
     joins: bool = False
-    drafter_lengths: Array | None = None
     first: int = 1
     max_depth: int = 20
+    lengths: Array | None = None
     unasked: Mapping[int, int] = MappingProxyType({})
     parts: tuple[StopPolicy, ...] = ()
     name: str = "policy"

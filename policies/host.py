@@ -92,7 +92,7 @@ class PolicyHost:
 
     Attributes:
         policy: the policy that is called.
-        first, trims, drafter_lengths: of the policy.
+        first, trims, lengths: of the policy.
         selects, observes: whether the policy implements `select` and `observe`.
         state, history: of the S streams.
         failure: of the original policy; None if it has not failed.
@@ -120,7 +120,7 @@ class PolicyHost:
 
     def _use(self, policy: StopPolicy) -> None:
         self.policy, self._trusted = policy, is_trusted(policy)
-        self.first, self.trims, self.drafter_lengths = policy.first, policy.trims, policy.drafter_lengths
+        self.first, self.trims, self.lengths = policy.first, policy.trims, policy.lengths
         self.selects = type(policy).select is not StopPolicy.select
         self.observes = type(policy).observe is not StopPolicy.observe
         self._has_custom_features = any(feature(name).function for name in policy.features)

@@ -49,8 +49,8 @@ class RoutingPolicy(StopPolicy):
         observed = [stop for stop in stops if type(stop).observe is not StopPolicy.observe]
         self.reads_seconds = any(stop.reads_seconds for stop in observed)  # type: ignore[misc]
         self._observes = bool(observed)
-        if all(type(stop) is FixedLength for stop in stops) and type(self).keep is RoutingPolicy.keep:
-            self.drafter_lengths = np.array([stop.max_depth for stop in stops])
+        if all(type(stop) is FixedLength for stop in stops):
+            self.lengths = np.array([stop.max_depth for stop in stops])
         self._routed = slice(len(dict.fromkeys(features)))  # they come first
         self._read = [[self.features.index(name) for name in stop.features] for stop in stops]
 
@@ -95,8 +95,8 @@ class RoutingPolicy(StopPolicy):
         if step.depth == 0:
             routed, parts[0] = self.route(step.features[..., self._routed], state[0])
             kept &= routed
-        if self.drafter_lengths is not None:
-            return kept & (step.depth < self.drafter_lengths[owner]), tuple(parts)
+        if self.lengths is not None:
+            return kept & (step.depth < self.lengths[owner]), tuple(parts)
         for index, stop in enumerate(self.stops):
             branches = np.flatnonzero(owner == index)
             if not len(branches) or not kept[:, branches].any():
@@ -236,9 +236,9 @@ class ValueRoute(RoutingPolicy):
         if len(self.heads) not in (0, len(self.stops)) or not 0 <= reference <= len(self.stops):
             raise PolicyError(f"{name}: expected as many heads as drafters, and a reference among the options")
         self._inputs, _ = input_features(self.route_features, len(self.stops))
-        if not heads and not features and self.drafter_lengths is not None:  # nothing is to be decided
+        if not heads and not features and self.lengths is not None:  # nothing is to be decided
             self.first = self.max_depth
-            self.drafter_lengths = np.where(np.arange(len(self.stops)) == reference, self.drafter_lengths, 0)
+            self.lengths = np.where(np.arange(len(self.stops)) == reference, self.lengths, 0)
 
     def describe(self) -> dict[str, Any]:
         """See `RoutingPolicy`."""

@@ -17,6 +17,7 @@ from ..collect.run import collect, environment_facts
 from ..collect.schema import stream_name
 from ..collect.store import Trace
 from ..decode.benchmark import run_alternating
+from ..decode.drafters import with_drafter
 from ..decode.loop import Speculator
 from ..decode.models.pair import Pair, load_pair
 from ..decode.profile import CalibrationRun, loop_decisions, measure_profile
@@ -31,6 +32,7 @@ from ..policies.files import check_separate, prepare_output_dir, staged_folder
 from ..policies.fixed import Confidence, FixedLength
 from ..policies.learned import LearnedPolicy
 from ..policies.profile import Profile
+from ..policies.routing import agreement
 from ..policies.storage import load_policy_folder, save_policy
 from .evaluate.evaluate import evaluate
 from .evaluate.records import DEPLOY, NOISY, Report
@@ -50,6 +52,12 @@ REFERENCE_TOKEN_S = 3.3e-3
 SMALLEST_SHARE = 0.35
 """Smallest share of the default prompts: fewer give wide intervals."""
 
+ROUTED = "suffix+model"
+"""Drafters among which a route is learned."""
+
+ROUTED_TOKENS = 96
+"""Tokens of these texts, at most."""
+
 SMALL_HEADROOM = 1.05
 """Oracle bound over best fixed length below which there is little to gain."""
 
@@ -62,21 +70,25 @@ class Sizes:
         train: training prompts.
         test: held-out prompts.
         live: held-out prompts that are decoded live.
+        routed: training and held-out prompts for which a route among drafters is learned; 0 = none.
         tokens: new tokens of each text.
         depth: longest draft, K.
         heads: kinds of heads to train.
         effort: how long the costs of model calls are measured.
         decision_effort: how long the costs of decisions are measured.
+        route_effort: how long the costs of several drafters are measured.
     """
 
     train: int = 104
     test: int = 76
     live: int = 8
+    routed: int = 24
     tokens: int = 160
     depth: int = 10
     heads: tuple[str, ...] = ("logistic", "tokens", "mlp", "xgboost")
     effort: Effort = field(default_factory=lambda: Effort(budget_s=12.0))
     decision_effort: Effort = field(default_factory=lambda: Effort(repetitions=6))
+    route_effort: Effort = field(default_factory=lambda: Effort(budget_s=4.0))
 
     def scaled(self, share: float) -> Sizes:
         """Return the sizes with fewer prompts, and with shorter texts if `share` is at most 0.6."""
@@ -86,7 +98,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    train=48, test=40, live=6, tokens=96, heads=("logistic", "tokens"), effort=Effort(budget_s=5.0),
+    train=48, test=40, live=6, routed=0, tokens=96, heads=("logistic", "tokens"), effort=Effort(budget_s=5.0),
     decision_effort=Effort(repetitions=4),
 )  # fmt: skip
 
@@ -116,12 +128,13 @@ class LiveLine:
 
 @dataclass(frozen=True)
 class Demo:
-    """The result: folder, sizes, report of the replay, and the live comparison."""
+    """The result: folder, sizes, report of the replay, live comparison, and the report of a route among drafters."""
 
     folder: Path
     sizes: Sizes
     report: Report
     live: list[LiveLine]
+    routes: Report | None = None
 
 
 def demo(
@@ -175,11 +188,13 @@ def demo(
                 f"{sizes.test} held-out prompts of {sizes.tokens} tokens, drafts of up to {sizes.depth}."
             )
         stages = _Stages(stage, folder, pair_folder, models, sizes, temperature, seed, progress)
-        order = (stages.collect, stages.profile, stages.train, stages.evaluate, stages.decode)
+        order = [stages.collect, stages.profile, stages.train, stages.evaluate, stages.decode]
+        if sizes.routed:
+            order.append(stages.route)
         for done, run_stage in enumerate(order, 1):
             announce(f"{run_stage.__name__}: {run_stage()}")
             progress("demo", done, len(order))
-    return Demo(folder, sizes, stages.report, stages.live)
+    return Demo(folder, sizes, stages.report, stages.live, stages.routes)
 
 
 def _seconds_per_token(models: Pair, pair_folder: Path) -> float:
@@ -225,6 +240,7 @@ class _Stages:
         self.traces: dict[str, Trace] = {}
         self.arrays: dict[str, TraceArrays] = {}
         self.learned: list[LearnedPolicy] = []
+        self.routes: Report | None = None
 
     def within(self, name: str) -> Progress:
         """Return a progress callback that shows tasks as parts of `name`."""
@@ -326,6 +342,28 @@ class _Stages:
         equal = sum(line.same_text == top.tally.texts for line in self.live)
         same_text = "" if given_text else f"; {equal} of {len(self.live)} give plain decoding's text"
         return f"{top.name} {measured:.3f} times {fixed.name} live, {predicted:.3f} predicted{same_text}"
+
+    def route(self) -> str:
+        """Learn which drafter drafts in a round. Return the speed relative to the best drafter at its best fixed length."""
+        pair, traces = with_drafter(self.models, ROUTED), dict[str, Trace]()
+        names: dict[str, Any] = {name: str(self.pair_folder / name) for name in ("target", "draft")}
+        for side, prompts in self.prompts.items():
+            traces[side] = collect(
+                pair, prompts[: self.sizes.routed], self.stage / f"traces-{side}-routed", seed=self.seed,
+                max_new_tokens=min(self.sizes.tokens, ROUTED_TOKENS), verification="match",
+                progress=self.within(f"{side}, routed"), **names, **self.shared,
+            )  # fmt: skip
+        costs = measure_profile(
+            pair, self.ids["train"][:PROFILE_PROMPTS], policies=[agreement()], effort=self.sizes.route_effort,
+            facts=environment_facts(pair), progress=self.within("routes"), verification="match", **self.shared,
+        )  # fmt: skip
+        trained = train(
+            traces["train"], costs, decide="route", head="logistic", out=self.stage / "policies" / "route",
+            seed=self.seed, report_share=0, progress=self.within("route"),
+        )  # fmt: skip
+        self.routes = evaluate(traces["test"], costs, [trained.policy], seed=self.seed, progress=self.within("routes"))
+        line, best = self.routes[trained.policy.name], self.routes["best fixed"]
+        return f"{line.name} {line.to_best_fixed.text()} times {best.note.partition(',')[0]}, the best of all fixed lengths"
 
 
 def compare_live(

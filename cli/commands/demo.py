@@ -71,7 +71,14 @@ def _to_dict(result: Demo) -> dict[str, object]:
         for line in result.live
     ]
     verdict = explain(result.report)
-    return {"report": result.report.to_dict(), "verdict": verdict, "live": live, "out": str(result.folder)}
+    routes = result.routes and result.routes.to_dict()
+    return {
+        "report": result.report.to_dict(),
+        "routes": routes,
+        "verdict": verdict,
+        "live": live,
+        "out": str(result.folder),
+    }
 
 
 def show(result: Demo) -> None:
@@ -88,6 +95,9 @@ def show(result: Demo) -> None:
             if measured is not None:
                 ratios = f"{measured.measured / best.measured:.3f} ({measured.predicted / best.predicted:.3f})"
             rows.append((line.name, f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), ratios))
+    for line in result.routes.lines if result.routes else ():
+        if line.drafters:
+            rows.append((f"{line.name}, among drafters", f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), "-"))
     fixed = report["best fixed"].note.partition(",")[0]
     table(
         f"{report.facts['prompts']} held-out prompts by replay, {result.live[0].tally.texts} of them live. Best fixed: "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_prompts
 from specstop.decode.profile.measuring import Effort
+from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo import Demo, Sizes, demo
 from specstop.train.heads.networks import MLPEstimator
@@ -20,7 +21,16 @@ from specstop import Profile, load_trace, shipped_pair
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(
-    train=14, test=4, live=3, tokens=16, depth=3, heads=("logistic", "mlp"), effort=EFFORT, decision_effort=EFFORT
+    train=14,
+    test=4,
+    live=3,
+    routed=10,
+    tokens=16,
+    depth=3,
+    heads=("logistic", "mlp"),
+    effort=EFFORT,
+    decision_effort=EFFORT,
+    route_effort=EFFORT,
 )
 
 
@@ -62,6 +72,13 @@ def test_every_head_is_in_the_report_and_all_policies_decode_the_same_text(resul
     for line in result.live:
         assert line.same_text == line.tally.texts == SIZES.live
         assert line.measured > 0 < line.predicted and line.miss == line.measured / line.predicted - 1
+
+
+def test_a_route_among_drafters_is_compared_on_held_out_prompts(result: Demo) -> None:
+    assert result.routes is not None and result.routes.facts["prompts"] == SIZES.test
+    (line,) = (line for line in result.routes.lines if line.drafters)
+    assert line.tokens_per_s > 0 and line.to_best_fixed.value > 0
+    assert load_policy(result.folder / "policies" / "route").name == line.name
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])

@@ -113,7 +113,7 @@ def _adapt_route(route: RoutingPolicy, arrays: TraceArrays | None, profile: Prof
     arrays = None if arrays is None else unfitted_prompts(route, arrays)
     if arrays is None:
         return route, "lengths as saved, of another profile; give dense training traces to solve them for this one"
-    if route.drafter_lengths is not None:
+    if route.lengths is not None:
         adapted = tune_lengths(route, arrays, profile)
     else:
         costs = [dataclasses.replace(one, others=(), batch=None) for one in (profile, *profile.others)]

@@ -209,7 +209,7 @@ def rule_lengths(rule: RoutingPolicy, arrays: TraceArrays) -> Tensor:
     """Return [N, D], what a rule that reads recorded signals only drafts at each anchor."""
     signals = [arrays.column(name) for name in rule.features]
     seen = torch.stack(signals, -1) if signals else torch.zeros(len(arrays.owner), arrays.tree.drafters, 0)
-    return torch.from_numpy(rule.route(seen.numpy(), None)[0] * rule.drafter_lengths)
+    return torch.from_numpy(rule.route(seen.numpy(), None)[0] * rule.lengths)
 
 
 # Values
