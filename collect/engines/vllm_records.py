@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from ...decode.topology import chain
 from ...policies.arguments import MAX_ROWS
 from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import SURROGATE, is_text, prepare_output_dir, staged_folder, strict_loads
 from ..acceptance import FIXED, LENGTHS, VARIED
-from ..prompts import lines, prompt_and_sample
-from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
+from ..prompts import prompt_and_sample, read_lines
+from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, parents
 from ..store import Trace, load_trace, open_for_writing, write_shard
 
 
@@ -48,7 +49,7 @@ def import_vllm(
     prepare_output_dir(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():
         raise InputError(f"path: expected a JSON Lines file, but {file} does not exist or is no file")
-    records = [_Record.parse(line, where) for where, line in lines(file, "path")]
+    records = [_Record.parse(line, where) for where, line in read_lines(file, "path")]
     depth = max((count for record in records for count in record.drafted), default=0)
     if not depth:
         raise InputError(f"path: {file} has no step that drafted a token; there is nothing to learn from it")
@@ -61,9 +62,10 @@ def import_vllm(
             stacklevel=2,
         )
     header = Header(
-        target=target, draft=draft, pair={}, vocabulary=0, eos=(), temperature=0.0, topology=chain(depth), features=(),
-        anchor_features=(), max_new_tokens=max(record.tokens for record in records), seed=0, shards=1, prompts=len(records),
-        prompts_hash="", verification="rejection", label="outcome", collector="live", texts="vllm", policy="vllm",
+        target=target, draft=draft, pair={}, vocabulary=0, eos=(), temperature=0.0, topology=parents(chain(depth)),
+        features=(), anchor_features=(), max_new_tokens=max(record.tokens for record in records), seed=0, shards=1,
+        prompts=len(records), prompts_hash="", verification="rejection", label="outcome", collector="live", texts="vllm",
+        policy="vllm",
         facts={"temperature": UNKNOWN_TEMPERATURE, "from": file.name, LENGTHS: FIXED if shortest == depth else VARIED},
     )  # fmt: skip
     with staged_folder(out) as stage:

@@ -54,7 +54,7 @@ from specstop.policies.display import silent
 task = json.loads(sys.argv[1])
 target, draft = (task["folder"] + f"/{name}" for name in ("target", "draft"))
 prompts = [Prompt(str(at), text) for at, text in enumerate(task["prompts"])]
-trace = collect(load_pair(target, draft), prompts, task["out"], target=target, draft=draft, collector="live", through="vllm",
+trace = collect(load_pair(target, draft), prompts, task["out"], target=target, draft=draft, collector="vllm",
                 policy="confidence:0.3", depth=5, max_new_tokens=24, batch=3, shards=1, explore=0.2, progress=silent)
 names = ["sequence", "anchor", "accepted_length", "drawn", "tokens", "committed"]
 print("RESULT" + json.dumps(trace.table(names).to_pydict()))
