@@ -30,12 +30,12 @@ COMMANDS = (
     "policies",
 )  # fmt: skip
 
-_KEYS = {"through": "--collector"} | {
+_KEYS = {
     key.replace("_", "-"): f"{option} {key}"
     for option, keys in (("--extra", COLLECT_KEYS), ("--sampling", SAMPLING_KEYS))
     for key in keys
 }
-"""Options that set the parameters without an option of the same name; `profile` has `--through`."""
+"""Options that set the parameters without an option of the same name."""
 
 _KEY = re.compile(rf"--(no-)?({'|'.join(_KEYS)})(?![\w-])")
 

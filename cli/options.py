@@ -229,12 +229,13 @@ class PromptSource:
         return read_prompts(source, self.limit or limit, column=self.column, completion=completions)
 
     def encode(
-        self, prompts: Sequence[Prompt], pair: Pair, new_tokens: int, long: str = "skip"
+        self, prompts: Sequence[Prompt], pair: Pair, new_tokens: int, skip_long: bool = True
     ) -> tuple[list[Prompt], list[list[int]]]:
         """Return the prompts that the pair can read with `new_tokens` more tokens, and their token ids."""
-        from ..collect.prompts import fit
+        from ..collect.prompts import tokenize_prompts
 
-        return fit(self.apply_template(prompts, pair), pair.tokenizer, pair.readable - new_tokens, long)
+        prompts = self.apply_template(prompts, pair)
+        return tokenize_prompts(prompts, pair.tokenizer, pair.readable - new_tokens, skip_long)
 
     def apply_template(self, prompts: Sequence[Prompt], pair: Pair) -> list[Prompt]:
         """Return the prompts, with the chat template if it is requested."""

@@ -18,7 +18,6 @@ from .dense import DenseCollector, memory_budget
 from .live import LiveCollector
 from .positions import PositionsCollector
 from .schema import PromptTask
-from .shards import nothing
 
 NOT_LIVE = {"mix": 0.0, "completions": None, "draws": 1, "memory": None}
 NOT_DENSE = {"policy": None, "explore": 0.0, "profile": None, "batch": 1}
@@ -40,7 +39,7 @@ class Collector:
 
     rows: Callable[[Sequence[PromptTask]], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
-    begin: Callable[[], None] = nothing
+    begin: Callable[[], None] = lambda: None
     carries: bool = False
     memory: int = 0
 
@@ -60,10 +59,10 @@ def choose_collector(
     Raises:
         InputError: options contradict each other; the message names them.
     """
-    if options.collector not in ("dense", "live"):
-        raise InputError(f"--collector: expected dense or live, not {options.collector!r}")
+    if options.collector not in ("dense", "live", "vllm"):
+        raise InputError(f"--collector: expected dense, live or vllm, not {options.collector!r}")
     is_live = options.collector == "live"
-    if options.through is not None:
+    if options.collector == "vllm":
         return _engine_collector(pair, settings, options, policy, hidden)
     if settings.verification == "auto" and (is_live or options.mix or pair.drafter != "model"):
         settings = replace(settings, verification=Match.name)  # the only mode of these that can be replayed
@@ -115,9 +114,7 @@ def _engine_collector(
     """Return the collector that runs a serving engine; arguments as of `choose_collector`."""
     from .engines.through_vllm import ThroughVLLM
 
-    if options.through != "vllm":
-        raise InputError(f"--through: expected vllm, not {options.through!r}")
-    reason = "--through vllm"
+    reason = "--collector vllm"
     _require_defaults(options, NOT_IN_ENGINES, reason)
     supported = ("auto", "point") if settings.temperature else ("auto", "match", "point")
     if settings.verification not in supported or hidden or settings.sampling.to_dict():

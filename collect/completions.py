@@ -28,7 +28,7 @@ from ..policies.contract import Array
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.learned import sampling_text
 from .given_text import gumbel_given
-from .prompts import Prompt, sample_text, spread
+from .prompts import Prompt, sample_text, select_evenly
 from .proposals import TargetText
 from .schema import PromptTask
 
@@ -173,7 +173,7 @@ def sampling_balance(
         its `standard_error`, clustered by text.
     """
     balances = []  # (sum of log p + H, tokens with p > 0, tokens) of each text
-    for prompt, text in spread([item for item in zip(prompts, texts, strict=True) if item[1]], MAX_TEXTS):
+    for prompt, text in select_evenly([item for item in zip(prompts, texts, strict=True) if item[1]], MAX_TEXTS):
         rows = target_rows(pair, prompt, text)[0]
         logs = torch.log_softmax(sampled_rows(pair, settings, prompt, text, rows).double(), -1)
         token_logs = logs.gather(-1, torch.tensor(text, device=logs.device)[:, None])[:, 0]

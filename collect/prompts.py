@@ -102,7 +102,7 @@ def as_prompts(prompts: Prompt | str | Sequence[Prompt | str]) -> list[Prompt]:
 def read_prompts(
     source: str | Path, limit: int | None = None, *, column: str | None = None, completion: str | None = None
 ) -> list[Prompt]:
-    """Read prompts from a JSON (Lines), CSV, Parquet or .txt file, a data set, or a pipe; see `records`.
+    """Read prompts from a JSON (Lines), CSV, Parquet or .txt file, a data set, or a pipe; see `read_records`.
 
     A record without an id gets the hash of its prompt as id. Columns `sample` and `prompt_id` name samples of a prompt;
     see `prompt_and_sample`. Blank lines are skipped. The source is read as far as `limit` requires.
@@ -124,7 +124,7 @@ def read_prompts(
     columns = (column,) if column else PROMPT_COLUMNS
     prompts = [
         _parse_record(record, columns, completion, where)
-        for where, record in itertools.islice(records(source, columns[0]), limit)
+        for where, record in itertools.islice(read_records(source, columns[0]), limit)
     ]
     if not prompts:
         name = "standard input" if os.fspath(source) == STANDARD_INPUT else source
@@ -252,7 +252,7 @@ def check_distinct(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def records(source: str | Path, text_column: str = "prompt") -> Iterator[Record]:
+def read_records(source: str | Path, text_column: str = "prompt") -> Iterator[Record]:
     """Yield the records of a source lazily.
 
     Args:
@@ -273,13 +273,13 @@ def records(source: str | Path, text_column: str = "prompt") -> Iterator[Record]
             f"but {name} does not exist or is no file"
         )
     if is_stream(name):
-        return _json_records("standard input" if name == STANDARD_INPUT else name, lines(path), text_column)
+        return _json_records("standard input" if name == STANDARD_INPUT else name, read_lines(path), text_column)
     suffix = path.suffix.lower()
     if suffix == ".txt":
-        return ((where, {text_column: line}) for where, line in lines(path))
+        return ((where, {text_column: line}) for where, line in read_lines(path))
     if suffix in (".csv", ".parquet"):
         return ((f"{name}, row {number}", row) for number, row in enumerate(_table_rows(path, suffix == ".csv"), 1))
-    return _json_records(name, lines(path))
+    return _json_records(name, read_lines(path))
 
 
 def is_stream(source: str) -> bool:
@@ -288,7 +288,7 @@ def is_stream(source: str) -> bool:
     return source == STANDARD_INPUT or source.startswith("/dev/") or is_pipe
 
 
-def lines(path: Path, option: str = "--prompts") -> Iterator[tuple[str, str]]:
+def read_lines(path: Path, option: str = "--prompts") -> Iterator[tuple[str, str]]:
     """Yield (place, line) of the lines that are not blank. Only a newline ends one: U+2028 may occur in a string."""
     name = "standard input" if str(path) == STANDARD_INPUT else str(path)
     try:
@@ -402,15 +402,11 @@ def apply_chat_template(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenize
     return rendered
 
 
-def encode(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int
-) -> list[list[int]]:
-    """Return the token ids of each prompt; a prompt of more than `max_prompt_tokens` tokens is an error, see `fit`."""
-    return fit(prompts, tokenizer, max_prompt_tokens, "refuse")[1]
-
-
-def fit(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int, long: str = "skip"
+def tokenize_prompts(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_prompt_tokens: int,
+    skip_long: bool = True,
 ) -> tuple[list[Prompt], list[list[int]]]:
     """Return the prompts that the models can read, and the token ids of each.
 
@@ -418,7 +414,7 @@ def fit(
         prompts: to be read.
         tokenizer: of the pair.
         max_prompt_tokens: what the models read, less the new tokens and the depth.
-        long: "skip" leaves longer prompts out, with a `SpecstopWarning`; "refuse" is an error.
+        skip_long: leave longer prompts out with a `SpecstopWarning`; otherwise they are an error.
 
     Raises:
         InputError: `max_prompt_tokens` is below 1, a prompt has no tokens, or no prompt is left.
@@ -427,8 +423,6 @@ def fit(
 
     if tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
-    if long not in ("skip", "refuse"):
-        raise InputError(f"--long: expected skip or refuse, not {long!r}")
     if max_prompt_tokens < 1:
         raise InputError("--max-new-tokens: leaves no room for a prompt in what this pair can read; lower it")
     encoded = [list(tokenizer(p.text, add_special_tokens=not p.templated)["input_ids"]) for p in prompts]
@@ -441,13 +435,13 @@ def fit(
         longer = [f"{prompt.id!r} has {len(ids)}" for prompt, ids in pairs if len(ids) > max_prompt_tokens]
         named = ", ".join(longer[:5]) + (", ..." if len(longer) > 5 else "")
         text = f"{len(longer)} of {len(prompts)} prompts have more than {max_prompt_tokens} tokens ({named})"
-        if long == "refuse" or not kept:
+        if not skip_long or not kept:
             raise InputError(f"--prompts: {text}; that is what the pair reads, less --max-new-tokens and --depth")
         warnings.warn(f"{text} and are left out", SpecstopWarning, stacklevel=2)
     return [prompt for prompt, _ in kept], [ids for _, ids in kept]
 
 
-def spread(items: Sequence[Item], count: int) -> list[Item]:
+def select_evenly(items: Sequence[Item], count: int) -> list[Item]:
     """Return `count` of the items at even distances, or all."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
@@ -468,7 +462,7 @@ def stored_prompts(folder: Path) -> list[Prompt]:
     """
     path = folder / PROMPTS_FILE
     try:
-        fields = [json.loads(line) for _, line in lines(path)]
+        fields = [json.loads(line) for _, line in read_lines(path)]
         answers = [
             tuple(one["completion"]) if isinstance(one["completion"], list) else one["completion"] for one in fields
         ]

@@ -36,7 +36,7 @@ from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from .collectors import check_dense, choose_collector, tokens_beyond
 from .completions import CompletionIds, Completions, check_sampled, encode_completions
-from .prompts import Prompt, as_prompts, fit
+from .prompts import Prompt, as_prompts, tokenize_prompts
 from .schema import Header, PromptTask, first_drafters, parents
 from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
 from .store import Trace
@@ -61,7 +61,7 @@ class CollectOptions:
             policy or the drafter carries state from text to text, which is reset at the beginning of each shard.
         source: description of the source of the prompts for the data card.
         prompt_options: options that selected the prompts. A resumed command uses the stored prompts if they are equal.
-        collector: "dense", or "live" for the rounds of the decoding loop with their times.
+        collector: "dense", or "live" for the rounds of the decoding loop with their times, or "vllm" for those inside vLLM.
         policy: of a live run: a policy, a spec such as `fixed:4`, or a policy folder. Default: draft to the full depth.
         verification: mode of a live run, or mode of the rounds of a dense trace: `match` and `point` (the draft is
             greedy while the text is sampled) are exact path by path; `rejection`, `rejection_replace` and `block` are
@@ -78,7 +78,6 @@ class CollectOptions:
         memory: MiB for the scores of positions that the dense collector unrolls together. Default: a share of the free
             memory.
         batch: number of texts that a live run decodes in parallel. Default: 1, and 8 inside vLLM.
-        through: "vllm" = a live trace of rounds inside vLLM.
         profile: of a live run, see `Speculator`.
         sampling: other options that change the sampled distribution: top-p, a repetition penalty, logits processors.
 
@@ -106,7 +105,6 @@ class CollectOptions:
     draws: int = 1
     memory: int | None = None
     batch: int | None = None
-    through: str | None = None
     profile: Profile | None = None
     sampling: SamplingParams = MODEL_DEFAULTS
 
@@ -163,16 +161,16 @@ def plan_run(pair: Pair, prompts: str | Sequence[Prompt | str], **changes: Any) 
     ).for_pair(pair)  # fmt: skip
     policy = None if options.policy is None else as_policy(options.policy)
     settings = settings if policy is None else settings.for_policy(policy)
-    if options.collector == "live" and not (policy and policy.routes):
+    if options.collector != "dense" and not (policy and policy.routes):
         pair = one_drafter(pair, policy)
     tree = with_drafters(settings.topology, len(drafter_names(pair.drafter)))
     settings = dataclasses.replace(settings, max_depth=tree.deepest)
-    new = options.max_new_tokens + tokens_beyond(pair, tree, "live" if options.through else options.collector)
-    readable, ids = fit(all_prompts, pair.tokenizer, pair.readable - new)
+    new = options.max_new_tokens + tokens_beyond(pair, tree, options.collector)
+    readable, ids = tokenize_prompts(all_prompts, pair.tokenizer, pair.readable - new)
     completions: CompletionIds | None = None
     if options.shards is not None and options.shards > len(readable):
         raise InputError(f"--shards: expected at most {len(readable)}, one for each prompt, not {options.shards}")
-    if options.through is None and options.collector == "dense":
+    if options.collector == "dense":
         check_dense(pair, max(map(len, ids), default=0) + new)
         if options.completions is not None:
             completions = encode_completions(pair, options.completions, readable)

@@ -196,8 +196,8 @@ class Header:
     @property
     def conditions(self) -> Conditions:
         """Conditions that policies are checked against."""
-        known = None if self.shown_temperature == UNKNOWN_TEMPERATURE else self.temperature
-        return Conditions(known, self.sampling, self.verification, self.pair)
+        temperature = None if self.shown_temperature == UNKNOWN_TEMPERATURE else self.temperature
+        return Conditions(temperature, self.sampling, self.verification, self.pair)
 
     @property
     def shown_temperature(self) -> float | str:
@@ -294,11 +294,6 @@ def pair_options(header: Header) -> list[str]:
         *(() if kind == "cpu" else ("--device", kind if kind in ("mps", "xpu") else "cuda")),
         *(() if dtype == "float32" else ("--dtype", dtype)),
     ]
-
-
-def chain(depth: int) -> tuple[int, ...]:
-    """Return the topology of a chain: the parents -1, 0, ..., depth - 2."""
-    return tuple(range(-1, depth - 1))
 
 
 def parents(tree: Topology) -> tuple[int, ...]:

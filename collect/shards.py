@@ -28,7 +28,6 @@ from .prompts import Prompt, prompts_json
 from .schema import Header, PromptTask
 from .store import (
     Trace,
-    finished,
     load_trace,
     open_for_writing,
     read_shard,
@@ -80,10 +79,6 @@ ALONE = DistributedRank()
 """The rank of the only process."""
 
 
-def nothing() -> None:
-    """Do nothing: the default of `Plan.begin`."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """A validated run, before anything is written.
@@ -101,7 +96,7 @@ class Plan:
     header: Header
     tasks: tuple[tuple[PromptTask, ...], ...]
     rows: Callable[[Sequence[PromptTask]], Sequence[Mapping[str, Any]]]
-    begin: Callable[[], None] = nothing
+    begin: Callable[[], None] = lambda: None
     inputs: tuple[Input, ...] = ()
     batch: int = BATCH
     prompts: tuple[Prompt, ...] = ()
@@ -136,7 +131,8 @@ def record(
     resume = resume or rank.world > 1
     folder = open_for_writing(out, header, resume=resume, overwrite=overwrite, inputs=plan.inputs, prompts=prompts)
     shards = [index for index in range(header.shards) if rank.takes(index)]
-    missing = set(shards) - finished(folder, header)
+    trace = Trace(folder, header)
+    missing = set(shards) - trace.finished
     for index in sorted(set(shards) - missing):
         try:
             for _ in read_shard(shard_path(folder, index, header.shards), header):
@@ -159,7 +155,6 @@ def record(
             done += len(batch)
             progress(task, done, total)
         write_shard(folder, header, index, chunks)
-    trace = Trace(folder, header)
     if not trace.complete:
         return trace
     if not trace.row_count:

@@ -190,8 +190,16 @@ def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
-def write_table(table: pa.Table, where: Any) -> None:
-    """Write the table of a shard to a path or a file, compressed and with checksums of pages."""
+def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write shard `index` whole: under a temporary name, flushed to the disk and renamed.
+
+    Args:
+        folder: of the trace.
+        header: of the trace.
+        index: of the shard.
+        rows: chunks of columns, see `shard_table`.
+    """
+    table = shard_table(header, rows)
     # The path of a list column in Parquet is that of its values.
     leaf = {f.name: f"{f.name}.list.element" if pa.types.is_fixed_size_list(f.type) else f.name for f in table.schema}
     options: dict[str, Any] = {}
@@ -200,22 +208,9 @@ def write_table(table: pa.Table, where: Any) -> None:
         # compressor.
         options["use_dictionary"] = [path for path in leaf.values() if path not in hidden]
         options["column_encoding"] = dict.fromkeys(hidden, "BYTE_STREAM_SPLIT")
-    pq.write_table(table, where, compression="zstd", write_page_checksum=True, **options)
-
-
-def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]] | pa.Table) -> None:
-    """Write shard `index` whole: under a temporary name, flushed to the disk and renamed.
-
-    Args:
-        folder: of the trace.
-        header: of the trace.
-        index: of the shard.
-        rows: chunks of columns, see `shard_table`, or the table.
-    """
-    table = rows if isinstance(rows, pa.Table) else shard_table(header, rows)
+    table = table.replace_schema_metadata({HEADER_KEY: header.to_json(), ROWS_KEY: str(table.num_rows)})
     with staged(shard_path(folder, index, header.shards)) as stage:
-        metadata = {HEADER_KEY: header.to_json(), ROWS_KEY: str(table.num_rows)}
-        write_table(table.replace_schema_metadata(metadata), stage)
+        pq.write_table(table, stage, compression="zstd", write_page_checksum=True, **options)
 
 
 def remove_stale_files(folder: Path) -> None:
@@ -227,20 +222,6 @@ def remove_stale_files(folder: Path) -> None:
 def shard_path(folder: Path, index: int, count: int) -> Path:
     """Return the path of shard `index` of `count`."""
     return folder / "data" / f"train-{index:05d}-of-{count:05d}.parquet"
-
-
-def finished(folder: Path, header: Header) -> set[int]:
-    """Return the indices of the shards that exist. Raises `TraceError` if a shard is of another number of shards."""
-    indices = set()
-    for path in (folder / "data").glob("train-*.parquet"):
-        match = _SHARD_NAME.fullmatch(path.name)
-        if match is None or int(match[2]) != header.shards or int(match[1]) >= header.shards:
-            raise TraceError(
-                f"traces: expected {header.shards} shards, as the header of {folder} says, got data/{path.name}; restore the "
-                "header, or move that file away"
-            )
-        indices.add(int(match[1]))
-    return indices
 
 
 def read_header(folder: Path) -> Header:
@@ -343,15 +324,15 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
     same = np.diff(sequence) == 0
     step = np.diff(anchor)[same]
     first, last = np.append(True, ~same), np.append(~same, True)
-    path = np.concatenate([np.ones((len(accepted), 1), dtype=bool), accepted], 1)  # the anchor before the nodes
+    rows = np.concatenate([np.ones((len(accepted), 1), dtype=bool), accepted], 1)  # the anchor before the nodes
     tree = header.tree
-    is_path = (path[:, list(tree.parent[1:])] >= path[:, 1:]).all()  # accepted nodes only below accepted ones
+    is_path = (rows[:, list(tree.parent[1:])] >= accepted).all()  # accepted nodes only below accepted ones
     # One path in the tree of each drafter, the longest of accepted_length nodes.
     lengths = np.zeros(len(accepted), dtype=np.int64)
     for drafter in range(tree.drafters):
-        own = accepted & (tree.drafter_of[1:] == drafter)
-        is_path &= all((own[:, tree.depths[1:] == depth].sum(1) <= 1).all() for depth in range(1, tree.deepest + 1))
-        lengths = np.maximum(lengths, own.sum(1))
+        path = accepted & (tree.drafter_of[1:] == drafter)
+        is_path &= all((path[:, tree.depths[1:] == depth].sum(1) <= 1).all() for depth in range(1, tree.deepest + 1))
+        lengths = np.maximum(lengths, path.sum(1))
     is_path &= (lengths == length).all()
     is_gapless = (step == 1).all() and (anchor[first] == 1).all() and (anchor[last] + 1 == text[last]).all()
     for valid, expected in (
@@ -432,8 +413,17 @@ class Trace:
 
     @property
     def finished(self) -> set[int]:
-        """The indices of the shards that exist."""
-        return finished(self.folder, self.header)
+        """The indices of the shards that exist. Raises `TraceError` if a shard is of another number of shards."""
+        indices, count = set(), self.header.shards
+        for path in (self.folder / "data").glob("train-*.parquet"):
+            match = _SHARD_NAME.fullmatch(path.name)
+            if match is None or int(match[2]) != count or int(match[1]) >= count:
+                raise TraceError(
+                    f"traces: expected {count} shards, as the header of {self.folder} says, got data/{path.name}; restore "
+                    "the header, or move that file away"
+                )
+            indices.add(int(match[1]))
+        return indices
 
     @property
     def complete(self) -> bool:

@@ -16,10 +16,11 @@ import datasets
 import numpy as np
 from simulated_machines import Disturbance, Machine
 from specstop.collect import Header
-from specstop.collect.schema import TIMES, chain
+from specstop.collect.schema import TIMES, parents
 from specstop.collect.store import shard_table
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Effort, measure
+from specstop.decode.topology import chain
 from specstop.policies import Array, Confidence, FixedLength
 from specstop.policies.costs import CostTable
 from specstop.train.evaluate.importance import importance_estimate
@@ -158,7 +159,21 @@ def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
     """Return a trace in memory. Columns that the policies do not read are zero."""
     longest = int(columns["text_tokens"].max()) + DEPTH + 1
     header = Header(
-        "simulated", "simulated", {}, 8, (), 0.0, chain(DEPTH), ("drawn_prob",), (), longest, 0, 1, prompts, "", **more
+        "simulated",
+        "simulated",
+        {},
+        8,
+        (),
+        0.0,
+        parents(chain(DEPTH)),
+        ("drawn_prob",),
+        (),
+        longest,
+        0,
+        1,
+        prompts,
+        "",
+        **more,
     )
     rows, nodes = columns["accepted"].shape
     zeros: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..collect.prompts import Prompt, encode, read_prompts
+from ..collect.prompts import Prompt, read_prompts, tokenize_prompts
 from ..collect.run import collect, environment_facts
 from ..collect.schema import stream_name
 from ..collect.store import Trace
@@ -201,7 +201,7 @@ def _seconds_per_token(models: Pair, pair_folder: Path) -> float:
     """Return the seconds per token of plain decoding, measured on three prompts after a warm-up."""
     prompts = read_prompts(pair_folder / "prompts-train.jsonl", 4)
     plain = Speculator(models, FixedLength(0), Settings(0.0, PROBE_TOKENS, 1, ignore_eos=True))
-    encoded = encode(prompts, models.tokenizer, models.readable - PROBE_TOKENS)
+    encoded = tokenize_prompts(prompts, models.tokenizer, models.readable - PROBE_TOKENS, skip_long=False)[1]
     texts = [plain.generate(ids, number) for number, ids in enumerate(encoded)]
     return statistics.median(1 / text.tokens_per_s for text in texts[1:])
 
@@ -235,7 +235,8 @@ class _Stages:
         }
         max_prompt_tokens = self.models.readable - self.sizes.tokens
         self.ids = {
-            side: encode(prompts, self.models.tokenizer, max_prompt_tokens) for side, prompts in self.prompts.items()
+            side: tokenize_prompts(prompts, self.models.tokenizer, max_prompt_tokens, skip_long=False)[1]
+            for side, prompts in self.prompts.items()
         }
         self.traces: dict[str, Trace] = {}
         self.arrays: dict[str, TraceArrays] = {}

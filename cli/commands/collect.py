@@ -76,9 +76,9 @@ def collect(
         trace = run(
             pair, prompts, out, rank=rank, resume=resume, overwrite=overwrite, progress=progress, target=target,
             draft=(draft or "") if models.drafters == "model" else models.drafters, depth=depth, tree=tree,
-            collector="dense" if collector == "dense" else "live", through="vllm" if collector == "vllm" else None,
-            policy=rule, verification=verification, temperature=sampling.temperature, sampling=sampling.params(pair),
-            max_new_tokens=max_new_tokens, seed=seed, source=source.description(), prompt_options=selection,
+            collector=collector, policy=rule, verification=verification, temperature=sampling.temperature,
+            sampling=sampling.params(pair), max_new_tokens=max_new_tokens, seed=seed, source=source.description(),
+            prompt_options=selection,
             completions=completions and {(prompt.id, prompt.sample): prompt.completion or "" for prompt in prompts},
             **parameters,
         )  # fmt: skip

@@ -65,7 +65,7 @@ def decode(
     if not quiet:
         options.print_model_defaults(pair, settings)
     shown = {prompt.id: prompt.text for prompt in prompts}  # without the chat template
-    prompts, tokens = source.encode(prompts, pair, max_new_tokens, long="refuse")
+    prompts, tokens = source.encode(prompts, pair, max_new_tokens, skip_long=False)
     names = [f"{prompt.id}, sample {prompt.sample}" if prompt.sample else prompt.id for prompt in prompts]
     headings = [
         (f"[{at} of {len(names)}: {printable(name)}]\n" if len(names) > 1 else "") + shown[prompt.id]

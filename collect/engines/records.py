@@ -26,13 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from ...decode.topology import chain
 from ...policies.arguments import MAX_ROWS
 from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import SURROGATE, is_text, prepare_output_dir, staged_folder, strict_loads
 from ..acceptance import FIXED, LENGTHS, VARIED
-from ..prompts import lines, prompt_and_sample
-from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
+from ..prompts import prompt_and_sample, read_lines
+from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, parents
 from ..store import Trace, load_trace, open_for_writing, write_shard
 
 CONFIDENCES = ("top1", "drawn_prob")
@@ -89,7 +90,7 @@ def import_records(
         )
     engine, has_confidence = records[0].engine, all(record.confidence is not None for record in records)
     header = Header(
-        target=target, draft=draft, pair={}, vocabulary=0, eos=(), temperature=0.0, topology=chain(depth),
+        target=target, draft=draft, pair={}, vocabulary=0, eos=(), temperature=0.0, topology=parents(chain(depth)),
         features=CONFIDENCES if has_confidence else (), anchor_features=(),
         max_new_tokens=max(record.tokens for record in records), seed=0, shards=1, prompts=len(records), prompts_hash="",
         verification="rejection", label="outcome", collector="live", texts="vllm", policy=engine,
@@ -205,7 +206,7 @@ def _line_records(file: Path) -> Iterator[_Record]:
     if not file.is_file():
         raise InputError(f"path: expected a file of records, but {file} is none")
     is_json, requests = None, 0
-    for where, line in lines(file, "path"):
+    for where, line in read_lines(file, "path"):
         is_json = line.startswith(("{", "[")) if is_json is None else is_json
         if is_json:
             yield _json_record(line, where).checked(where)

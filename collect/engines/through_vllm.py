@@ -346,8 +346,7 @@ def start_vllm(
         from vllm import LLM
     except ImportError as error:
         raise InputError(
-            f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
-            "(docs/engines.md)"
+            f"vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop (docs/engines.md)"
         ) from None
     proposer = InProcessProposer
     proposer.chosen, proposer.create_observer = policy, staticmethod(create_observer)

@@ -24,7 +24,7 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, PromptTask, stream_name
 from specstop.collect.shards import DistributedRank, Plan, policy_digest, record
-from specstop.collect.store import Trace, check_trace, finished, shard_path
+from specstop.collect.store import Trace, check_trace, shard_path
 from specstop.decode.drafters import with_drafter
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.verify.noise import stream_key
@@ -105,7 +105,7 @@ def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     for child in children:
         child.join()
         assert child.exitcode == -signal.SIGKILL
-    assert len(finished(out, alone.header)) == 3 and len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == 1
+    assert len(Trace(out, alone.header).finished) == 3 and len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == 1
     calls: list[tuple[int, int]] = []
     trace = collect(pair, many, out, resume=True, progress=lambda task, *done: calls.append(done), **OPTIONS)
     assert same_rows(trace, alone)
@@ -145,7 +145,7 @@ def stopped_after(plan: Plan, shards: int, folder: Path) -> Plan:
     """Return the plan with an interruption within the shard after so many shards of `folder`."""
 
     def interrupted(batch: Any) -> Any:
-        if len(finished(folder, plan.header)) == shards:
+        if len(Trace(folder, plan.header).finished) == shards:
             raise KeyboardInterrupt
         return plan.rows(batch)
 
@@ -164,7 +164,7 @@ def test_an_interruption_leaves_whole_shards_and_the_run_can_be_resumed(
     for resume in (False, True):
         with pytest.raises(KeyboardInterrupt):
             record(stopped_after(plan, 2, folder), out, overwrite=overwrite, resume=resume)
-        assert finished(folder, plan.header) == {0, 1}
+        assert Trace(folder, plan.header).finished == {0, 1}
         assert [p.name for p in folder.rglob(".*")] == [MANIFEST]
         assert not overwrite or files(out) == older, "the older trace stays until the new one is complete"
     calls: list[tuple[int, int]] = []
@@ -382,7 +382,7 @@ class ReadsEntropy(FixedLength):
     features = ("anchor_entropy",)
 
 
-THROUGH = {"through": "vllm"}
+INSIDE = {"collector": "vllm"}
 
 
 @pytest.mark.parametrize(
@@ -408,9 +408,9 @@ THROUGH = {"through": "vllm"}
         *(({"drafter": drafter, "collector": collector, "hidden": ["draft_hidden"]}, r"draft_hidden, which \w+Drafter")
           for drafter in ("suffix", "suffix+model") for collector in ("dense", "live")),
         # Options and policies that vLLM does not support.
-        ({"through": "vlm"}, "through"), ({"drafter": "medusa:heads", **THROUGH}, "drafter medusa:heads"),
-        ({"policy": ReadsEntropy(2), **THROUGH}, "anchor_entropy"),
-        *(({**THROUGH, **options}, "through") for options in (
+        ({"drafter": "medusa:heads", **INSIDE}, "drafter medusa:heads"),
+        ({"policy": ReadsEntropy(2), **INSIDE}, "anchor_entropy"),
+        *(({**INSIDE, **options}, "vllm") for options in (
             {"tree": "2,2"}, {"mix": 0.5}, {"hidden": ["draft_hidden"]}, {"verification": "rejection"}, {"draws": 2},
             {"completions": {"p0": "w7"}}, {"memory": 9})),
     ],
@@ -420,7 +420,8 @@ def test_options_that_cannot_be_combined_are_refused_before_anything_is_written(
 ) -> None:
     options = {**options}
     if drafter := options.pop("drafter", ""):
-        pair = dataclasses.replace(pair, drafter=drafter) if "through" in options else with_drafter(pair, drafter)
+        inside = options.get("collector") == "vllm"
+        pair = dataclasses.replace(pair, drafter=drafter) if inside else with_drafter(pair, drafter)
     with pytest.raises(SpecstopError, match=noun):
         collect(pair, many[:2], tmp_path / "t", **{"depth": 3, "temperature": 0.7, "max_new_tokens": 8, **options})
     assert not (tmp_path / "t").exists()

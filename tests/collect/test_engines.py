@@ -23,7 +23,7 @@ from specstop.collect.exploring import exploring
 from specstop.collect.live import LiveCollector
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.schema import NO_TOKEN, Header, PromptTask, chain
+from specstop.collect.schema import NO_TOKEN, Header, PromptTask, parents
 from specstop.collect.store import Trace
 from specstop.decode.drafters import find_drafters, with_drafter
 from specstop.decode.engines.drafting import Drafting, Options
@@ -31,6 +31,7 @@ from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
+from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import SIGNALS
 from specstop.policies.fixed import Confidence, FixedLength
@@ -164,7 +165,7 @@ def test_a_machine_without_vllm_is_an_error_of_one_line(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.delenv("VLLM_LOGGING_STREAM", raising=False)
     with pytest.raises(InputError, match="vLLM cannot be imported"):
-        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
+        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, collector="vllm")
     assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr", "stdout may be JSON"
     with pytest.raises(InputError, match="vLLM cannot be imported"):
         measure_vllm("t", "d", [[1, 2, 3]], depth=2, new_tokens=4)
@@ -246,7 +247,7 @@ def test_survival_is_a_product_over_the_depths_that_rounds_observed(cases: list[
         if product != 0.0:
             product *= np.mean([accepted >= depth for accepted in observed]) if observed else np.nan
         expected.append(product)
-    assert depth_outcomes(live_header(chain(4)), columns).survival == pytest.approx(expected, nan_ok=True)
+    assert depth_outcomes(live_header(parents(chain(4))), columns).survival == pytest.approx(expected, nan_ok=True)
 
 
 def test_of_a_tree_all_candidates_of_a_depth_count() -> None:

@@ -24,11 +24,10 @@ from specstop.collect.prompts import (
     Prompt,
     apply_chat_template,
     as_prompts,
-    encode,
-    fit,
     prompts_json,
     read_prompts,
     stored_prompts,
+    tokenize_prompts,
 )
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
@@ -242,19 +241,17 @@ def test_stored_prompts_are_read_as_they_were(tmp_path_factory: pytest.TempPathF
 def test_prompts_are_encoded_and_those_without_a_place_are_refused_or_left_out(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    assert encode([Prompt("a", "w7 w9 </s>"), Prompt("b", "w6")], tokenizer, 3) == [[7, 9, 16], [6]]
+    assert tokenize_prompts([Prompt("a", "w7 w9 </s>"), Prompt("b", "w6")], tokenizer, 3)[1] == [[7, 9, 16], [6]]
     for text, limit, message in (("w7 w8 w9 w10", 3, "'me' has 4"), (" ", 3, "'me' has 0"), ("w7", 0, "no room")):
         with pytest.raises(InputError, match=message):
-            encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, limit)
+            tokenize_prompts([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, limit, skip_long=False)
     with pytest.raises(InputError, match="tokenizer"):
-        encode([Prompt("a", "w7")], None, 3)
+        tokenize_prompts([Prompt("a", "w7")], None, 3)
     prompts = [Prompt("ok", "w7 w8"), Prompt("me", "w8 w9 w10")]
     with pytest.warns(SpecstopWarning, match="1 of 2 prompts have more than 2 tokens .'me' has 3."):
-        assert fit(prompts, tokenizer, 2) == ([prompts[0]], [[7, 8]])
+        assert tokenize_prompts(prompts, tokenizer, 2) == ([prompts[0]], [[7, 8]])
     with pytest.raises(InputError, match="2 of 2 prompts have more than 1 tokens"):
-        fit(prompts, tokenizer, 1)
-    with pytest.raises(InputError, match="long: expected skip or refuse"):
-        fit(prompts, tokenizer, 9, "rihgt")
+        tokenize_prompts(prompts, tokenizer, 1)
 
 
 CHAT = "{% for m in messages %}w3 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
@@ -277,8 +274,8 @@ def test_a_chat_template_writes_the_prompt_and_its_first_token(tokenizer: PreTra
     chatty.chat_template = CHAT
     rendered = apply_chat_template(prompts, chatty)
     assert [(p.id, p.group, p.templated) for p in rendered] == [("a", "g", True), ("b", "", True)]
-    assert encode(rendered, chatty, 9) == [[3, 7, 8, 4], [3, 10, 3, 9, 4]]
-    assert encode(prompts, chatty, 9) == [[1, 7, 8], [1, 9]]
+    assert tokenize_prompts(rendered, chatty, 9)[1] == [[3, 7, 8, 4], [3, 10, 3, 9, 4]]
+    assert tokenize_prompts(prompts, chatty, 9)[1] == [[1, 7, 8], [1, 9]]
     refusing = copy.deepcopy(chatty)
     refusing.chat_template = "{{ raise_exception('no system message here') }}"
     with pytest.raises(InputError, match="prompt 'a': no system message here"):
@@ -290,10 +287,10 @@ def test_two_bos_tokens_are_warned_about_once(tokenizer: PreTrainedTokenizerFast
     adding = beginning_with(tokenizer, word)
     prompts = [Prompt("a", f"{word} {word}"), Prompt("b", word), Prompt("c", word, templated=True)]
     with pytest.warns(SpecstopWarning, match="2 of 3 prompts begin with two") as caught:
-        fit(prompts, adding, 100)
+        tokenize_prompts(prompts, adding, 100)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit(prompts[2:], adding, 100)
+        tokenize_prompts(prompts[2:], adding, 100)
     with pytest.warns(SpecstopWarning, match="1 of 1 prompts begin with two"):
         decode(replace(pair, tokenizer=adding), f"{word} w7", "fixed:1", settings=Settings(max_new_tokens=2))

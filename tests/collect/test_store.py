@@ -14,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies
-from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain
+from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, parents
 from specstop.collect.store import (
     Trace,
     check_trace,
-    finished,
     load_trace,
     open_for_writing,
     read_header,
     shard_path,
     write_shard,
 )
+from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, TraceError
 from trace_helpers import HEADER, random_rows, write_random_trace
 
@@ -37,7 +37,7 @@ RAW: dict[str, Any] = json.loads(HEADER.to_json())
         optional={
             "target": strategies.text(strategies.characters(exclude_categories=["Cs"])),
             "temperature": strategies.just(0.0) | strategies.floats(0.01, 100.0),
-            "topology": strategies.sampled_from([chain(4), (-1, -1, 0, 1, 3), (-1,)]),
+            "topology": strategies.sampled_from([parents(chain(4)), (-1, -1, 0, 1, 3), (-1,)]),
             "eos": strategies.lists(strategies.integers(0, 2**31 - 1)).map(tuple),
             "explore": strategies.just(0.0),
             "hidden": strategies.dictionaries(strategies.just("draft_hidden"), strategies.integers(1, 64)),
@@ -127,8 +127,10 @@ def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not empty"):
         open_for_writing(tmp_path / "t", HEADER)
     new = open_for_writing(tmp_path / "t", dataclasses.replace(HEADER, seed=5), overwrite=True)
-    assert (finished(new, HEADER), read_header(new).seed) == (set(), 5)
-    assert (finished(tmp_path / "t", HEADER), read_header(tmp_path / "t")) == ({0, 1}, HEADER), "until it is complete"
+    assert (Trace(new, HEADER).finished, read_header(new).seed) == (set(), 5)
+    assert (Trace(tmp_path / "t", HEADER).finished, read_header(tmp_path / "t")) == ({0, 1}, HEADER), (
+        "until it is complete"
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     for how in ({"overwrite": True}, {"resume": True}):
@@ -200,7 +202,7 @@ def test_a_trace_without_all_its_shards_opens_and_is_not_complete(tmp_path: Path
 
 @pytest.mark.parametrize(
     "changes",
-    [{"features": ("top1",)}, {"topology": chain(5)}, {"seed": 99}, {"shards": 3}],
+    [{"features": ("top1",)}, {"topology": parents(chain(5))}, {"seed": 99}, {"shards": 3}],
     ids=["columns", "depth", "seed", "number of shards"],
 )
 def test_a_shard_of_another_run_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -12,11 +12,12 @@ import torch
 from contract_policies import DEPTH
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.schema import Header, PromptTask, arrow_schema, chain
+from specstop.collect.schema import Header, PromptTask, arrow_schema, parents
 from specstop.collect.store import Trace, open_for_writing, write_shard
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
+from specstop.decode.topology import chain
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.profile import Profile
@@ -30,7 +31,7 @@ HEADER = Header(
     vocabulary=48,
     eos=(16, 2),
     temperature=0.7,
-    topology=chain(3),
+    topology=parents(chain(3)),
     features=("top1", "entropy"),
     anchor_features=("anchor_top1",),
     max_new_tokens=9,

@@ -65,7 +65,7 @@ def serve(prompts, options):
 results = {"served": [serve(task["prompts"], options) for options in task["options"]]}
 prompts = [Prompt(str(at), " ".join(f"w{token}" for token in tokens)) for at, tokens in enumerate(task["prompts"][:6])]
 trace = collect(with_drafter(load_pair(target, draft), "suffix+model"), prompts, task["out"], target=target, draft=draft,
-                collector="live", through="vllm", policy=task["policy"], depth=5, max_new_tokens=24, batch=3, shards=1,
+                collector="vllm", policy=task["policy"], depth=5, max_new_tokens=24, batch=3, shards=1,
                 progress=silent)
 names = ["sequence", "anchor", "accepted_length", "drawn", "tokens", "committed", "match_prob"]
 results["rows"] = trace.table(names).to_pydict()

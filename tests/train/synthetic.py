@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from specstop.collect import Header
-from specstop.collect.schema import chain
+from specstop.collect.schema import parents
+from specstop.decode.topology import chain
 from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.train import TraceArrays
 from specstop.train.heads.rows import FitRows
@@ -30,7 +31,7 @@ def synthetic_trace(
         depth: K.
         names: ANCHOR and node features to make up.
     """
-    header = Header("", "", {}, 8, (), 0.0, chain(depth), names[1], names[0], 99, 0, 1, len(accepted), "")
+    header = Header("", "", {}, 8, (), 0.0, parents(chain(depth)), names[1], names[0], 99, 0, 1, len(accepted), "")
     counts = torch.tensor([len(lengths) for lengths in accepted])
     flat = torch.tensor([a for lengths in accepted for a in lengths])
     left = torch.tensor([len(lengths) - t for lengths in accepted for t in range(len(lengths))])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from ...collect.prompts import Prompt, fit
+from ...collect.prompts import Prompt, tokenize_prompts
 from ...collect.run import environment_facts
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import (
@@ -159,7 +159,7 @@ def _readable_prompts(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int
     """Return the prompts that the target can read, with their tokens; raise `InputError` for fewer than two."""
     if len(prompts) < 2:
         raise InputError("--prompts: expected two prompts at least, one of them to hold out")
-    fitting, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, "skip")
+    fitting, ids = tokenize_prompts(list(prompts), pair.tokenizer, pair.readable - max_new_tokens)
     if len(fitting) < 2:
         raise InputError("--prompts: fewer than two are short enough for the target; use shorter prompts")
     return list(zip(fitting, ids, strict=True))
