@@ -74,24 +74,6 @@ def remove_shards(out: Path) -> None:
         file.unlink()
 
 
-def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:
-    texts = [
-        {"prompt_id": "q", "id": name, "prompt": "w7 w8", "answer": f"w{9 + at} w10"} for at, name in enumerate("ab")
-    ]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    command = [*collect, "--column", "prompt", "--prompts", tmp_path / "p.jsonl", "--temperature", 0.7]
-    recorded = ["--depth", 1, "--verification", "match", *extra(completions="answer")]
-    rows = collected(*command, *recorded, "--out", tmp_path / "a").table(["prompt_id", "sample"]).to_pylist()
-    assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
-    facts = parsed("info", tmp_path / "a")
-    assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
-    decode = ["decode", *collect[1:7], "--prompts", tmp_path / "p.jsonl", "--temperature", 0.9, "--max-new-tokens", 12]
-    answer = cli(*decode, "--policy", "fixed:1")
-    assert "[1 of 2: q, sample a]" in answer.out and "[2 of 2: q, sample b]" in answer.out, answer.err
-    first, second = parsed(*decode, "--policy", "fixed:1")["texts"]
-    assert first != second
-
-
 def set_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 

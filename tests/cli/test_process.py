@@ -11,26 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import COMMANDS, ascii_locale, cli, during, model_options
+from commands import COMMANDS, cli, during
 from specstop.collect.store import Trace, load_trace
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example_and_fits_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    answer = cli(command, "--help")
-    assert answer.code == 0, answer.err
-    assert f"Example: specstop {command}" in " ".join(answer.out.split())
-    assert max(map(len, answer.out.splitlines())) <= 80
-
-
-def test_without_a_command_the_commands_are_listed() -> None:
-    answer = cli()
-    assert all(name in answer.out + answer.err for name in COMMANDS)
-    assert cli("--version").out.startswith("specstop 0.")
-
 
 RUN_EACH = """
 import json, sys
@@ -71,13 +55,14 @@ def test_help_lists_and_refusals_need_no_large_libraries(tmp_path: Path) -> None
             assert (code, imported) == (expected, []), words
 
 
-def test_files_are_utf8_in_an_ascii_locale(pair_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "w7 w8", "id": "é", "group": "größe"}', encoding="utf-8")
-    options = ["--dtype", "float64", "--prompts", "p.jsonl", "--max-new-tokens", "5", "--depth", "2", "--quiet"]
-    commands = [["collect", *model_options(pair_folder, *options), "--out", "t"], ["info", "t", "--json"]]
-    answers, errors = results(commands, tmp_path, ascii_locale())
-    assert (errors, [code for _, code, _ in answers]) == ("", [0, 0])
-    assert load_trace(tmp_path / "t").rows["group"][0] == "größe"
+def test_files_are_utf8_in_an_ascii_locale(tmp_path: Path) -> None:
+    record = {"id": "größe", "num_spec_tokens": 3, "per_step_accepted": [1, 2, 0]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    commands = [["import", "r.jsonl", "--out", "t"], ["info", "t", "--json"]]
+    answers, errors = results(commands, tmp_path, environment)
+    assert [code for _, code, _ in answers] == [0, 0], errors
+    assert load_trace(tmp_path / "t").rows["prompt_id"][0] == "größe"
 
 
 FULL = "specstop: No space left on device; check the path, its permissions and the free disk space\n"
@@ -114,9 +99,7 @@ INTERRUPTED = (130, "specstop: interrupted\n")
 
 INTERRUPTIONS = {
     "within Lightning": (["train", "--head", "mlp"], "lightning.pytorch.callbacks:EarlyStopping.on_train_epoch_end", 1),
-    "within XGBoost": (["train", "--head", "xgboost"], "xgboost:Booster.update", 3),
     "within scikit-learn": (["train"], "sklearn.linear_model:LogisticRegression.fit", 0),
-    "while a policy is written": (["train"], "os:fsync", 1),
     "while a report is written": (["evaluate"], "os:fsync", 0),
 }
 """The command, where the signal comes, and after how many calls."""

@@ -11,8 +11,7 @@ import yaml
 from commands import COMPACT, cli, files, model_options, parsed, refused, write_prompts
 from conftest import make_prompts
 from contract_policies import DEPTH
-from specstop.collect.store import Trace
-from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.collect.store import Trace, load_trace
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
 from specstop.policies.learned import LearnedPolicy
@@ -48,6 +47,7 @@ def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HELD = ("evaluate", "--traces", "held", "--profile", "profile.json")
+TRAIN = ("train", "--traces", "fit", "--profile", "profile.json", "--out")
 
 
 def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
@@ -70,18 +70,32 @@ def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
     assert (saved["command"], len(saved["traces"]), len(saved["policy"])) == ("evaluate", 2, 2)
 
 
-def test_policies_are_compared_by_batch_size(full_profile: Profile, tmp_path: Path) -> None:
-    verify = {n: ((n, 5e-3), (4 * n, 5e-3), (6 * n, 5e-3 + 1e-3 * n)) for n in (2, 4)}
-    side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), verify)
-    dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "batch.json")
-    run = [*HELD[:3], "--profile", tmp_path / "batch.json", "--policy", "confidence:0.5"]
-    assert "Batch sizes" in cli(*run, "--out", tmp_path / "r", "--batch", "1,4").out
-    report = json.loads((tmp_path / "r" / "report.json").read_text())
-    batch, texts = report["details"]["batch"], report["facts"]["prompts"]
-    assert batch["sizes"] == [1, 4] and batch["requests"] == [texts, 2 * texts], "four batches of four or more"
-    assert [line["name"] for line in batch["lines"][1:3]] == ["Hugging Face default", "confidence:0.5"]
-    alone = next(line for line in report["lines"] if line["name"] == "confidence:0.5")
-    assert batch["lines"][2]["tokens_per_s"][0] == pytest.approx(alone["tokens_per_s"]), "one stream, as in the report"
+def test_a_saved_configuration_gives_the_same_result(pair_folder: Path, tmp_path: Path) -> None:
+    """The command line takes precedence over the file."""
+    write_prompts(tmp_path / "p.jsonl", make_prompts(3, "p", 5))
+    sampled = ("--temperature", 0.7, "--depth", 3, "--max-new-tokens", 9, "--prompts", tmp_path / "p.jsonl")
+    for command, options in (
+        ("collect", (*model_options(pair_folder, *COMPACT), *sampled)),
+        ("train", TRAIN[1:-1]),
+        ("evaluate", (*HELD[1:], "--policy", "policy")),
+    ):
+        again = ("--config", tmp_path / "first" / command / "run.yaml")
+        for folder, used in (("first", options), ("second", again)):
+            answer = cli(command, *used, "--out", tmp_path / folder / command, "--quiet")
+            assert answer.code == 0, answer.err
+    folders = tmp_path / "first", tmp_path / "second"
+    tables = [load_trace(folder / "collect").table() for folder in folders]
+    assert tables[0].equals(tables[1])
+    first, second = (files(folder / "train") for folder in folders)
+    del first["run.yaml"], second["run.yaml"]
+    assert first == second
+    reports = [json.loads((folder / "evaluate" / "report.json").read_text()) for folder in folders]
+    assert all(report.pop("run")["command"].startswith("specstop evaluate --") for report in reports)
+    assert reports[0] == reports[1]
+    saved = tmp_path / "first" / "collect" / "run.yaml"
+    assert cli("collect", "--config", saved, "--limit", 1, "--depth", 2, "--out", tmp_path / "third").code == 0
+    header = load_trace(tmp_path / "third").header
+    assert (header.depth, header.prompts, header.max_new_tokens, header.temperature) == (2, 1, 9, 0.7)
 
 
 # Profiles
@@ -115,18 +129,7 @@ def test_decision_costs_are_added_to_a_profile(
     assert not any("does not price" in text for text in evaluate(sides[1], priced).findings)
 
 
-def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: list[object], tmp_path: Path) -> None:
-    filters = ["--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--temperature", 0.7]
-    added = ["--policy", "confidence:0.4", "--profile", tmp_path / "p.json"]
-    for options in (["--repeats", 1, "--depth", 2, *filters, "--out", tmp_path / "p.json"], added):
-        answer = cli(*profile_command, *options)
-        assert answer.code == 0, answer.err
-        assert Profile.load(tmp_path / "p.json").sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
-
-
 # Training
-
-TRAIN = ("train", "--traces", "fit", "--profile", "profile.json", "--out")
 
 
 def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path: Path) -> None:
