@@ -18,9 +18,12 @@ from commands import cli, write_prompts
 from conftest import make_prompts
 from small_drafters import small_network
 from specstop.cli.main import COMMANDS
+from specstop.collect import read_prompts
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
+
+import specstop
 
 ROOT = Path(__file__).parents[1]
 RUN = (("quickstart.md", "engines.md", "verification.md"), ("guide.md",))
@@ -76,7 +79,9 @@ def test_every_block_of_the_pages_runs(pages: tuple[str, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("module_cache", "one_repetition", "few_draws")
 def test_the_first_hour_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer prompts than the page has."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(specstop, "read_prompts", lambda path, limit: read_prompts(path, min(limit, 14)))
     names: dict[str, object] = {}
     for kind, text in BLOCK.findall((ROOT / "docs" / "python.md").read_text()):
         if kind == "python":

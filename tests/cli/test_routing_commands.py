@@ -80,14 +80,6 @@ def test_decode_and_bench_count_the_rounds_of_each_drafter(place: Path, pair_fol
     assert sum(lines[ROUTE]["drafters"].values()) > 0 and lines["fixed:2@model"]["drafters"] == {}
 
 
-def test_evaluate_compares_the_policies_of_a_trace(place: Path) -> None:
-    common = ("evaluate", "--traces", place / "traces", "--profile", place / "profile.json")
-    answer = cli(*common, "--policy", ROUTE, "--policy", "fixed:2@model", "--json", "--quiet")
-    assert answer.code == 0 and {ROUTE, "fixed:2@model"} <= set(re.findall(r'"name": "([^"]+)"', answer.out)), (
-        answer.err
-    )
-
-
 def test_a_profile_of_fewer_drafters_is_refused(
     place: Path, pair_folder: Path, profile: Profile, tmp_path: Path
 ) -> None:

@@ -114,10 +114,10 @@ def test_rows_are_those_of_a_search_without_cache(
     assert all(counts.values()), counts
 
 
-@TEMPERATURES
 @pytest.mark.parametrize(
-    ("tree", "verification"), [(None, "match"), ("2,2", "match"), ("2,2", "rejection"), ("2,1", "rejection_replace"),
-                               ("chain:5", "block")]
+    ("tree", "verification", "temperature"),
+    [(None, "match", 0.0), (None, "match", 0.7), ("2,2", "match", 0.0), ("2,2", "rejection", 0.7),
+     ("2,1", "rejection_replace", 0.7), ("chain:5", "block", 0.7)],
 )  # fmt: skip
 def test_rows_do_not_depend_on_chunks_nor_on_the_batch(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], temperature: float, tree: str | None,

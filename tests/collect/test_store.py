@@ -18,14 +18,11 @@ from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain
 from specstop.collect.store import (
     Trace,
     check_trace,
-    finished,
     load_trace,
-    open_for_writing,
-    read_header,
     shard_path,
     write_shard,
 )
-from specstop.policies.errors import InputError, TraceError
+from specstop.policies.errors import TraceError
 from trace_helpers import HEADER, random_rows, write_random_trace
 
 RAW: dict[str, Any] = json.loads(HEADER.to_json())
@@ -119,32 +116,6 @@ def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
         assert [len(batch) for batch in batches] == sizes and one.row_count == sum(sizes)
         assert pa.Table.from_batches(batches).equals(table.slice(0, sum(sizes))) and one.table().num_rows == sum(sizes)
     assert trace.to_pandas(["anchor"])["anchor"].tolist() == table["anchor"].to_pylist()
-
-
-def test_a_folder_in_use_is_refused_or_replaced(tmp_path: Path) -> None:
-    write_random_trace(tmp_path / "t")
-    with pytest.raises(InputError, match="not empty"):
-        open_for_writing(tmp_path / "t", HEADER)
-    new = open_for_writing(tmp_path / "t", dataclasses.replace(HEADER, seed=5), overwrite=True)
-    assert (finished(new, HEADER), read_header(new).seed) == (set(), 5)
-    assert (finished(tmp_path / "t", HEADER), read_header(tmp_path / "t")) == ({0, 1}, HEADER), "until it is complete"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    for how in ({"overwrite": True}, {"resume": True}):
-        with pytest.raises(InputError, match=r"notes\.txt|header\.json"):
-            open_for_writing(tmp_path / "mine", HEADER, **how)
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-
-
-def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
-    write_random_trace(tmp_path)
-    path = shard_path(tmp_path, 1, 2)
-    raw = path.read_bytes()
-    for damaged in (b"", raw[:-20], raw[:40] + bytes(255 - b for b in raw[40:80]) + raw[80:]):
-        path.write_bytes(damaged)
-        for read in (lambda folder: load_trace(folder).table(), check_trace):
-            with pytest.raises(TraceError, match=f"shard .*{path.name} cannot be read: .*`resume`"):
-                read(tmp_path)
 
 
 def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path: Path) -> None:

@@ -97,8 +97,10 @@ def test_a_padded_batch_of_plain_decoding_has_the_text_and_logits_of_each_prompt
 # Texts
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*TEST_POLICIES, "selecting-by-token", *DECIDERS])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [*((name, 0.0) for name in TEST_POLICIES), *((name, 0.7) for name in (*TEST_POLICIES, "selecting-by-token", *DECIDERS))],
+)  # fmt: skip
 def test_text_is_that_of_plain_decoding_with_the_same_key(pair, prompt_ids, profile, name, temperature):
     policy = TEST_POLICIES[name] if name in TEST_POLICIES else DECIDERS.get(name, SelectingByToken)()
     for tree, prompts in ((None, prompt_ids[::2]), ("3,2,1", prompt_ids[3:5]), ("parents:-1,-1,1,2", prompt_ids[5:6])):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import operator
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -277,30 +275,6 @@ def test_a_profile_round_trips_through_its_file(profile: Profile, tmp_path: Path
     assert Profile.load(tmp_path / "p.json") == dataclasses.replace(original, measurements=Measurements())
 
 
-DAMAGES: list[tuple[str, Any, str]] = [  # keys from the outside in, value, noun of the message
-    ("schema", 2, "schema"), ("low", 3, "low"), ("low.verify_s", [1e-3] * 3, "verify_s"),
-    ("low.verify_s", [0.0] * 7, "verify_s"), ("step_s", "0.004", "step_s"), ("step_s", -1e-6, "step_s"),
-    ("round_s", float("nan"), "finite"), ("decision_s", {"\ud800": 1e-3}, "control characters"),
-    ("high.context", 7.0, "context"), ("low.tree_verify_s", [[3, 1e-3], [2, 1e-3]], "tree_verify_s"),
-    ("facts", {"device": "\x1b[2J"}, "control characters"), ("facts", json.loads("[" * 100 + "]" * 100), "nested"),
-    ("measurements", [{"what": "verify", "of": "short", "counts": [1], "ns": [[-1]]}], "p.json"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("place", "value", "noun"), DAMAGES)
-def test_an_impossible_profile_is_refused_in_one_line(
-    profile: Profile, tmp_path: Path, place: str, value: Any, noun: str
-) -> None:
-    *keys, last = place.split(".")
-    raw = profile.to_dict()
-    functools.reduce(operator.getitem, keys, raw)[last] = value
-    (tmp_path / "p.json").write_text(json.dumps(raw))
-    with pytest.raises(InputError, match=noun) as error:
-        Profile.load(tmp_path / "p.json")
-    assert "p.json" in str(error.value) and "\n" not in str(error.value)
-    assert len(str(error.value)) < len(str(tmp_path)) + 200
-
-
 def damaged(text: str, rng: random.Random) -> str:
     """Return the text with a damaged entry, with other times, or with other characters."""
     kind, at, raw = rng.randrange(5), rng.randrange(len(text)), json.loads(text)
@@ -332,7 +306,7 @@ def prices(profile: Profile) -> list[Any]:
     return seconds
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**32))
 def test_a_damaged_profile_is_refused_or_has_possible_prices(
     profile: Profile, tmp_path_factory: pytest.TempPathFactory, kind: str, seed: int

@@ -54,8 +54,8 @@ def random_rows(kind: str, width: int, temperature: float, siblings: list[int]) 
 
 CHAIN, TREE = [1] * 40, [3, 1, 2, 4]
 CASES = [
-    *((kind, width, t, CHAIN) for kind in ("plain", "masked", "tied", "certain", "shifted")
-      for width, t in ((3, 0.7), (4, 0.0), (48, 0.7), (65, 1.0), (1000, 0.7), (3072, 0.0))),
+    *(("plain", width, t, CHAIN) for width, t in ((3, 0.7), (4, 0.0), (48, 0.7), (65, 1.0), (1000, 0.7), (3072, 0.0))),
+    *((kind, *size, CHAIN) for kind in ("masked", "tied", "certain", "shifted") for size in ((4, 0.0), (65, 1.0))),
     *((kind, 12, t, TREE) for kind in ("plain", "filtered") for t in (0.0, 0.7, 1.0)),
 ]  # fmt: skip
 

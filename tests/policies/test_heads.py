@@ -10,14 +10,12 @@ import head_tensors as ht
 import numpy as np
 import pytest
 import torch
-from feature_head import with_ranges
 from head_tensors import HIGH, LOW, NAMES, RANDOM_HEADS, TENSORS, draw, features, random_head, scalars, zeros
 from specstop.policies.errors import PolicyError
-from specstop.policies.features import FEATURES, Kind, check_sizes
+from specstop.policies.features import FEATURES, Kind
 from specstop.policies.heads import build_head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.heads.tables import HashedFeatures, TokenHead
-from specstop.policies.rules import Derived
 from torch import Tensor
 
 NEAR = 1e-4
@@ -172,7 +170,7 @@ def test_hash_tables_are_read_at_the_places_used_in_training() -> None:
 def test_a_feature_beyond_its_range_counts_as_the_end_of_the_range(name: str) -> None:
     kind, names, tensors = RANDOM_HEADS[name]
     low, high = (LOW, HIGH) if names == NAMES else (np.full(len(names), v, dtype=np.float32) for v in (0.3, 0.6))
-    ranged, plain = build_head(kind, names, with_ranges(tensors, low, high)), build_head(kind, names, tensors)
+    ranged, plain = build_head(kind, names, {**tensors, "low": low, "high": high}), build_head(kind, names, tensors)
     x, hidden = scalars(names, 200), ht.hidden_states(name, 200)
     x[::3] *= 5
     if kind == "xgboost":
@@ -267,10 +265,3 @@ def test_hidden_states_that_are_missing_or_of_another_size_are_refused(name: str
                 head.scores(x, depth, {k: v for k, v in hidden.items() if k != state})
             with pytest.raises(PolicyError, match=f"{state} of size {size}.* {size + 1}"):
                 head.scores(x, depth, {**hidden, state: draw(3, size + 1)})
-
-
-def test_a_policy_for_another_model_size_is_refused() -> None:
-    policy = ht.random_policy("resnet of both", Derived([0.1]))
-    check_sizes(policy, {"draft_hidden": ht.DRAFT, "target_hidden": ht.TARGET})
-    with pytest.raises(PolicyError, match=f"target_hidden of {ht.TARGET} numbers"):
-        check_sizes(policy, {"draft_hidden": ht.DRAFT, "target_hidden": 8})

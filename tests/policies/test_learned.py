@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feature_head import feature_policy, kept_by
-from head_tensors import DRAFT, NAMES, TENSORS, draw, features, knots, random_policy, zeros
+from head_tensors import DRAFT, NAMES, TENSORS, draw, feature_policy, features, kept_by, knots, random_policy, zeros
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head

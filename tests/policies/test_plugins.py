@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import Answer, cli
-from learned_policies import learned
+from head_tensors import learned
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import PLUGIN_SWITCH

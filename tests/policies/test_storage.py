@@ -17,10 +17,9 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
-from head_tensors import NAMES, RANDOM_HEADS, random_policy
+from head_tensors import FACTS, NAMES, RANDOM_HEADS, learned, random_policy
 from hypothesis import given, settings, strategies as st
 from joint_policies import batch_policy
-from learned_policies import FACTS, learned
 from specstop.policies import from_pretrained
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import digest
@@ -204,7 +203,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     return {name: (folder, decisions(load_policy_folder(folder))) for name, folder in folders.items()}
 
 
-@settings(max_examples=160, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(POLICIES)),
     damage=st.sampled_from([damage_bytes, forge_json, forge_weights]),

@@ -1,18 +1,23 @@
-"""Drafters by spec: built-in ones, folders of trained ones, and those of installed packages; invalid ones are refused."""
+"""Drafters by spec: built-in ones, folders of trained ones, and those of installed packages; damaged folders are refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from commands import cli
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 from small_drafters import CLASSES, TRAINED, new_round, proposed, small_network
 from specstop.decode.drafters import (
     LookupDrafter,
@@ -23,7 +28,7 @@ from specstop.decode.drafters import (
     save_drafter,
     with_drafter,
 )
-from specstop.decode.drafters.folder import DRAFTER_FILE, load_drafter
+from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, load_drafter
 from specstop.decode.drafters.spec import (
     DRAFTERS,
     change_paths,
@@ -257,23 +262,24 @@ def test_another_target_kind_or_place_is_refused(pair, folder):
             find_drafters(spec, used)
 
 
-def edit(folder: Path, has_checksum: bool = True, **values: Any) -> None:
-    """Change values of the JSON file or of the shape in it."""
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the JSON file and correct its checksum."""
     raw = json.loads((folder / DRAFTER_FILE).read_text())
-    for name, value in values.items():
-        (raw["shape"] if name in raw["shape"] else raw)[name] = value
-    if has_checksum:
-        raw["sha256"] = digest(raw)
+    change(raw)
+    raw["sha256"] = digest(raw)
     (folder / DRAFTER_FILE).write_text(json.dumps(raw))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no json": (lambda f: (f / DRAFTER_FILE).unlink(), "drafter.json"),
-    "an edit": (lambda f: edit(f, has_checksum=False, target="x"), "checksum"),
-    "another schema": (lambda f: edit(f, schema=2), "schema"),
-    "an unknown key": (lambda f: edit(f, auto_map=1), "auto_map"),
-    "an unknown kind": (lambda f: edit(f, kind="eagle"), "kind"),
-    "another depth": (lambda f: edit(f, depth=2), "blocks.2.bias"),
+    "an edit": (
+        lambda f: (f / DRAFTER_FILE).write_text((f / DRAFTER_FILE).read_text().replace("0.125", "0.25")),
+        "checksum",
+    ),
+    "another schema": (lambda f: edit(f, lambda raw: raw.update(schema=2)), "schema"),
+    "an unknown key": (lambda f: edit(f, lambda raw: raw.update(auto_map=1)), "auto_map"),
+    "an unknown kind": (lambda f: edit(f, lambda raw: raw.update(kind="eagle")), "kind"),
+    "another depth": (lambda f: edit(f, lambda raw: raw["shape"].update(depth=2)), "blocks.2.bias"),
     "a pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01."), "pytorch_model.bin"),
 }
 
@@ -291,3 +297,73 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, name):
 def test_a_drafter_that_does_not_reach_the_depth_causes_a_warning(pair, folder, before):
     with pytest.warns(SpecstopWarning, match="3 tokens"):
         warn_depth_limited(with_drafter(pair, f"{before}medusa:{folder}"), 5)
+
+
+# Folders with any damage
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the weights and correct all checksums."""
+    tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    change(tensors)
+    data = safetensors.torch.save(tensors)
+    (folder / WEIGHTS_FILE).write_bytes(data)
+    edit(folder, lambda raw: raw["files"].update({WEIGHTS_FILE: hashlib.sha256(data).hexdigest()}))
+
+
+@pytest.fixture(scope="module")
+def originals(plain_pair, tmp_path_factory):
+    """The folder of each kind of drafter by name."""
+    root = tmp_path_factory.mktemp("originals")
+    return {kind: save_drafter(trained(plain_pair, kind), root / kind) for kind in TRAINED}
+
+
+def check_copy(pair: Pair, original: Path, change: Callable[[Path], Any], may_differ: bool) -> None:
+    """Assert that a changed copy is refused in one line or drafts without failing, like the original if it has to."""
+    drafts = []
+    with tempfile.TemporaryDirectory() as root:
+        copy = Path(shutil.copytree(original, Path(root) / original.name))
+        change(copy)
+        for folder in (copy, original):
+            try:
+                generation = Speculator(
+                    with_drafter(pair, f"{original.name}:{folder}"), FixedLength(2), Settings(0.0, 6, 2)
+                ).generate([3, 20, 4])
+            except InputError as error:
+                assert folder == copy and "\n" not in str(error) and len(str(error)) < 1000
+                return
+            drafts.append([(r.drafted, r.verified, r.accepted) for r in generation.rounds])
+    assert may_differ or drafts[0] == drafts[1]
+
+
+@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
+@given(kind=st.sampled_from(sorted(TRAINED)), file=st.sampled_from([DRAFTER_FILE, WEIGHTS_FILE, "README.md"]),
+       start=st.floats(0.0, 1.0), removed=st.integers(0, 40), added=st.binary(max_size=40))  # fmt: skip
+def test_changed_bytes_are_refused_or_change_no_draft(plain_pair, originals, kind, file, start, removed, added):
+    def change(folder: Path) -> None:
+        raw = (folder / file).read_bytes()
+        at = int(start * len(raw))
+        (folder / file).write_bytes(raw[:at] + added + raw[at + removed :])
+
+    check_copy(plain_pair, originals[kind], change, may_differ=False)
+
+
+@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
+@given(kind=st.sampled_from(sorted(TRAINED)), data=st.data(), value=st.none() | st.booleans() | st.floats() | st.text() |
+       st.sampled_from([-1, 0, 1, 2, 3, 16, 10**400, [], {}, [[[]]], "hydra"]))  # fmt: skip
+def test_any_value_with_a_valid_checksum_is_refused_or_drafts(plain_pair, originals, kind, data, value):
+    def forge(raw: dict[str, Any]) -> None:
+        holder = data.draw(st.sampled_from([raw, raw["shape"], raw["files"], raw["metrics"]]))
+        holder[data.draw(st.sampled_from(sorted(holder)))] = value
+
+    check_copy(plain_pair, originals[kind], lambda folder: edit(folder, forge), may_differ=True)
+
+
+@hypothesis_settings(max_examples=20, deadline=None, derandomize=True)
+@given(kind=st.sampled_from(sorted(TRAINED)), at=st.floats(0.0, 1.0), value=st.floats(width=32))
+def test_any_weight_with_a_valid_checksum_is_refused_or_drafts(plain_pair, originals, kind, at, value):
+    def forge(tensors: dict[str, torch.Tensor]) -> None:
+        flat = tensors[sorted(tensors)[int(at * (len(tensors) - 1))]].view(-1)
+        flat[int(at * (len(flat) - 1))] = value
+
+    check_copy(plain_pair, originals[kind], lambda folder: edit_weights(folder, forge), may_differ=True)

@@ -23,7 +23,7 @@ import torch
 import transformers as hub
 from conftest import EOS, NEW, build_model
 from contract_policies import TEST_POLICIES
-from learned_policies import learned
+from head_tensors import learned
 from small_drafters import small_network
 from specstop.decode import Pair, PolicyStoppingCriteria, SamplingParams, Settings, Speculator, plain_texts
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter

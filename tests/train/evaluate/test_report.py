@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -131,36 +130,6 @@ def test_the_primary_policy_has_an_interval_of_one_policy(sides: Sides, full_pro
     assert reports[0].answer is not None and reports[0].answer.candidate == name
 
 
-VOID = {"meta", "link", "br", "img", "hr", "input"}
-
-
-class Page(HTMLParser):
-    """Elements with their attributes, and texts. Fails if elements are not nested."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.text, self.open, self.words = text, [], []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert tag in VOID or self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    def all(self, *tags: str) -> list[dict[str, str | None]]:
-        """Return the attributes of all elements with these tags."""
-        return [attributes for tag, attributes in self.elements if tag in tags]
-
-
 @pytest.fixture(scope="module")
 def data(report: Report, written: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
@@ -169,38 +138,31 @@ def data(report: Report, written: Path) -> dict[str, Any]:
     return data
 
 
-@pytest.fixture(scope="module")
-def page(report: Report, written: Path) -> Page:
-    return Page((written / "report.html").read_text())
-
-
-def test_the_figures_of_page_csv_and_json_are_the_same(page: Page, data: dict[str, Any], written: Path) -> None:
+def test_the_figures_of_page_csv_and_json_are_the_same(data: dict[str, Any], written: Path) -> None:
     rows = list(csv.DictReader((written / "report.csv").read_text().splitlines()))
-    sorted_by = {cell.get("data-value") for cell in page.all("td")}
+    page = (written / "report.html").read_text()
+    sorted_by = set(re.findall(r'data-value="([^"]*)"', page))
     for row, line in zip(rows, data["lines"], strict=True):
         assert [row[name] for name in ("policy", "kind", "note")] == [line[name] for name in ("name", "kind", "note")]
         assert float(row["tokens_per_s"]) == line["tokens_per_s"] and str(line["tokens_per_s"]) in sorted_by
         for name in ("to_plain", "to_best_fixed", "oracle_share"):
-            ends = [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")]
-            assert ends == [line[name][key] for key in ("value", "low", "high")]
-        for name in ("to_plain", "to_best_fixed"):
             value, low, high = (line[name][key] for key in ("value", "low", "high"))
-            assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page.words
+            assert [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")] == [value, low, high]
+            if name != "oracle_share":
+                assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page
 
 
-def test_the_page_loads_nothing_and_its_links_have_targets(page: Page) -> None:
+@pytest.mark.usefixtures("report")
+def test_the_page_loads_nothing_and_its_links_have_targets(written: Path) -> None:
     """No code but the script of the page runs."""
-    assert not page.all("iframe", "object", "embed", "img", "base", "form") and page.all("script") == [{}]
-    policy = next(a["content"] or "" for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
-    assert "default-src 'none'" in policy and "connect-src" not in policy
-    loading = {"src", "href", "xlink:href", "action", "data", "srcset", "poster"}
-    for _, attributes in page.elements:
-        assert not any(name.startswith("on") for name in attributes)
-        for value in (attributes[name] or "" for name in loading & attributes.keys()):
-            assert value.startswith("#") or value in ("data:,", "report.json", "report.csv", "report.md")
-    assert not re.search(r"@import|url\((?!#)|https?://|javascript:", page.text)
-    ids, links = [a["id"] for _, a in page.elements if "id" in a], [a["href"] or "" for a in page.all("a")]
-    assert len(ids) == len(set(ids)) and {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    page = (written / "report.html").read_text()
+    loads = r"<(iframe|object|embed|img|base|form)\b|\son\w+=|@import|url\((?!#)|https?://|javascript:"
+    assert not re.search(loads, page) and re.findall(r"<script[^>]*>", page) == ["<script>"]
+    assert "default-src 'none'" in page and "connect-src" not in page
+    links = re.findall(r'(?:\s|:)(?:src|href|action|data|srcset|poster)="([^"]*)"', page)
+    assert {link for link in links if link[0] != "#"} <= {"data:,", "report.json", "report.csv", "report.md"}
+    ids = re.findall(r'\sid="([^"]*)"', page)
+    assert len(ids) == len(set(ids)) and {link[1:] for link in links if link[0] == "#"} <= set(ids)
 
 
 @pytest.fixture
@@ -218,9 +180,9 @@ def test_one_prompt_gives_no_verdict_and_no_interval(one_prompt: Trace, full_pro
         assert {ratio.low for ratio in (line.to_plain, line.to_best_fixed, line.oracle_share)} == {None}
         assert line.verdict in ("", TOO_FEW)
     assert report.answer is not None and report.answer.verdict == TOO_FEW
-    text = (tmp_path / "a" / "report.html").read_text()
-    assert report.answer.headline in "".join(Page(text).words)
-    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + (tmp_path / "a" / "report.md").read_text())
+    text = (tmp_path / "a" / "report.md").read_text()
+    assert report.answer.headline in text
+    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + (tmp_path / "a" / "report.html").read_text())
     again = evaluate(one_prompt, full_profile, [policy], compare=tmp_path / "a")
     assert again.details["comparison"]["rows"][1] == ("best fixed", "-", {"value": 1.0, "low": None, "high": None})
 

@@ -10,9 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect import collect
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.batch_rules import for_batches
 from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays
@@ -23,7 +21,7 @@ from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.bounds import oracle_plan, round_regret
 from timed import timed_profile
 
-from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay
+from specstop import LearnedPolicy, Profile, Trace, evaluate, replay
 
 Sides = tuple[Trace, Trace]
 EXACT = 1e-12  # the same sums, in another order
@@ -35,14 +33,8 @@ def chains(traces: dict[float, Trace]) -> TraceArrays:
 
 
 @pytest.fixture(scope="module")
-def tree_trace(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    folder = tmp_path_factory.mktemp("tree")
-    return collect(pair, prompts, folder, tree="3,2,1,1,1", temperature=0.7, max_new_tokens=NEW)
-
-
-@pytest.fixture(scope="module")
-def trees(tree_trace: Trace) -> TraceArrays:
-    return trace_arrays(tree_trace)
+def trees(forest: dict[float, Trace]) -> TraceArrays:
+    return trace_arrays(forest[0.7])
 
 
 @pytest.fixture(scope="module", params=["chains", "trees"])
@@ -122,8 +114,10 @@ def test_calibration_counts_accepted(sides: Sides, full_profile: Profile, learne
         assert all(b["low"] <= b["observed"] <= b["high"] for b in bins)
 
 
-def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile, tmp_path: Path) -> None:
-    report = evaluate(tree_trace, profile, [Confidence(0.4, DEPTH)], out=tmp_path / "out")
+def test_a_report_on_trees_has_their_best_static_tree(
+    forest: dict[float, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    report = evaluate(forest[0.7], profile, [Confidence(0.4, DEPTH)], out=tmp_path / "out")
     static = report["best static tree"]
     assert static.kind == "static" and static.to_best_fixed.value >= 1.0
     assert report["oracle bound"].tokens_per_s >= max(line.tokens_per_s for line in report.lines)

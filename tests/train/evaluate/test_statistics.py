@@ -318,8 +318,7 @@ def censored(full: TraceArrays, recorded: Tensor, explored: Tensor, share: float
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("knows_logging", [True, False])
-@pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
+@pytest.mark.parametrize(("policy", "knows_logging"), [(Confidence(0.2, DEPTH), True), (FixedLength(2), False)])
 def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
     live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
 ) -> None:

@@ -14,8 +14,7 @@ import pytest
 import torch
 import yaml
 from commands import cli
-from head_tensors import HIGH, LOW, NAMES, features
-from learned_policies import learned
+from head_tensors import HIGH, LOW, NAMES, features, learned
 from specstop.collect.schema import NO_TOKEN, drafter_of
 from specstop.decode.engines.settings import read_settings
 from specstop.policies import Confidence, FixedLength, PolicyError, TraceError

@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH
+from head_tensors import Certain, learned, with_head
 from joint_policies import batch_policy
-from learned_policies import Certain, learned, with_head
 from specstop.collect import Prompt, Trace, collect
 from specstop.decode import SamplingParams, decode, stream_key
 from specstop.policies import Array, Confidence, FixedLength, PolicyError, save_policy
@@ -204,14 +204,6 @@ def test_rules_for_batches_are_settled_on_prompts_left_out(held: TraceArrays, ti
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
 """Of TREE: two roots, below the first both children, below the second one."""
-
-
-@pytest.fixture(scope="module")
-def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Traces:
-    folder = tmp_path_factory.mktemp("trees")
-    return {
-        t: collect(pair, prompts, folder / str(t), tree=TREE, temperature=t, max_new_tokens=NEW) for t in (0.0, 0.7)
-    }
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import numpy as np
 import optuna
 import pytest
 import torch
+from commands import files
 from conftest import NEW, make_prompts
 from contract_policies import DEPTH
 from specstop.collect import collect
@@ -29,7 +30,7 @@ from specstop.train.fit.adapt import adapt_to_profile
 from specstop.train.fit.plan import REPORT_SHARE, Plan, TrainOptions, split_report
 from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import fit_policy
-from specstop.train.fit.tune import TUNE_FOLDS, search
+from specstop.train.fit.tune import search
 from specstop.train.heads import rows as fitting_rows
 from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
 from specstop.train.heads.rows import Visits, conditional_acceptance, fit_rows, visits
@@ -45,10 +46,6 @@ PLAIN = ("logistic", "mlp", "xgboost")
 def few_epochs(head: str) -> dict[str, int]:
     """Return parameters for what holds however well a network is fitted."""
     return {"epochs": 6} if head == "mlp" else {}
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -169,16 +166,6 @@ def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: 
     journal.write_text("not a journal\n")
     with pytest.raises(InputError, match="journal of optuna"):
         trials(2)
-
-
-def test_the_best_head_is_trained_and_saved_with_the_table(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
-    trained = train(
-        sides[0], full_profile, head=["xgboost", "logistic"], rule="survival", tune=2, out=tmp_path / "p", name="mine",
-        seed=1,
-    )  # fmt: skip
-    policy, trials = load_policy_folder(tmp_path / "p"), trained.metrics["trials"]
-    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", trials[0]["policy"], "survival")
-    assert trials == policy.metadata.metrics["trials"] and {row["folds"] for row in trials} == {TUNE_FOLDS}
 
 
 FEW = ("top1", "noisy_margin", "depth")

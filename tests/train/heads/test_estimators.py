@@ -56,12 +56,6 @@ def test_scikit_learns_checks(estimator: Any, check: Any) -> None:
     check(estimator)
 
 
-@pytest.mark.slow
-@parametrize_with_checks([make_head("mlp", SMALL["mlp"])])
-def test_scikit_learns_checks_of_a_network(estimator: Any, check: Any) -> None:
-    check(estimator)
-
-
 @pytest.fixture(scope="module")
 def parts() -> Parts:
     return synthetic_rows(1500, 1), synthetic_rows(600, 2)

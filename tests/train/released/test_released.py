@@ -175,24 +175,14 @@ def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path: Path, case: 
     assert not (tmp_path / "p").exists()
 
 
-def test_invalid_options_and_paths_are_refused_and_files_are_kept(tmp_path: Path) -> None:
-    hub, full = tmp_path / "hub", tmp_path / "full"
-    for folder in (hub, full):
-        folder.mkdir()
-    path = saved(DecisionModel(11, 4, 1), hub / "pytorch_model.bin")
-    (full / "mine").write_text("keep")
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    for weights, out, options, noun in (
-        (path, "p", {"threshold": 1.5}, "threshold"),
-        (path, "p", {"rejection_weight": 6.0}, "rejection_weight: .* layout dynasd-hard"),
-        (tmp_path / "none.pt", "p", {}, "does not exist"),
-        (path, "full", {"overwrite": True}, "mine"),
-        (path, "hub", {"overwrite": True}, "which the command reads"),
-        (hub, "hub/new", {"overwrite": True}, "which the command reads"),
-    ):
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
+    path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
+    for weights, options, noun in (
+        (path, {"threshold": 1.5}, "threshold"), (tmp_path / "none.pt", {}, "does not exist"),
+        (path, {"rejection_weight": 6.0}, "rejection_weight: .* layout dynasd-hard"),
+    ):  # fmt: skip
         with pytest.raises((InputError, PolicyError), match=noun):
-            import_weights(weights, tmp_path / out, **options)
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+            import_weights(weights, tmp_path / "p", **options)
 
 
 HEADS = 3

@@ -11,9 +11,8 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
+from head_tensors import learned
 from joint_policies import batch_policy
-from learned_policies import learned
-from specstop.collect import collect
 from specstop.decode import stream_key
 from specstop.decode.loop import Request
 from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError
@@ -181,9 +180,8 @@ def test_the_bound_of_streams_that_share_nothing_is_that_of_each_alone(arrays: A
 
 
 @pytest.fixture(scope="module")
-def trees(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> TraceArrays:
-    folder = tmp_path_factory.mktemp("tree")
-    return trace_arrays(collect(pair, prompts, folder, tree="3,2,1,1,1", temperature=0.7, max_new_tokens=NEW))
+def trees(forest: dict[float, Trace]) -> TraceArrays:
+    return trace_arrays(forest[0.7])
 
 
 @pytest.mark.parametrize("is_chain", [True, False])

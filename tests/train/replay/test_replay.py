@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import NEW, make_prompts
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates, ReadsStates, SelectingByToken
-from learned_policies import learned as learned_policy
+from head_tensors import learned as learned_policy
 from specstop.collect import Trace, collect, load_trace
 from specstop.decode import Generation, Settings, Speculator, Topology, stream_key
 from specstop.policies import Confidence, FixedLength, PolicyError, State, TraceError

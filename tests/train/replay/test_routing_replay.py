@@ -24,7 +24,6 @@ from specstop.train.replay.run import replay
 from specstop import Pair, Profile, Prompt
 
 DEPTH = 4
-DRAFTERS = ("suffix+model", "lookup+model")
 
 
 class Idle(RoutingPolicy):
@@ -92,9 +91,8 @@ def by_text(rounds: Rounds) -> list[list[tuple[int, ...]]]:
     return [[row[1:] for row in rows if row[0] == text] for text in range(len(rounds.prompt_tokens))]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("drafter", "temperature"), [("suffix+model", 0.0), ("lookup+model", 0.7)])
 @pytest.mark.parametrize("name", ROUTES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rounds_are_those_of_the_live_loop(
     recorded: Recorded, pair: Pair, costs: Profile, prompts: Sequence[Prompt], prompt_ids: list[list[int]], drafter: str,
     name: str, temperature: float,
