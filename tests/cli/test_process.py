@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from commands import COMMANDS, cli, during
-from specstop.collect.store import Trace, load_trace
-from specstop.policies.profile import Profile
+from specstop.collect.store import load_trace
 from specstop.policies.storage import load_policy_folder
 
 RUN_EACH = """
@@ -36,7 +35,7 @@ def results(commands: list[list[str]], folder: Path, env: dict[str, str] | None 
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[[")], run.stderr
 
 
-def test_help_lists_and_refusals_need_no_large_libraries(tmp_path: Path) -> None:
+def test_help_lists_and_refusals_need_no_large_libraries(tmp_path):
     """Importing torch and transformers takes 4 s."""
     texts = {"column": '{"text": "a"}', "empty": "\n", "invalid": '{"prompt": ', "good": '{"prompt": "a"}'}
     for name, text in texts.items():
@@ -55,7 +54,7 @@ def test_help_lists_and_refusals_need_no_large_libraries(tmp_path: Path) -> None
             assert (code, imported) == (expected, []), words
 
 
-def test_files_are_utf8_in_an_ascii_locale(tmp_path: Path) -> None:
+def test_files_are_utf8_in_an_ascii_locale(tmp_path):
     record = {"id": "größe", "num_spec_tokens": 3, "per_step_accepted": [1, 2, 0]}
     (tmp_path / "r.jsonl").write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -71,9 +70,7 @@ linux = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of 
 
 
 @linux
-def test_results_are_written_when_standard_output_is_full(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_results_are_written_when_standard_output_is_full(sides, full_profile, tmp_path):
     full_profile.save(tmp_path / "profile.json")
     options = ["--traces", sides[0].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "policy"]
     with open("/dev/full", "w") as full:
@@ -90,7 +87,7 @@ def test_results_are_written_when_standard_output_is_full(
     ("streams", "code", "err"),
     [(">/dev/full", 2, FULL), ("2>&-", 0, ""), ("2>/dev/full", 0, ""), ("<&-", 0, ""), ("| true", 0, "")],
 )
-def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None:
+def test_a_process_with_other_streams(streams, code, err):
     run = subprocess.run(["sh", "-c", f'"$@" --version {streams}', "sh", *SCRIPT], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (code, err)
 
@@ -106,9 +103,7 @@ INTERRUPTIONS = {
 
 
 @pytest.mark.parametrize("case", INTERRUPTIONS)
-def test_ctrl_c_in_the_middle_of_a_command(
-    case: str, full_profile: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_the_middle_of_a_command(case, full_profile, sides, tmp_path, monkeypatch):
     full_profile.save(tmp_path / "profile.json")
     (command, *options), place, after = INTERRUPTIONS[case]
     module, _, path = place.partition(":")

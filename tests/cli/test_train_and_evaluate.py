@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import yaml
 from commands import COMPACT, cli, files, model_options, parsed, refused, write_prompts
 from conftest import make_prompts
 from contract_policies import DEPTH
-from specstop.collect.store import Trace, load_trace
+from specstop.collect.store import load_trace
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
-from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
@@ -26,10 +24,7 @@ pytestmark = pytest.mark.usefixtures("few_draws")
 
 
 @pytest.fixture(scope="module")
-def place(
-    tmp_path_factory: pytest.TempPathFactory, sides: tuple[Trace, Trace], full_profile: Profile,
-    learned: LearnedPolicy, few_draws: None,
-) -> Path:  # fmt: skip
+def place(tmp_path_factory, sides, full_profile, learned, few_draws):
     folder = tmp_path_factory.mktemp("reports")
     (folder / "fit").symlink_to(sides[0].folder)
     (folder / "held").symlink_to(sides[1].folder)
@@ -42,7 +37,7 @@ def place(
 
 
 @pytest.fixture(autouse=True)
-def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def inside(place, monkeypatch):
     monkeypatch.chdir(place)
 
 
@@ -50,7 +45,7 @@ HELD = ("evaluate", "--traces", "held", "--profile", "profile.json")
 TRAIN = ("train", "--traces", "fit", "--profile", "profile.json", "--out")
 
 
-def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
+def test_every_trace_is_evaluated_with_every_profile(tmp_path):
     run = [*HELD, "--traces", "fit", "--profile", "slow.json", "--policy", "policy", "--policy", "fixed:2"]
     assert "--allow-overlap" in refused(*run, "--out", tmp_path / "t", "--quiet") and not (tmp_path / "t").exists()
     answer = cli(*run, "--out", tmp_path / "t", "--json", "--allow-overlap")
@@ -70,7 +65,7 @@ def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
     assert (saved["command"], len(saved["traces"]), len(saved["policy"])) == ("evaluate", 2, 2)
 
 
-def test_a_saved_configuration_gives_the_same_result(pair_folder: Path, tmp_path: Path) -> None:
+def test_a_saved_configuration_gives_the_same_result(pair_folder, tmp_path):
     """The command line takes precedence over the file."""
     write_prompts(tmp_path / "p.jsonl", make_prompts(3, "p", 5))
     sampled = ("--temperature", 0.7, "--depth", 3, "--max-new-tokens", 9, "--prompts", tmp_path / "p.jsonl")
@@ -102,20 +97,18 @@ def test_a_saved_configuration_gives_the_same_result(pair_folder: Path, tmp_path
 
 
 @pytest.fixture
-def bare(full_profile: Profile) -> Profile:
+def bare(full_profile):
     """A noisy profile without decision costs."""
     return timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
 
 
 @pytest.fixture
-def profile_command(pair_folder: Path, tmp_path: Path) -> list[object]:
+def profile_command(pair_folder, tmp_path):
     (tmp_path / "p.txt").write_text("w7 w6 w9\nw7 w7 w9\nw7 w8 w9\n")
     return ["profile", *model_options(pair_folder, *COMPACT), "--prompts", tmp_path / "p.txt", "--quiet"]
 
 
-def test_decision_costs_are_added_to_a_profile(
-    bare: Profile, sides: tuple[Trace, Trace], profile_command: list[object], tmp_path: Path
-) -> None:
+def test_decision_costs_are_added_to_a_profile(bare, sides, profile_command, tmp_path):
     file = tmp_path / "p.json"
     bare.save(file)
     command = [*profile_command, "--repeats", 2, "--profile", file]
@@ -132,7 +125,7 @@ def test_decision_costs_are_added_to_a_profile(
 # Training
 
 
-def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path: Path) -> None:
+def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path):
     options = ("--rule", "survival", "--threshold", 0.99, "--param", "C=0.5", "--quiet")
     answer = cli(*TRAIN, tmp_path / "p", *options)
     assert answer.code == 0 and "slower than the best fixed length" in answer.err
@@ -144,7 +137,7 @@ def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path: Path) ->
 # Other runtimes
 
 
-def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_path: Path) -> None:
+def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_path):
     export = ("deploy", "--to", "vllm", "--traces", "fit", "--profile", "profile.json", "--held-out", "held")
     assert parsed(*export, "--out", tmp_path / "v") == json.loads((tmp_path / "v" / "figures.json").read_text())
     assert cli("deploy", "--config", tmp_path / "v/run.yaml", "--out", tmp_path / "w", "--quiet").code == 0
@@ -156,9 +149,7 @@ def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_pa
 # Drafters
 
 
-def test_a_drafter_is_trained_and_used_by_every_command(
-    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_is_trained_and_used_by_every_command(pair_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for side, count, seed in (("train", 16, 21), ("test", 6, 22)):
         write_prompts(tmp_path / f"{side}.jsonl", make_prompts(count, side, seed))

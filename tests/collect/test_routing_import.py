@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from specstop.collect.store import Trace, check_trace, column_array
+from specstop.collect.store import check_trace, column_array
 from specstop.collect.table import import_table
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.routing import ThresholdRoute
 from specstop.train.evaluate.evaluate import evaluate
@@ -56,20 +55,20 @@ def write(rows: list[Row], path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+def trace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("table")
     path = write(make_rows(), folder / "table.parquet")
     return import_table(path, folder / "trace", LENGTHS, columns=COLUMNS, free=["ngram"], depth=DEPTH)
 
 
 @pytest.fixture(scope="module")
-def costs(profile: Profile) -> Profile:
+def costs(profile):
     """Costs of two drafters; the first one is nearly free."""
     low, high = (dataclasses.replace(t, draft_s=(1e-6, 1e-6), later_draft_s=1e-6) for t in (profile.low, profile.high))
     return dataclasses.replace(profile, low=low, high=high, temperature=0.0, others=(profile,))
 
 
-def test_a_trace_has_what_the_table_says(trace: Trace) -> None:
+def test_a_trace_has_what_the_table_says(trace):
     header, rows = check_trace(trace.folder).header, make_rows()
     assert (header.depth, header.tree.drafters, header.readings) == (DEPTH, 2, ("nothing", "path"))
     table = {
@@ -101,7 +100,7 @@ def test_a_trace_has_what_the_table_says(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_formats_and_the_bonus_give_the_same_rows(trace: Trace, suffix: str, tmp_path: Path) -> None:
+def test_formats_and_the_bonus_give_the_same_rows(trace, suffix, tmp_path):
     rows = [row | {name: [n + 1 for n in row[name]] for name in LENGTHS.values()} for row in make_rows()]
     path = write(rows, tmp_path / f"table.{suffix}")
     other = import_table(path, tmp_path / "out", LENGTHS, columns=COLUMNS, free=["ngram"], depth=DEPTH, bonus=True)
@@ -121,13 +120,13 @@ def simulate(text: Row, choose: Any) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("length", [0, 1, 3, DEPTH])
 @pytest.mark.parametrize("drafter", LENGTHS)
-def test_fixed_lengths_play_the_rounds_of_the_table(trace: Trace, costs: Profile, drafter: str, length: int) -> None:
+def test_fixed_lengths_play_the_rounds_of_the_table(trace, costs, drafter, length):
     rounds = replay(trace, load_policy(f"fixed:{length}@{drafter}"), costs)
     played = list(zip(rounds.anchor.tolist(), rounds.committed.tolist(), strict=True))
     assert played == [one for text in make_rows() for one in simulate(text, lambda t: (LENGTHS[drafter], length))]
 
 
-def test_routing_by_agreement_plays_the_rounds_of_the_table(trace: Trace, costs: Profile) -> None:
+def test_routing_by_agreement_plays_the_rounds_of_the_table(trace, costs):
     rounds = replay(trace, ThresholdRoute("agreement_run", 1, [FixedLength(4), FixedLength(2)]), costs)
     expected = []
     for text in make_rows():
@@ -172,7 +171,7 @@ def changed(**values: Any) -> list[Row]:
         ([{**make_rows()[0], "token_ids": [3], "acc_ngram": [1], "acc_eagle": [0]}], {}, "two tokens"),
     ],
 )  # fmt: skip
-def test_malformed_tables_are_refused(rows: list[Row], options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_malformed_tables_are_refused(rows, options, words, tmp_path):
     path = write(rows, tmp_path / "table.jsonl")
     with pytest.raises(InputError, match=words) as caught:
         import_table(path, tmp_path / "out", **{"lengths": LENGTHS, "columns": COLUMNS, **options})
@@ -180,7 +179,7 @@ def test_malformed_tables_are_refused(rows: list[Row], options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", ["absent.parquet", "table.txt", "broken.parquet", "broken.jsonl"])
-def test_files_that_are_no_tables_are_refused(name: str, tmp_path: Path) -> None:
+def test_files_that_are_no_tables_are_refused(name, tmp_path):
     if name != "absent.parquet":
         (tmp_path / name).write_bytes(b"\xff no table")
     with pytest.raises(InputError, match=name.partition(".")[0]):

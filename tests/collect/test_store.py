@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -44,7 +42,7 @@ RAW: dict[str, Any] = json.loads(HEADER.to_json())
     )
 )
 @settings(max_examples=50, deadline=None)
-def test_a_header_is_read_as_it_was_written(changes: dict[str, Any]) -> None:
+def test_a_header_is_read_as_it_was_written(changes):
     header = dataclasses.replace(HEADER, **changes)
     assert Header.from_json(header.to_json(), "x") == header
     assert header.depth == {4: 4, 5: 3, 1: 1, 3: 3}[len(header.topology)]
@@ -56,7 +54,7 @@ def test_a_header_is_read_as_it_was_written(changes: dict[str, Any]) -> None:
      json.dumps({**RAW, "schema": True}), json.dumps(RAW)[:-1] + ', "seed": 5}'],
     ids=["broken", "deep", "list", "number", "bytes", "old schema", "no version", "key that occurs twice"],
 )  # fmt: skip
-def test_text_that_is_no_header_is_refused(text: str | bytes) -> None:
+def test_text_that_is_no_header_is_refused(text):
     with pytest.raises(TraceError, match="here: "):
         Header.from_json(text, "here")
 
@@ -80,15 +78,13 @@ def test_text_that_is_no_header_is_refused(text: str | bytes) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_fields_out_of_range_or_in_contradiction_are_refused(changes: dict[str, Any], noun: str) -> None:
+def test_fields_out_of_range_or_in_contradiction_are_refused(changes, noun):
     with pytest.raises(TraceError, match=f"here: .*{noun}"):
         Header.from_json(json.dumps({**RAW, **changes}), "here")
 
 
 @pytest.mark.parametrize("streaming", [None, False, True])
-def test_rows_are_read_as_they_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool | None
-) -> None:
+def test_rows_are_read_as_they_were_written(tmp_path, monkeypatch, streaming):
     """By specstop, and by `load_dataset` without its help."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     chunks = write_random_trace(tmp_path / "t")
@@ -105,7 +101,7 @@ def test_rows_are_read_as_they_were_written(
         )
 
 
-def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
+def test_columns_are_read_in_batches_of_rows(tmp_path):
     write_random_trace(tmp_path)
     trace = load_trace(tmp_path)
     table = trace.table(["anchor", "cut"])
@@ -118,7 +114,7 @@ def test_columns_are_read_in_batches_of_rows(tmp_path: Path) -> None:
     assert trace.to_pandas(["anchor"])["anchor"].tolist() == table["anchor"].to_pylist()
 
 
-def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path: Path) -> None:
+def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path):
     write_random_trace(tmp_path)
     path = shard_path(tmp_path, 0, 2)
     raw, rows = path.read_bytes(), load_trace(tmp_path).table()
@@ -143,9 +139,7 @@ def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path: Path) -> None
         ("text_tokens", lambda v: v - 1), ("prompt_tokens", lambda v: v + np.arange(len(v))), ("accepted", lambda v: ~v),
     ],
 )  # fmt: skip
-def test_columns_that_make_no_texts_are_refused(
-    tmp_path: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
-) -> None:
+def test_columns_that_make_no_texts_are_refused(tmp_path, name, change):
     write_random_trace(tmp_path)
     rows = random_rows(4, 1)
     write_shard(tmp_path, HEADER, 0, [random_rows(3, 0), rows | {name: change(rows[name]).astype(rows[name].dtype)}])
@@ -153,7 +147,7 @@ def test_columns_that_make_no_texts_are_refused(
         check_trace(tmp_path)
 
 
-def test_a_trace_without_all_its_shards_opens_and_is_not_complete(tmp_path: Path) -> None:
+def test_a_trace_without_all_its_shards_opens_and_is_not_complete(tmp_path):
     write_random_trace(tmp_path)
     shard_path(tmp_path, 0, 2).unlink()
     trace = load_trace(tmp_path)
@@ -173,7 +167,7 @@ def test_a_trace_without_all_its_shards_opens_and_is_not_complete(tmp_path: Path
     [{"features": ("top1",)}, {"topology": chain(5)}, {"seed": 99}, {"shards": 3}],
     ids=["columns", "depth", "seed", "number of shards"],
 )
-def test_a_shard_of_another_run_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_shard_of_another_run_is_named(tmp_path, changes):
     write_random_trace(tmp_path / "here")
     other = dataclasses.replace(HEADER, **changes)
     write_random_trace(tmp_path / "there", other)

@@ -114,7 +114,7 @@ def test_texts_have_the_distribution_of_the_target_under_any_route(mode, tree, n
 
 
 @pytest.fixture(scope="module")
-def two(pair: Pair) -> Pair:
+def two(pair):
     return with_drafter(pair, "suffix+model")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from specstop.policies.fixed import FixedLength
 
 
 @pytest.mark.parametrize("name", [*LIMITS, *PARAMS])
-def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
+def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name):
     limit, is_option = (LIMITS | PARAMS)[name], name in LIMITS
     check = partial(limit.check, f"--{name}") if is_option else lambda value: check_params({name: value})
     beyond = 1 if isinstance(limit.low, int) else max(limit.low / 2, 1e-9 * limit.high)
@@ -33,9 +32,7 @@ def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [0.01, 100.0])
-def test_the_ends_of_the_temperatures_give_the_targets_text(
-    temperature: float, dtype: torch.dtype, pair_folder: Path
-) -> None:
+def test_the_ends_of_the_temperatures_give_the_targets_text(temperature, dtype, pair_folder):
     pair = load_pair(pair_folder / "target", pair_folder / "draft", dtype=str(dtype).removeprefix("torch."))
     assert pair.tokenizer is not None
     ids = [list(pair.tokenizer("w7 w8 w9")["input_ids"])]

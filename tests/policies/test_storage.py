@@ -56,7 +56,7 @@ def decisions(policy: LearnedPolicy) -> Any:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_folder_returns_the_same_policy(tmp_path: Path, name: str) -> None:
+def test_a_folder_returns_the_same_policy(tmp_path, name):
     policy = POLICIES[name]()
     folder = save_policy(policy, tmp_path / "p", {"booster.ubj": b"{xyz"})
     again = load_policy_folder(folder)
@@ -65,7 +65,7 @@ def test_a_folder_returns_the_same_policy(tmp_path: Path, name: str) -> None:
     assert (folder / "booster.ubj").read_bytes() == b"{xyz"
 
 
-def test_a_folder_from_git_or_the_hub_and_any_order_of_its_json_is_loaded(tmp_path: Path) -> None:
+def test_a_folder_from_git_or_the_hub_and_any_order_of_its_json_is_loaded(tmp_path):
     folder = save_policy(learned(), tmp_path / "p")
     card = (folder / "README.md").read_text()
     assert all(word in card for word in ("mine", "logistic", "temperature 0.7", *NAMES))
@@ -145,9 +145,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_malicious_folder_is_refused_and_nothing_is_unpickled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_malicious_folder_is_refused_and_nothing_is_unpickled(tmp_path, monkeypatch, name):
     attack, noun = ATTACKS[name]
     folder = save_policy(learned(), tmp_path / "p")
     attack(folder)
@@ -196,7 +194,7 @@ def forge_weights(folder: Path, rng: random.Random) -> None:
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+def originals(tmp_path_factory):
     """Folders and decisions of all policies."""
     root = tmp_path_factory.mktemp("originals")
     folders = {name: save_policy(make(), root / name, {"accept.ubj": b"{L"}) for name, make in POLICIES.items()}
@@ -209,9 +207,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     damage=st.sampled_from([damage_bytes, forge_json, forge_weights]),
     seed=st.integers(0, 2**32),
 )
-def test_a_damaged_folder_is_refused_or_decides(
-    originals: dict[str, tuple[Path, Any]], name: str, damage: Callable[[Path, random.Random], None], seed: int
-) -> None:
+def test_a_damaged_folder_is_refused_or_decides(originals, name, damage, seed):
     """No checksum distinguishes a forgery from another policy: it may load, but it must not fail later."""
     original, before = originals[name]
     with tempfile.TemporaryDirectory() as root:
@@ -226,7 +222,7 @@ def test_a_damaged_folder_is_refused_or_decides(
             assert damage is not damage_bytes or same(before, after)
 
 
-def test_a_policy_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_comes_from_the_hub(tmp_path, monkeypatch):
     source, revisions = save_policy(learned(), tmp_path / "p"), []
 
     def fetch(name: str, **options: Any) -> str:

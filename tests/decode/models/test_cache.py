@@ -6,7 +6,7 @@ On the CPU a tape simulates CUDA graphs.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,10 +23,8 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
 from specstop.policies import Confidence, InputError, SpecstopWarning
-from tape import Graphs, record_calls, recorder, simulate_graphs
+from tape import record_calls, recorder, simulate_graphs
 from torch.nn import functional
-
-Patch = pytest.MonkeyPatch
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 in every dtype
 FLOAT32 = 2e-4
@@ -35,7 +33,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 @pytest.fixture
-def without_gradients() -> Iterator[None]:
+def without_gradients():
     with torch.no_grad():
         yield
 
@@ -210,14 +208,14 @@ def test_attention_in_parts_equals_the_whole(queries, visible, device):
 
 
 @pytest.fixture
-def graphs(monkeypatch: Patch) -> Graphs:
+def graphs(monkeypatch):
     """Simulate CUDA graphs, with texts of dozens of tokens passing through several sizes of attention."""
     monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
     return simulate_graphs(monkeypatch)
 
 
 @pytest.fixture
-def model() -> hub.PreTrainedModel:
+def model():
     """A new model: recordings are kept by model."""
     return build_model()
 

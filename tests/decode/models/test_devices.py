@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from specstop.decode.models.engine import CompactModel
 from specstop.decode.models.placement import copy_to_host
 from specstop.policies import Confidence, FixedLength, InputError, SpecstopWarning
 from torch import nn
-from transformers import PreTrainedTokenizerFast, quantizers
+from transformers import quantizers
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -38,7 +36,7 @@ SPREAD = {
 
 
 @pytest.fixture(scope="module")
-def pairs() -> tuple[Pair, Pair]:
+def pairs():
     """The pair on the host and on the simulated device."""
     target = build_model(num_hidden_layers=1)
     draft = build_draft(target)
@@ -118,7 +116,7 @@ class Integers(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Iterator[Path]:
+def quantised(tmp_path_factory, tokenizer):
     """The folder of a model with quantised linear layers, for a quantizer that is registered with transformers."""
 
     @register_quantization_config("integers")

@@ -27,15 +27,13 @@ from specstop.decode.models.pair import model_hash
 from specstop.policies import FixedLength, InputError, PairError, SpecstopError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-Patch = pytest.MonkeyPatch
-
 PROMPT, NEW = [5, 9, 30, 11, 7], 12
 UP = "model.layers.1.mlp.up_proj.weight"
 Damage = Callable[[Path], Any]
 
 
 @pytest.fixture
-def folder(pair_folder: Path, tmp_path: Path) -> Path:
+def folder(pair_folder, tmp_path):
     return Path(shutil.copytree(pair_folder, tmp_path / "pair"))
 
 
@@ -301,7 +299,7 @@ def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> peft.PeftModel:
 
 
 @pytest.fixture(scope="module")
-def adapters(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(pair_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     for name, config in (CONFIGS | OUTSIDE_THE_LAYERS).items():
         adapted(base_model(pair_folder), config).save_pretrained(folder / name)

@@ -22,8 +22,6 @@ from specstop.policies import FixedLength, PairError, PolicyError
 from tape import record_calls
 from transformers import PreTrainedModel
 
-Prompts = list[list[int]]
-
 NEW, LATER = 12, 6
 MODES = {
     "match": (0.0, None), "match, sampled": (0.7, None), "match, a tree": (0.7, "3,2,1"), "rejection": (0.7, None),

@@ -80,7 +80,7 @@ def measure(pair: Pair, repetitions: int = 2, **options: Any) -> Profile:
 
 
 @pytest.fixture
-def clock(pair: Pair, monkeypatch: Patch) -> list[float]:
+def clock(pair, monkeypatch):
     return known_clock(pair, monkeypatch)
 
 
@@ -101,7 +101,7 @@ class OnTheClock(ChainScript):
 
 
 @pytest.fixture(scope="module")
-def calibrated(pair: Pair) -> Profile:
+def calibrated(pair):
     """The profile that is measured on the known clock."""
     with Patch.context() as patch:
         known_clock(pair, patch)
