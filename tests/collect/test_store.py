@@ -13,13 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies
 from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, chain
-from specstop.collect.store import (
-    Trace,
-    check_trace,
-    load_trace,
-    shard_path,
-    write_shard,
-)
+from specstop.collect.store import Trace, check_trace, load_trace, shard_path, write_shard
 from specstop.policies.errors import TraceError
 from trace_helpers import HEADER, random_rows, write_random_trace
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import specstop.policies.measurements as m
+from damage import damage_json
 from hypothesis import given, settings, strategies as st
 from specstop.policies.costs import MIN_SHARE, BatchCosts, BatchTable, interpolate, read_curve
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
 from specstop.policies.measurements import Key, Measurements, Noise, measure_noise, merge_repetitions
 from specstop.policies.profile import Profile
-from steps import damage_json
 from timed import timed_profile
 
 DECISION_S = 6e-5

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import pytest
 from commands import Answer, cli
 from head_tensors import learned
 from specstop.policies import registry
-from specstop.policies.errors import PolicyError
+from specstop.policies.arguments import LIMITS, PARAMS, check_params
+from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import PLUGIN_SWITCH
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
@@ -244,3 +246,16 @@ def test_parameters_may_be_numbers_of_numpy():
     assert Confidence(np.float32(0.5)).threshold == 0.5  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="threshold"):
         Confidence(np.float64("nan"))
+
+
+@pytest.mark.parametrize("name", [*LIMITS, *PARAMS])
+def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name):
+    limit, is_option = (LIMITS | PARAMS)[name], name in LIMITS
+    check = partial(limit.check, f"--{name}") if is_option else lambda value: check_params({name: value})
+    beyond = 1 if isinstance(limit.low, int) else max(limit.low / 2, 1e-9 * limit.high)
+    for value in (limit.low, limit.high, np.int64(limit.high) if float(limit.high).is_integer() else limit.high):
+        check(value)
+    for value in (limit.low - beyond, limit.high + beyond, float("nan"), float("inf"), "7", None, True, 10**400):
+        if not (value == 0 and limit.zero):
+            with pytest.raises(InputError, match=f"{name.replace('-', '_')}: expected "):
+                check(value)

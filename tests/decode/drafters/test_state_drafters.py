@@ -11,13 +11,7 @@ import torch
 from conftest import NEW
 from random_models import SCALED, build
 from small_drafters import new_round, proposed, small_drafter, small_network
-from specstop.decode.drafters import (
-    LookupDrafter,
-    TrainedDrafter,
-    find_drafters,
-    save_drafter,
-    with_drafter,
-)
+from specstop.decode.drafters import LookupDrafter, TrainedDrafter, find_drafters, save_drafter, with_drafter
 from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapse_symbols, collapsed_length, count_candidates
 from specstop.decode.drafters.networks import LayerNetwork, output_layer
 from specstop.decode.loop import Speculator

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 import random_models as table
 import torch
 from conftest import EOS, VOCABULARY, build_draft, build_model
+from damage import Evil
 from safetensors.torch import load_file, save_file
 from specstop.decode import Pair, Settings, Speculator, decode, join, load_pair, with_engine
 from specstop.decode.models import loading
@@ -141,14 +141,8 @@ def extra(name: str) -> Damage:
 
 
 def crafted(model: Path) -> None:
-    """Replace the weights by a pickle that runs a command when it is loaded."""
-
-    class Crafted:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch '{model.parent / 'ran'}'",)
-
     (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Crafted()))
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(model.parent / "ran")))
 
 
 def in_pickle(model: Path) -> None:

@@ -14,14 +14,13 @@ import torch
 from conftest import NEW
 from contract_policies import DEPTH
 from head_tensors import Certain, learned, with_head
-from joint_policies import batch_policy
+from joint_policies import batch_policy, linear_head
 from specstop.collect import Trace, collect
 from specstop.decode import SamplingParams, decode, stream_key
-from specstop.policies import Array, Confidence, FixedLength, PolicyError, save_policy
+from specstop.policies import Confidence, FixedLength, PolicyError, save_policy
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.display import silent
 from specstop.policies.features import TREE_FEATURES
-from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import PathCalibrator, TreeGain
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder
@@ -203,12 +202,6 @@ def trained(forest, profile, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     costs = profile.with_decisions({"tree": 1e-5})
     return {t: train(trace, costs, rule="gain", out=folder / str(t), passes=2) for t, trace in forest.items()}
-
-
-def linear_head(names: tuple[str, ...], weight: Array) -> LinearHead:
-    count = weight.shape[1]
-    tensors = {"mean": np.zeros(count), "scale": np.ones(count), "weight": weight, "bias": np.zeros(3)}
-    return LinearHead(names, {name: values.astype(np.float32) for name, values in tensors.items()})
 
 
 def all_visits(trace: Trace) -> Visits:

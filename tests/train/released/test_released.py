@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import safetensors.torch
 import torch
 from commands import cli
 from conftest import NEW
+from damage import Evil
 from specstop.decode import decode, load_drafter, with_drafter
 from specstop.policies import FixedLength, InputError, PolicyError
 from specstop.policies.storage import load_policy_folder
@@ -127,16 +127,6 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path):
 
 
 # What is refused
-
-
-class Evil:
-    """Makes the file `mark` when it is unpickled by a loader that calls what it names."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
 
 
 @pytest.mark.parametrize("form", ["state dict", "pickle", "module"])
