@@ -216,6 +216,16 @@ def traces(compact_pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.T
     return {t: collect_trace(compact_pair, prompts, folder / str(t), t) for t in (0.0, 0.7)}
 
 
+@pytest.fixture(scope="session")
+def forest(compact_pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
+    """A trace of a tree by temperature."""
+    from specstop.collect.run import collect
+
+    folder = tmp_path_factory.mktemp("forest")
+    options = {"tree": "3,2,1,1,1", "max_new_tokens": NEW}
+    return {t: collect(compact_pair, prompts, folder / str(t), temperature=t, **options) for t in (0.0, 0.7)}
+
+
 @pytest.fixture
 def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give the test a separate cache for the remote code of transformers."""

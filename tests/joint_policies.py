@@ -7,10 +7,11 @@ from functools import partial
 
 import numpy as np
 from specstop.policies.batch_rules import BatchStop, for_batches
-from specstop.policies.contract import StopPolicy
+from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.costs import CostTable
 from specstop.policies.features import feature
 from specstop.policies.heads import build_head
+from specstop.policies.heads.base import Head
 from specstop.policies.learned import Calibrator, LearnedPolicy, TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
@@ -33,23 +34,21 @@ def synthetic_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.02)
     return Profile(*sides, 0.0, 0.0, (0.0, 0.0))
 
 
+def linear_head(names: tuple[str, ...], weight: Array, bias: Sequence[float] = (0.0, 0.0, 0.0)) -> Head:
+    """Return a logistic head on features and log-odds [W] that are not scaled, from [3, W] weights."""
+    count = np.shape(weight)[1]
+    tensors = {"mean": np.zeros(count), "scale": np.ones(count), "weight": weight, "bias": bias}
+    return build_head("logistic", names, {name: np.array(values, np.float32) for name, values in tensors.items()})
+
+
 def batch_policy(
     costs: str = "linear", send: str = "best", names: Sequence[str] = ("top1", "mean_accepted"), depth: int = MOST
 ) -> BatchStop:
     """Return a policy under the rule `batch` with predictions that increase with the largest probability."""
     columns = len(names) + sum(feature(name).is_probability for name in names)
-    weight = np.zeros((3, columns), dtype=np.float32)
+    weight = np.zeros((3, columns))
     weight[:2, 0], weight[2, -1] = 3.0, 0.4
-    head = build_head(
-        "logistic",
-        tuple(names),
-        {
-            "mean": np.zeros(columns, dtype=np.float32),
-            "scale": np.ones(columns, dtype=np.float32),
-            "weight": weight,
-            "bias": np.array([-1.0, -1.5, 0.4], dtype=np.float32),
-        },
-    )
+    head = linear_head(tuple(names), weight, (-1.0, -1.5, 0.4))
     facts = TrainingMetadata(1.0, acceptance=(0.6,) * depth, profile=synthetic_profile(COSTS[costs]).to_dict())
     maps = Calibrator(), Calibrator()
     return for_batches(LearnedPolicy("mine", names, head, *maps, Derived([0.1] * depth), depth, facts), send)

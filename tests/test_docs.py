@@ -18,9 +18,11 @@ from commands import cli, write_prompts
 from conftest import make_prompts
 from small_drafters import small_network
 from specstop.cli.main import COMMANDS
+from specstop.collect import read_prompts
 from specstop.decode.drafters import TrainedDrafter, save_drafter
-from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
+
+import specstop
 
 ROOT = Path(__file__).parents[1]
 RUN = (("quickstart.md", "engines.md", "verification.md"), ("guide.md",))
@@ -30,7 +32,7 @@ BLOCK = re.compile(r"^```(console|sh|python)\n(.*?)^```$", re.DOTALL | re.MULTIL
 
 
 @pytest.fixture
-def place(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(pair_folder, tmp_path, monkeypatch):
     """A folder with the inputs of the guide: `target`, `draft`, `train.jsonl` and `test.jsonl`."""
     for name in ("target", "draft"):
         shutil.copytree(pair_folder / name, tmp_path / name)
@@ -47,7 +49,7 @@ def commands(block: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def one_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_repetition(monkeypatch):
     """Measure profiles with one repetition instead of until the budget is spent."""
     check = Effort.__post_init__
 
@@ -60,7 +62,7 @@ def one_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pages", RUN, ids=" ".join)
 @pytest.mark.usefixtures("place", "module_cache", "one_repetition", "few_draws")
-def test_every_block_of_the_pages_runs(pages: tuple[str, ...]) -> None:
+def test_every_block_of_the_pages_runs(pages):
     names: dict[str, object] = {}
     for page in pages:
         blocks = BLOCK.findall((ROOT / "docs" / page).read_text())
@@ -75,8 +77,10 @@ def test_every_block_of_the_pages_runs(pages: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("module_cache", "one_repetition", "few_draws")
-def test_the_first_hour_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_hour_in_python_runs(tmp_path, monkeypatch):
+    """With fewer prompts than the page has."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(specstop, "read_prompts", lambda path, limit: read_prompts(path, min(limit, 14)))
     names: dict[str, object] = {}
     for kind, text in BLOCK.findall((ROOT / "docs" / "python.md").read_text()):
         if kind == "python":
@@ -85,7 +89,7 @@ def test_the_first_hour_in_python_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("module_cache")
-def test_the_published_systems_run_as_their_table_says(plain_pair: Pair, place: Path) -> None:
+def test_the_published_systems_run_as_their_table_says(plain_pair, place):
     """Run every line of the table of `drafters.md`, with small heads; all but the lossy one give plain decoding's text."""
     rows = re.findall(
         r"^\| ([^|]*) \| `(--drafter ([\w-]+):PATH [^`]*)` \|$", (ROOT / "docs/drafters.md").read_text(), re.M
@@ -126,7 +130,7 @@ def known_options() -> set[str]:
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda p: p.name)
-def test_every_command_and_option_named_in_a_page_exists(page: Path) -> None:
+def test_every_command_and_option_named_in_a_page_exists(page):
     """Options alone are not checked in `engines.md`, which names options of other engines."""
     text = page.read_text()
     references: list[tuple[str, str]] = re.findall(r"`specstop ([a-z]+)([^`]*)`", text)
@@ -141,7 +145,7 @@ def test_every_command_and_option_named_in_a_page_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*documents(), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
-def test_every_link_and_every_path_of_the_map_exists(page: Path) -> None:
+def test_every_link_and_every_path_of_the_map_exists(page):
     text, missing = page.read_text(), []
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("https://")]
     if page.name == "CONTRIBUTING.md":
@@ -154,7 +158,7 @@ def test_every_link_and_every_path_of_the_map_exists(page: Path) -> None:
 PACKAGES = ("specstop.policies", "specstop.decode", "specstop.collect", "specstop.train")
 
 
-def test_the_reference_is_made_from_docstrings(tmp_path: Path) -> None:
+def test_the_reference_is_made_from_docstrings(tmp_path):
     pytest.importorskip("pdoc")
     options = ["--no-show-source", "--no-search", "--output-directory", tmp_path]  # halves the time
     call = [sys.executable, "-m", "pdoc", *PACKAGES, *options]

@@ -33,13 +33,13 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-def test_pyproject_lists_every_package() -> None:
+def test_pyproject_lists_every_package():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {".".join(["specstop", *path.parent.relative_to(ROOT).parts]) for path in FILES}
     assert set(setuptools["packages"]) == {"specstop", *folders}
 
 
-def test_imports_run_one_way() -> None:
+def test_imports_run_one_way():
     for path in FILES:
         package = path.relative_to(ROOT).parts[0]
         allowed = PACKAGES[: PACKAGES.index(package) + 1]
@@ -49,7 +49,7 @@ def test_imports_run_one_way() -> None:
             assert first != "specstop" or rest[0] in allowed, f"{path}: {package} may not import {module}"
 
 
-def test_every_public_name_can_be_imported() -> None:
+def test_every_public_name_can_be_imported():
     assert {"load_pair", "load_trace", "load_profile", "load_policy", "collect", "measure_profile"} <= set(dir(ss))
     assert {"train", "evaluate", "decode", "bench", "replay", "StopPolicy", "custom_feature"} <= set(dir(ss))
     for name in ss.__all__:
@@ -59,6 +59,6 @@ def test_every_public_name_can_be_imported() -> None:
     assert (Path(ss.__file__).parent / "py.typed").is_file()
 
 
-def test_the_import_loads_no_library() -> None:
+def test_the_import_loads_no_library():
     code = "import sys, specstop; sys.exit(bool({'numpy', 'torch', 'numba', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -43,9 +43,7 @@ positive = st.floats(0.1, 10.0)
         ({"at_least": 1.3}, True, True, False),
     ],
 )
-def test_a_bar_decides_on_value_or_interval_and_in_a_smoke_run_only_on_correctness(
-    limits: dict[str, float], smoke: bool, always: bool, met: bool | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bar_decides_on_value_or_interval_and_in_a_smoke_run_only_on_correctness(limits, smoke, always, met, capsys):
     harness = script("harness")
 
     def part(run: object) -> None:
@@ -58,12 +56,12 @@ def test_a_bar_decides_on_value_or_interval_and_in_a_smoke_run_only_on_correctne
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(positive, min_size=3, max_size=20), positive)
-def test_a_constant_ratio_of_sums_has_an_interval_without_width(values: list[float], factor: float) -> None:
+def test_a_constant_ratio_of_sums_has_an_interval_without_width(values, factor):
     ratio = script("harness").ratio_of_sums([factor * value for value in values], values)
     assert np.allclose([ratio.value, ratio.low, ratio.high], factor)
 
 
-def test_values_of_one_cluster_are_resampled_together() -> None:
+def test_values_of_one_cluster_are_resampled_together():
     generator = np.random.default_rng(0)
     values = np.repeat(generator.uniform(1.0, 3.0, 20), 10)
     harness, ones = script("harness"), np.ones(200)

@@ -20,8 +20,7 @@ import pytest
 import typer.main
 from specstop.cli.main import COMMANDS, run
 
-__all__ = ["COMMANDS", "COMPACT", "Answer", "ascii_locale", "cli", "during", "files", "loading_once", "model_options",
-           "parsed", "refused", "write_prompts"]  # fmt: skip
+__all__ = ["COMMANDS", "Answer", "cli"]
 
 COMPACT = ("--dtype", "float64")
 """The exact forward."""
@@ -103,11 +102,6 @@ def loading_once() -> Iterator[None]:
 def files(folder: Path) -> dict[str, bytes]:
     """Return the bytes of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def ascii_locale() -> dict[str, str]:
-    """Return the environment of a process with an ASCII locale, without the UTF-8 mode of Python."""
-    return {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:

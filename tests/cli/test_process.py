@@ -11,26 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import COMMANDS, ascii_locale, cli, during, model_options
-from specstop.collect.store import Trace, load_trace
-from specstop.policies.profile import Profile
+from commands import COMMANDS, cli, during
+from specstop.collect.store import load_trace
 from specstop.policies.storage import load_policy_folder
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example_and_fits_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    answer = cli(command, "--help")
-    assert answer.code == 0, answer.err
-    assert f"Example: specstop {command}" in " ".join(answer.out.split())
-    assert max(map(len, answer.out.splitlines())) <= 80
-
-
-def test_without_a_command_the_commands_are_listed() -> None:
-    answer = cli()
-    assert all(name in answer.out + answer.err for name in COMMANDS)
-    assert cli("--version").out.startswith("specstop 0.")
-
 
 RUN_EACH = """
 import json, sys
@@ -52,7 +35,7 @@ def results(commands: list[list[str]], folder: Path, env: dict[str, str] | None 
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[[")], run.stderr
 
 
-def test_help_lists_and_refusals_need_no_large_libraries(tmp_path: Path) -> None:
+def test_help_lists_and_refusals_need_no_large_libraries(tmp_path):
     """Importing torch and transformers takes 4 s."""
     texts = {"column": '{"text": "a"}', "empty": "\n", "invalid": '{"prompt": ', "good": '{"prompt": "a"}'}
     for name, text in texts.items():
@@ -71,13 +54,14 @@ def test_help_lists_and_refusals_need_no_large_libraries(tmp_path: Path) -> None
             assert (code, imported) == (expected, []), words
 
 
-def test_files_are_utf8_in_an_ascii_locale(pair_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "w7 w8", "id": "é", "group": "größe"}', encoding="utf-8")
-    options = ["--dtype", "float64", "--prompts", "p.jsonl", "--max-new-tokens", "5", "--depth", "2", "--quiet"]
-    commands = [["collect", *model_options(pair_folder, *options), "--out", "t"], ["info", "t", "--json"]]
-    answers, errors = results(commands, tmp_path, ascii_locale())
-    assert (errors, [code for _, code, _ in answers]) == ("", [0, 0])
-    assert load_trace(tmp_path / "t").rows["group"][0] == "größe"
+def test_files_are_utf8_in_an_ascii_locale(tmp_path):
+    record = {"id": "größe", "num_spec_tokens": 3, "per_step_accepted": [1, 2, 0]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    commands = [["import", "r.jsonl", "--out", "t"], ["info", "t", "--json"]]
+    answers, errors = results(commands, tmp_path, environment)
+    assert [code for _, code, _ in answers] == [0, 0], errors
+    assert load_trace(tmp_path / "t").rows["prompt_id"][0] == "größe"
 
 
 FULL = "specstop: No space left on device; check the path, its permissions and the free disk space\n"
@@ -86,9 +70,7 @@ linux = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of 
 
 
 @linux
-def test_results_are_written_when_standard_output_is_full(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_results_are_written_when_standard_output_is_full(sides, full_profile, tmp_path):
     full_profile.save(tmp_path / "profile.json")
     options = ["--traces", sides[0].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "policy"]
     with open("/dev/full", "w") as full:
@@ -105,7 +87,7 @@ def test_results_are_written_when_standard_output_is_full(
     ("streams", "code", "err"),
     [(">/dev/full", 2, FULL), ("2>&-", 0, ""), ("2>/dev/full", 0, ""), ("<&-", 0, ""), ("| true", 0, "")],
 )
-def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None:
+def test_a_process_with_other_streams(streams, code, err):
     run = subprocess.run(["sh", "-c", f'"$@" --version {streams}', "sh", *SCRIPT], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (code, err)
 
@@ -114,18 +96,14 @@ INTERRUPTED = (130, "specstop: interrupted\n")
 
 INTERRUPTIONS = {
     "within Lightning": (["train", "--head", "mlp"], "lightning.pytorch.callbacks:EarlyStopping.on_train_epoch_end", 1),
-    "within XGBoost": (["train", "--head", "xgboost"], "xgboost:Booster.update", 3),
     "within scikit-learn": (["train"], "sklearn.linear_model:LogisticRegression.fit", 0),
-    "while a policy is written": (["train"], "os:fsync", 1),
     "while a report is written": (["evaluate"], "os:fsync", 0),
 }
 """The command, where the signal comes, and after how many calls."""
 
 
 @pytest.mark.parametrize("case", INTERRUPTIONS)
-def test_ctrl_c_in_the_middle_of_a_command(
-    case: str, full_profile: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_the_middle_of_a_command(case, full_profile, sides, tmp_path, monkeypatch):
     full_profile.save(tmp_path / "profile.json")
     (command, *options), place, after = INTERRUPTIONS[case]
     module, _, path = place.partition(":")

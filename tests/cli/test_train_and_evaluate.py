@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import yaml
 from commands import COMPACT, cli, files, model_options, parsed, refused, write_prompts
 from conftest import make_prompts
 from contract_policies import DEPTH
-from specstop.collect.store import Trace
-from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.collect.store import load_trace
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
-from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
@@ -27,10 +24,7 @@ pytestmark = pytest.mark.usefixtures("few_draws")
 
 
 @pytest.fixture(scope="module")
-def place(
-    tmp_path_factory: pytest.TempPathFactory, sides: tuple[Trace, Trace], full_profile: Profile,
-    learned: LearnedPolicy, few_draws: None,
-) -> Path:  # fmt: skip
+def place(tmp_path_factory, sides, full_profile, learned, few_draws):
     folder = tmp_path_factory.mktemp("reports")
     (folder / "fit").symlink_to(sides[0].folder)
     (folder / "held").symlink_to(sides[1].folder)
@@ -43,14 +37,15 @@ def place(
 
 
 @pytest.fixture(autouse=True)
-def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def inside(place, monkeypatch):
     monkeypatch.chdir(place)
 
 
 HELD = ("evaluate", "--traces", "held", "--profile", "profile.json")
+TRAIN = ("train", "--traces", "fit", "--profile", "profile.json", "--out")
 
 
-def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
+def test_every_trace_is_evaluated_with_every_profile(tmp_path):
     run = [*HELD, "--traces", "fit", "--profile", "slow.json", "--policy", "policy", "--policy", "fixed:2"]
     assert "--allow-overlap" in refused(*run, "--out", tmp_path / "t", "--quiet") and not (tmp_path / "t").exists()
     answer = cli(*run, "--out", tmp_path / "t", "--json", "--allow-overlap")
@@ -70,38 +65,50 @@ def test_every_trace_is_evaluated_with_every_profile(tmp_path: Path) -> None:
     assert (saved["command"], len(saved["traces"]), len(saved["policy"])) == ("evaluate", 2, 2)
 
 
-def test_policies_are_compared_by_batch_size(full_profile: Profile, tmp_path: Path) -> None:
-    verify = {n: ((n, 5e-3), (4 * n, 5e-3), (6 * n, 5e-3 + 1e-3 * n)) for n in (2, 4)}
-    side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), verify)
-    dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "batch.json")
-    run = [*HELD[:3], "--profile", tmp_path / "batch.json", "--policy", "confidence:0.5"]
-    assert "Batch sizes" in cli(*run, "--out", tmp_path / "r", "--batch", "1,4").out
-    report = json.loads((tmp_path / "r" / "report.json").read_text())
-    batch, texts = report["details"]["batch"], report["facts"]["prompts"]
-    assert batch["sizes"] == [1, 4] and batch["requests"] == [texts, 2 * texts], "four batches of four or more"
-    assert [line["name"] for line in batch["lines"][1:3]] == ["Hugging Face default", "confidence:0.5"]
-    alone = next(line for line in report["lines"] if line["name"] == "confidence:0.5")
-    assert batch["lines"][2]["tokens_per_s"][0] == pytest.approx(alone["tokens_per_s"]), "one stream, as in the report"
+def test_a_saved_configuration_gives_the_same_result(pair_folder, tmp_path):
+    """The command line takes precedence over the file."""
+    write_prompts(tmp_path / "p.jsonl", make_prompts(3, "p", 5))
+    sampled = ("--temperature", 0.7, "--depth", 3, "--max-new-tokens", 9, "--prompts", tmp_path / "p.jsonl")
+    for command, options in (
+        ("collect", (*model_options(pair_folder, *COMPACT), *sampled)),
+        ("train", TRAIN[1:-1]),
+        ("evaluate", (*HELD[1:], "--policy", "policy")),
+    ):
+        again = ("--config", tmp_path / "first" / command / "run.yaml")
+        for folder, used in (("first", options), ("second", again)):
+            answer = cli(command, *used, "--out", tmp_path / folder / command, "--quiet")
+            assert answer.code == 0, answer.err
+    folders = tmp_path / "first", tmp_path / "second"
+    tables = [load_trace(folder / "collect").table() for folder in folders]
+    assert tables[0].equals(tables[1])
+    first, second = (files(folder / "train") for folder in folders)
+    del first["run.yaml"], second["run.yaml"]
+    assert first == second
+    reports = [json.loads((folder / "evaluate" / "report.json").read_text()) for folder in folders]
+    assert all(report.pop("run")["command"].startswith("specstop evaluate --") for report in reports)
+    assert reports[0] == reports[1]
+    saved = tmp_path / "first" / "collect" / "run.yaml"
+    assert cli("collect", "--config", saved, "--limit", 1, "--depth", 2, "--out", tmp_path / "third").code == 0
+    header = load_trace(tmp_path / "third").header
+    assert (header.depth, header.prompts, header.max_new_tokens, header.temperature) == (2, 1, 9, 0.7)
 
 
 # Profiles
 
 
 @pytest.fixture
-def bare(full_profile: Profile) -> Profile:
+def bare(full_profile):
     """A noisy profile without decision costs."""
     return timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
 
 
 @pytest.fixture
-def profile_command(pair_folder: Path, tmp_path: Path) -> list[object]:
+def profile_command(pair_folder, tmp_path):
     (tmp_path / "p.txt").write_text("w7 w6 w9\nw7 w7 w9\nw7 w8 w9\n")
     return ["profile", *model_options(pair_folder, *COMPACT), "--prompts", tmp_path / "p.txt", "--quiet"]
 
 
-def test_decision_costs_are_added_to_a_profile(
-    bare: Profile, sides: tuple[Trace, Trace], profile_command: list[object], tmp_path: Path
-) -> None:
+def test_decision_costs_are_added_to_a_profile(bare, sides, profile_command, tmp_path):
     file = tmp_path / "p.json"
     bare.save(file)
     command = [*profile_command, "--repeats", 2, "--profile", file]
@@ -115,21 +122,10 @@ def test_decision_costs_are_added_to_a_profile(
     assert not any("does not price" in text for text in evaluate(sides[1], priced).findings)
 
 
-def test_a_profile_is_measured_with_the_sampling_parameters(profile_command: list[object], tmp_path: Path) -> None:
-    filters = ["--sampling", "top_p=0.8", "--sampling", "repetition_penalty=1.2", "--temperature", 0.7]
-    added = ["--policy", "confidence:0.4", "--profile", tmp_path / "p.json"]
-    for options in (["--repeats", 1, "--depth", 2, *filters, "--out", tmp_path / "p.json"], added):
-        answer = cli(*profile_command, *options)
-        assert answer.code == 0, answer.err
-        assert Profile.load(tmp_path / "p.json").sampling == {"top_p": 0.8, "repetition_penalty": 1.2}
-
-
 # Training
 
-TRAIN = ("train", "--traces", "fit", "--profile", "profile.json", "--out")
 
-
-def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path: Path) -> None:
+def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path):
     options = ("--rule", "survival", "--threshold", 0.99, "--param", "C=0.5", "--quiet")
     answer = cli(*TRAIN, tmp_path / "p", *options)
     assert answer.code == 0 and "slower than the best fixed length" in answer.err
@@ -141,7 +137,7 @@ def test_the_folder_of_a_policy_and_the_warning_of_a_slow_one(tmp_path: Path) ->
 # Other runtimes
 
 
-def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_path: Path) -> None:
+def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_path):
     export = ("deploy", "--to", "vllm", "--traces", "fit", "--profile", "profile.json", "--held-out", "held")
     assert parsed(*export, "--out", tmp_path / "v") == json.loads((tmp_path / "v" / "figures.json").read_text())
     assert cli("deploy", "--config", tmp_path / "v/run.yaml", "--out", tmp_path / "w", "--quiet").code == 0
@@ -153,9 +149,7 @@ def test_an_export_prints_its_figures_and_is_reproduced_from_its_run_file(tmp_pa
 # Drafters
 
 
-def test_a_drafter_is_trained_and_used_by_every_command(
-    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_is_trained_and_used_by_every_command(pair_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for side, count, seed in (("train", 16, 21), ("test", 6, 22)):
         write_prompts(tmp_path / f"{side}.jsonl", make_prompts(count, side, seed))

@@ -25,9 +25,7 @@ from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES, DRAFT_HIDDEN, HIDDEN_STATES, TARGET_HIDDEN
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.profile import Profile
 from trace_helpers import assert_close, assert_replay_is_live, by_anchor, tasks
-from transformers import PreTrainedTokenizerFast
 
 FLOAT32 = 2e-6  # a few units in the last place: rows are float64 results, rounded once
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -75,10 +73,7 @@ def search(
 
 @TEMPERATURES
 @pytest.mark.parametrize("tree", [None, "3,2,1", ODD])
-def test_rows_are_those_of_a_search_without_cache(
-    plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path, tree: str | None,
-    temperature: float,
-) -> None:  # fmt: skip
+def test_rows_are_those_of_a_search_without_cache(plain_pair, prompts, prompt_ids, tmp_path, tree, temperature):
     """Every anchor has a row; every sixth row is compared."""
     options: dict[str, Any] = {
         "temperature": temperature,
@@ -114,15 +109,12 @@ def test_rows_are_those_of_a_search_without_cache(
     assert all(counts.values()), counts
 
 
-@TEMPERATURES
 @pytest.mark.parametrize(
-    ("tree", "verification"), [(None, "match"), ("2,2", "match"), ("2,2", "rejection"), ("2,1", "rejection_replace"),
-                               ("chain:5", "block")]
+    ("tree", "verification", "temperature"),
+    [(None, "match", 0.0), (None, "match", 0.7), ("2,2", "match", 0.0), ("2,2", "rejection", 0.7),
+     ("2,1", "rejection_replace", 0.7), ("chain:5", "block", 0.7)],
 )  # fmt: skip
-def test_rows_do_not_depend_on_chunks_nor_on_the_batch(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], temperature: float, tree: str | None,
-    verification: str,
-) -> None:  # fmt: skip
+def test_rows_do_not_depend_on_chunks_nor_on_the_batch(pair, prompts, prompt_ids, temperature, tree, verification):
     work = tasks(prompts, prompt_ids)[2:]
     settings = Settings(temperature, NEW, DEPTH, tree=tree, verification=verification)
     draws = 1 if verification == "match" or temperature == 0 else 2
@@ -137,7 +129,7 @@ def test_rows_do_not_depend_on_chunks_nor_on_the_batch(
     assert_close(chunks, [chunk for rows in reversed(alone) for chunk in rows])
 
 
-def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_a_text_of_one_token_has_no_row(pair, prompt_ids):
     first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
     ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
     settings = Settings(0.0, NEW, 3, verification="match")
@@ -146,9 +138,7 @@ def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]])
 
 @pytest.mark.parametrize("tree", [None, "2,2"])
 @pytest.mark.parametrize("collector", ["dense", "live"])
-def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(
-    tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt], tmp_path: Path, tree: str | None, collector: str
-) -> None:
+def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(tokenizer, prompts, tmp_path, tree, collector):
     """Where the text has a token that the draft does not know, the draft proposes others."""
     target, draft = build_model(vocab_size=VOCABULARY + 8), build_model(1)
     with torch.no_grad():
@@ -171,7 +161,7 @@ SPECS = (
 
 
 @pytest.fixture(scope="module")
-def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
     output = output_weight(pair).float()
     for kind in TRAINED:
@@ -189,8 +179,8 @@ def drafting(pair: Pair, folders: Path, kind: str) -> Pair:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("tree", [None, "2,2,1"])
 def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tree: str | None, temperature: float
-) -> None:
+    pair, prompts, prompt_ids, tree, temperature
+):
     settings = Settings(temperature, NEW, SHORT, tree=tree, verification="match")
     dense, positions = (
         collector(pair, settings, (TARGET_HIDDEN,)).rows(tasks(prompts[:3], prompt_ids))
@@ -211,9 +201,7 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
     [("suffix", 0.0, None), ("hydra", 0.7, "2,2,1"), ("suffix+medusa", 0.7, None),
      ("suffix+medusa", 0.7, "2,2,1")],
 )  # fmt: skip
-def test_texts_side_by_side_give_the_rows_of_each_alone(
-    pair: Pair, folders: Path, prompt_ids: list[list[int]], kind: str, temperature: float, tree: str | None
-) -> None:
+def test_texts_side_by_side_give_the_rows_of_each_alone(pair, folders, prompt_ids, kind, temperature, tree):
     # Of unlike lengths, so that the places of their rounds never agree.
     work = [PromptTask(i, f"p{i}", "g", ids[i % 3 :], stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:5])]
     settings = Settings(temperature, NEW, SHORT, tree=tree, verification="match")
@@ -228,9 +216,7 @@ def test_texts_side_by_side_give_the_rows_of_each_alone(
     ("kind", "tree"),
     [(kind, (None, "2,2,1")[at % 2]) for at, kind in enumerate(SPECS)] + [("medusa", None), ("ctc", "2,2,1")],
 )
-def test_replay_has_the_rounds_of_the_loop(
-    pair: Pair, folders: Path, prompts: list[Prompt], profile: Profile, tmp_path: Path, kind: str, tree: str | None
-) -> None:
+def test_replay_has_the_rounds_of_the_loop(pair, folders, prompts, profile, tmp_path, kind, tree):
     alone = drafting(pair, folders, kind)
     assert (alone.draft is None) == (not kind.endswith("model"))
     assert alone.fingerprint["draft"] != pair.fingerprint["draft"]
@@ -244,7 +230,7 @@ def test_replay_has_the_rounds_of_the_loop(
 
 
 @pytest.mark.parametrize("collector", ["dense", "live"])
-def test_the_rows_of_a_shard_depend_on_its_own_texts(pair: Pair, tmp_path: Path, collector: str) -> None:
+def test_the_rows_of_a_shard_depend_on_its_own_texts(pair, tmp_path, collector):
     """A drafter that keeps texts begins anew with each shard, and has one shard by default."""
     texts = [Prompt(f"p{i}", "w7 w8 w9 w10 w7 w8", "g") for i in range(6)]
     options: dict[str, Any] = {"depth": SHORT, "max_new_tokens": NEW, "collector": collector}
@@ -259,7 +245,7 @@ def test_the_rows_of_a_shard_depend_on_its_own_texts(pair: Pair, tmp_path: Path,
 
 @pytest.mark.filterwarnings("ignore:.* are left out")
 @pytest.mark.parametrize("collector", ["dense", "live"])
-def test_prompts_may_be_as_long_as_the_models_can_read(pair: Pair, tmp_path: Path, collector: str) -> None:
+def test_prompts_may_be_as_long_as_the_models_can_read(pair, tmp_path, collector):
     """A prompt is left out if it, the new tokens and the depth are too long: one token more if it stops at every position."""
     most = pair.readable - NEW - SHORT
     texts = [Prompt(f"{n}", " ".join(f"w{20 + i % 20}" for i in range(n)), "g") for n in (most - 1, most, most + 1)]
@@ -271,9 +257,7 @@ def test_prompts_may_be_as_long_as_the_models_can_read(pair: Pair, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "layer"])
-def test_the_states_that_a_drafter_scores_by_are_recorded(
-    pair: Pair, folders: Path, prompts: list[Prompt], tmp_path: Path, kind: str
-) -> None:
+def test_the_states_that_a_drafter_scores_by_are_recorded(pair, folders, prompts, tmp_path, kind):
     alone = drafting(pair, folders, kind)
     options: dict[str, Any] = {"depth": SHORT, "max_new_tokens": NEW, "hidden": [DRAFT_HIDDEN, TARGET_HIDDEN]}
     dense, live = (

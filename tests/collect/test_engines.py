@@ -226,7 +226,7 @@ def live_columns(length: Array, drafted: Array, depth: int) -> dict[str, Array]:
     }  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.sampled_from(["", "explored", "cut", "no token"])),
                 min_size=1, max_size=12))  # fmt: skip
 def test_survival_is_a_product_over_the_depths_that_rounds_observed(cases: list[tuple[int, int, str]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from specstop.collect.completions import given_noise, sampled_rows, sampling_bal
 from specstop.collect.given_text import KeyedDraws, gumbel_given
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
-from specstop.collect.store import Trace
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -33,7 +31,6 @@ from specstop.policies import Confidence
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES, HISTORY_FEATURES
 from specstop.policies.fixed import FixedLength
-from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
@@ -60,7 +57,7 @@ OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens":
         ("rejection_replace", "1,2", "from-anchor", "mixed"),
     ],
 )  # fmt: skip
-def test_replay_has_the_joint_law_of_the_live_loop(mode: str, tree: str, decider: str, kind: str) -> None:
+def test_replay_has_the_joint_law_of_the_live_loop(mode, tree, decider, kind):
     """Every random choice is enumerated, of the loop and of what the collector draws given each text."""
     case = Case(mode, tree, decider, kind, 1, eos=kind == "mixed")
     live = enumerate_texts(case).joint
@@ -68,16 +65,14 @@ def test_replay_has_the_joint_law_of_the_live_loop(mode: str, tree: str, decider
     assert distance(live, replay_law(case)) <= EXACT
 
 
-def test_replay_of_point_drafts_is_the_live_loop(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
-) -> None:
+def test_replay_of_point_drafts_is_the_live_loop(pair, prompts, profile, tmp_path):
     settings = Settings(TEMPERATURE, NEW, DEPTH, verification="point")
     policies = [FixedLength(DEPTH), Confidence(0.3, DEPTH), TEST_POLICIES["adaptive"]]
     assert len(assert_replay_is_live(pair, prompts, policies, settings, profile, tmp_path)) > 100
 
 
 @pytest.mark.parametrize("mode", ["rejection", "block"])
-def test_chances_are_those_of_acceptance_given_prefix_and_token(mode: str) -> None:
+def test_chances_are_those_of_acceptance_given_prefix_and_token(mode):
     """Over texts and draws, the share of accepted tokens among those that look alike."""
     case = Case(mode, "chain:2", "fixed", "dense", 4)
     sums: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -99,7 +94,7 @@ def test_chances_are_those_of_acceptance_given_prefix_and_token(mode: str) -> No
         assert kept / weight == pytest.approx(key[-1], abs=2e-7)  # type: ignore[index]  # chances are kept as float32
 
 
-def test_keyed_draws_have_the_law_of_their_weights() -> None:
+def test_keyed_draws_have_the_law_of_their_weights():
     count = 40_000
     weights = torch.tensor([0.2, 0.0, 0.5, 0.3, 0.0], dtype=torch.float64)
     draws = KeyedDraws(7, 0, torch.arange(count), torch.full((count,), 3))
@@ -111,7 +106,7 @@ def test_keyed_draws_have_the_law_of_their_weights() -> None:
 
 
 @pytest.fixture(scope="module")
-def drawn(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+def drawn(pair, prompts, tmp_path_factory):
     """A trace of two draws by verification."""
     folder = tmp_path_factory.mktemp("drawn")
     return {
@@ -128,18 +123,13 @@ def drawn(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFa
         ({"verification": "block", "temperature": 0.0}, "match"),
     ],
 )  # fmt: skip
-def test_by_default_rounds_are_those_of_the_fastest_verification_that_can_be_replayed(
-    pair: Pair, prompts: list[Prompt], options: dict[str, Any], mode: str
-) -> None:
+def test_by_default_rounds_are_those_of_the_fastest_verification_that_can_be_replayed(pair, prompts, options, mode):
     chosen = with_drafter(pair, options.pop("drafter")) if "drafter" in options else pair
     assert plan_run(chosen, prompts, **{**OPTIONS, **options}).header.verification == mode
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_draws_are_sequences_of_one_text(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], drawn: dict[str, Trace], traces: dict[float, Trace],
-    tmp_path: Path, name: str,
-) -> None:  # fmt: skip
+def test_draws_are_sequences_of_one_text(pair, prompts, prompt_ids, drawn, traces, tmp_path, name):
     header, plain = drawn[name].header, trace_arrays(traces[0.7])
     arrays = trace_arrays(
         drawn[name], extra=("accept_chance", "next_chance", "overlap", "draft_prob", "target_prob", "observed")
@@ -168,7 +158,7 @@ def test_draws_are_sequences_of_one_text(
         assert one.accepted.tolist() == other.accepted[: int(one.rows[0])].tolist()
 
 
-def test_replay_refuses_policies_that_would_change_the_law(drawn: dict[str, Trace], profile: Profile) -> None:
+def test_replay_refuses_policies_that_would_change_the_law(drawn, profile):
     class Trims(Confidence):
         trims = True
 
@@ -183,9 +173,7 @@ def test_replay_refuses_policies_that_would_change_the_law(drawn: dict[str, Trac
         replay_law(Case("rejection", "2,1", "trims-by-place", "dense", 1))
 
 
-def test_a_policy_that_carries_state_decodes_all_texts_of_one_draw_in_order(
-    drawn: dict[str, Trace], profile: Profile
-) -> None:
+def test_a_policy_that_carries_state_decodes_all_texts_of_one_draw_in_order(drawn, profile):
     arrays = trace_arrays(drawn["block"])
     both = replay(arrays, Carrying(), profile)
     for draw in range(2):
@@ -197,8 +185,8 @@ def test_a_policy_that_carries_state_decodes_all_texts_of_one_draw_in_order(
 
 
 def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kept(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path
-) -> None:
+    pair, prompts, prompt_ids, profile, tmp_path
+):
     """The answers are the target's own texts but for token 8. Rows at other anchors are those of the dense trace."""
     texts = plain_texts(pair, prompt_ids, [0] * len(prompts), NEW + 3).tokens
     answers = {p.id: [7 + (t == 7) if at == 8 else t for at, t in enumerate(text)]
@@ -224,9 +212,7 @@ def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kep
     assert result.metrics["rows"] > 0 and "held_out_tokens_per_s" not in result.metrics
 
 
-def test_mixed_rows_are_those_of_a_loop_over_positions(
-    plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path
-) -> None:
+def test_mixed_rows_are_those_of_a_loop_over_positions(plain_pair, prompts, prompt_ids, profile, tmp_path):
     """Labels are those of the text; features those of the draft after what `mixed` says that it read."""
     texts = plain_texts(plain_pair, prompt_ids, [stream_key(0, p.id) for p in prompts], NEW, TEMPERATURE).tokens
     options: dict[str, Any] = {"depth": 1, "temperature": TEMPERATURE, "verification": "match", "max_new_tokens": NEW}
@@ -258,7 +244,7 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
         replay(trace_arrays(trace), FixedLength(1), profile)
 
 
-def test_noise_given_a_sample_has_the_law_of_plain_noise() -> None:
+def test_noise_given_a_sample_has_the_law_of_plain_noise():
     """The token is the best one. Each token's noise is Gumbel; so is its joint law with others."""
     rows = LOGITS.expand(DRAWS, -1)
     tokens = torch.multinomial(torch.softmax(rows, -1), 1, generator=torch.Generator().manual_seed(2))[:, 0]
@@ -307,8 +293,8 @@ class GivenSource:
 @pytest.mark.parametrize("sampling", [SamplingParams(), TOP_P], ids=["plain", "filtered"])
 @pytest.mark.parametrize("tree", [None, "3,2,1,1,1"])
 def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_given_text(
-    pair: Pair, profile: Profile, tmp_path: Path, sampling: SamplingParams, tree: str | None
-) -> None:
+    pair, profile, tmp_path, sampling, tree
+):
     prompts = make_prompts(8, "given", 31)
     texts = sampled_texts(pair, prompts, NEW + DEPTH, TEMPERATURE, sampling)
     ids = {p.id: tokens for p, tokens in encoded(pair, prompts)}
@@ -337,7 +323,7 @@ def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_g
     assert rounds > 80
 
 
-def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(pair: Pair, tmp_path: Path) -> None:
+def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(pair, tmp_path):
     prompts, few = make_prompts(8, "given", 31), SamplingParams(top_k=6)
     texts = sampled_texts(pair, prompts, NEW + DEPTH, TEMPERATURE)
     settings, impossible, expected = Settings(TEMPERATURE, NEW, sampling=few, verification="match"), 0, set()
@@ -358,7 +344,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(pair:
     assert set(by_anchor(trace)) == expected
 
 
-def test_texts_of_another_temperature_are_refused_before_anything_is_written(pair: Pair, tmp_path: Path) -> None:
+def test_texts_of_another_temperature_are_refused_before_anything_is_written(pair, tmp_path):
     many = make_prompts(60, "many", 41)
     named, settings = encoded(pair, many), Settings(TEMPERATURE, NEW, verification="match")
     options: dict[str, Any] = {"depth": 2, "temperature": TEMPERATURE, "max_new_tokens": NEW}
@@ -375,9 +361,7 @@ def test_texts_of_another_temperature_are_refused_before_anything_is_written(pai
     assert errors[0] > 4 > abs(errors[1]) and errors[2] < -4, "tokens of colder texts are less surprising"
 
 
-def test_unusable_completions_are_refused_and_leave_what_was_there(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
-) -> None:
+def test_unusable_completions_are_refused_and_leave_what_was_there(pair, prompts, tmp_path):
     out, options = tmp_path / "deep" / "out", {"depth": 2, "max_new_tokens": 8}
     collect(pair, prompts[:1], out, **options)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

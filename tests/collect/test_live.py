@@ -27,8 +27,6 @@ from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from specstop.policies.features import ANCHOR_FEATURES, HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.replay.arrays import trace_arrays
@@ -55,9 +53,7 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
         (TREE, 0.7, SamplingParams(top_k=2)), (TREE, 1.0, MANY),
     ],
 )  # fmt: skip
-def test_dense_and_live_agree_at_the_anchors_that_both_have(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, sampling: SamplingParams
-) -> None:
+def test_dense_and_live_agree_at_the_anchors_that_both_have(pair, prompts, tmp_path, tree, temperature, sampling):
     options: dict[str, Any] = {"sampling": sampling, "hidden": tuple(HIDDEN_STATES)}
     dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature, **options))
     policy = ReadsDraftStates() if tree is None else None
@@ -94,9 +90,8 @@ def test_dense_and_live_agree_at_the_anchors_that_both_have(
      for setup in ((None, 0.7), (TREE, 0.7 * (at % 2)))],
 )  # fmt: skip
 def test_rows_are_the_rounds_of_the_loop_and_replay_as_the_run_that_they_record(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path, name: str,
-    tree: str | None, temperature: float,
-) -> None:  # fmt: skip
+    pair, prompts, prompt_ids, profile, tmp_path, name, tree, temperature
+):
     policy = TEST_POLICIES[name]
     trace = run(pair, prompts, tmp_path, tree, temperature, collector="live", policy=policy, profile=profile)
     log, rows = replay(trace_arrays(trace), policy, profile).log, by_anchor(trace)
@@ -112,9 +107,7 @@ def test_rows_are_the_rounds_of_the_loop_and_replay_as_the_run_that_they_record(
     assert rows == {} and torch.is_inference_mode_enabled() is False
 
 
-def test_a_live_trace_refuses_a_policy_that_goes_elsewhere(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
-) -> None:
+def test_a_live_trace_refuses_a_policy_that_goes_elsewhere(pair, prompts, profile, tmp_path):
     arrays = trace_arrays(run(pair, prompts, tmp_path, TREE, 0.7, collector="live", policy=Confidence(0.6, DEPTH)))
     for policy, words in ((FixedLength(DEPTH), "confidence:0.6"), (Confidence(0.1, DEPTH), "no round|did not")):
         with pytest.raises(TraceError, match=words):
@@ -125,8 +118,8 @@ def test_a_live_trace_refuses_a_policy_that_goes_elsewhere(
     ("name", "tree"), [("confidence:0.4", None), ("trimming", TREE), ("selecting", TREE), ("fixed:1", None)]
 )
 def test_exploring_rounds_reach_the_full_depth_and_leave_the_others_and_the_text_as_they_are(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, name: str, tree: str | None
-) -> None:
+    pair, prompts, tmp_path, name, tree
+):
     options: dict[str, Any] = {"collector": "live", "policy": TEST_POLICIES[name]}
     plain, mixed = (
         run(pair, prompts, tmp_path / str(explore), tree, 0.7, explore=explore, **options) for explore in (0.0, 0.3)
@@ -151,9 +144,7 @@ def test_exploring_rounds_reach_the_full_depth_and_leave_the_others_and_the_text
 
 
 @pytest.mark.parametrize("verification", ["rejection", "rejection_replace", "block", "typical"])
-def test_every_verification_can_be_recorded(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, verification: str
-) -> None:
+def test_every_verification_can_be_recorded(pair, prompts, tmp_path, verification):
     tree = None if verification == "block" else TREE
     trace = run(pair, prompts[:4], tmp_path, tree, 0.7, collector="live", verification=verification)
     assert trace.header.verification == verification
@@ -167,7 +158,7 @@ def test_every_verification_can_be_recorded(
         assert row["seconds"] >= row["verify_s"] > 0
 
 
-def test_labels_of_rejection_end_at_the_accepted_sibling(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+def test_labels_of_rejection_end_at_the_accepted_sibling(pair, prompts, tmp_path):
     trace, counts = run(pair, prompts, tmp_path, "4", 0.7, collector="live", verification="rejection"), set()
     for row in numpy_rows(trace):
         if not row["drawn"].all():
@@ -185,7 +176,7 @@ class Fails(Confidence):
         raise RuntimeError("now")
 
 
-def test_a_policy_that_fails_ends_the_collection(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+def test_a_policy_that_fails_ends_the_collection(pair, prompts, tmp_path):
     with pytest.warns(match="failed"), pytest.raises(PolicyFailure, match="now"):
         run(pair, prompts, tmp_path, None, 0.0, collector="live", policy=Fails(0.4, DEPTH), explore=0.3)
 
@@ -225,10 +216,7 @@ POLICIES = (
         (SamplingParams(top_k=2, processors=(Banning(),)), 0.7, "3,3,1,1,1"),
     ],
 )  # fmt: skip
-def test_replay_of_filtered_traces_is_the_live_loop(
-    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path, sampling: SamplingParams, temperature: float,
-    tree: str | None,
-) -> None:  # fmt: skip
+def test_replay_of_filtered_traces_is_the_live_loop(pair, prompts, profile, tmp_path, sampling, temperature, tree):
     settings = Settings(temperature, NEW, DEPTH, tree=tree, sampling=sampling, verification="match")
     assert len(assert_replay_is_live(pair, prompts[::2], POLICIES, settings, profile, tmp_path / "t")) > 100
     trace = load_trace(tmp_path / "t")
@@ -240,9 +228,7 @@ def test_replay_of_filtered_traces_is_the_live_loop(
     assert not any(values.numpy()[missing].any() for values in arrays.columns.values() if values.dim() == 2)
 
 
-def test_a_policy_is_warned_about_where_it_was_not_trained(
-    pair: Pair, plain_pair: Pair, prompts: list[Prompt], learned: LearnedPolicy, full_profile: Profile, tmp_path: Path
-) -> None:
+def test_a_policy_is_warned_about_where_it_was_not_trained(pair, plain_pair, prompts, learned, full_profile, tmp_path):
     """The policy was trained without a filter at temperature 0.7 under match."""
     text, same = [prompts[0].text], Settings(0.7, 4, verification="match")
 

@@ -29,7 +29,6 @@ from specstop.collect.prompts import (
     stored_prompts,
     tokenize_prompts,
 )
-from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
@@ -63,9 +62,7 @@ def refused(source: str | Path, message: str, **options: Any) -> None:
 
 @given(strategies.lists(strategies.tuples(TEXTS, TEXTS), min_size=1, max_size=4, unique_by=lambda pair: pair[0]))
 @settings(max_examples=25, deadline=None)
-def test_every_source_gives_the_same_prompts(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
-) -> None:
+def test_every_source_gives_the_same_prompts(tmp_path_factory, pairs):
     folder = tmp_path_factory.mktemp("sources")
     rows = [{"id": id, "prompt": text, "category": "k"} for id, text in pairs]
     table = datasets.Dataset.from_list(rows)
@@ -105,9 +102,7 @@ def test_every_source_gives_the_same_prompts(
         ({"id": "q", "prompt": "a", "prompt_id": "", "sample": ""}, {}, Prompt("q", "a")),
     ],
 )  # fmt: skip
-def test_a_record_becomes_a_prompt(
-    tmp_path: Path, data: dict[str, Any], options: dict[str, Any], expected: Prompt
-) -> None:
+def test_a_record_becomes_a_prompt(tmp_path, data, options, expected):
     assert read_prompts(write_records(tmp_path, [data]), **options) == [expected]
 
 
@@ -136,14 +131,12 @@ def test_a_record_becomes_a_prompt(
         ([record("q", sample="x"), record("q", SYSTEM, sample="y")], "prompt.* 2.*another text", {}),
     ],
 )  # fmt: skip
-def test_malformed_and_contradictory_records_are_refused(
-    tmp_path: Path, content: str | bytes | list[Any], message: str, options: dict[str, Any]
-) -> None:
+def test_malformed_and_contradictory_records_are_refused(tmp_path, content, message, options):
     path = write_records(tmp_path, content) if isinstance(content, list) else write(tmp_path, content)
     refused(path, message, **options)
 
 
-def test_a_file_is_read_as_far_as_the_limit_and_unreadable_files_are_refused(tmp_path: Path) -> None:
+def test_a_file_is_read_as_far_as_the_limit_and_unreadable_files_are_refused(tmp_path):
     path = write(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b\u2028c"}\nbroken')
     assert [p.text for p in read_prompts(path, 2)] == ["a", "b\u2028c"]
     refused(tmp_path / "nowhere.jsonl", "does not exist")
@@ -164,9 +157,7 @@ def test_a_file_is_read_as_far_as_the_limit_and_unreadable_files_are_refused(tmp
     ],
     ids=["lines", "json lines", "array", "byte order mark"],
 )  # fmt: skip
-def test_pipes_are_read_and_their_form_recognised(
-    text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pipes_are_read_and_their_form_recognised(text, expected, monkeypatch, tmp_path):
     stream = io.TextIOWrapper(io.BytesIO(text.encode()))
     monkeypatch.setattr(sys, "stdin", stream)
     assert [p.text for p in read_prompts("-")] == expected and not stream.closed
@@ -179,7 +170,7 @@ def test_pipes_are_read_and_their_form_recognised(
 
 
 @pytest.mark.parametrize("field", ["id", "text", "group", "system", "sample"])
-def test_fields_of_a_prompt_are_texts(field: str) -> None:
+def test_fields_of_a_prompt_are_texts(field):
     for value in (5, None, b"w7"):
         with pytest.raises(InputError, match=f"text as the {field}"):
             Prompt(**{"id": "a", "text": "w7", field: value})
@@ -189,7 +180,7 @@ def test_fields_of_a_prompt_are_texts(field: str) -> None:
     assert as_prompts(Prompt("a", "w7")) == as_prompts([Prompt("a", "w7")])
 
 
-def test_folders_are_read_as_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_read_as_data_sets(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "set"
     folder.mkdir()
@@ -205,7 +196,7 @@ def test_folders_are_read_as_data_sets(tmp_path: Path, monkeypatch: pytest.Monke
     refused(tmp_path / "two", "splits test, dev")
 
 
-def test_a_hub_name_has_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_has_configuration_and_split(monkeypatch):
     load_dataset = Mock(return_value=datasets.Dataset.from_list([{"question": "q"}]))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read_prompts("hf:openai/gsm8k:main:train[:5]")[0].text == read_prompts("hf:me/mine")[0].text == "q"
@@ -216,7 +207,7 @@ def test_a_hub_name_has_configuration_and_split(monkeypatch: pytest.MonkeyPatch)
     refused("hf:a/b", "hf:a/b: no way$")
 
 
-def test_equal_texts_under_several_ids_are_counted(tmp_path: Path) -> None:
+def test_equal_texts_under_several_ids_are_counted(tmp_path):
     rows = [record("a"), record("b"), record("c", "b"), record("d"), record("c", "b", sample="x")]
     with pytest.warns(SpecstopWarning, match="2 of 5 prompts repeat the text"):
         read_prompts(write_records(tmp_path, rows))
@@ -228,7 +219,7 @@ def test_equal_texts_under_several_ids_are_counted(tmp_path: Path) -> None:
 @given(strategies.lists(strategies.builds(Prompt, TEXTS, TEXTS, TEXTS, TEXTS | strategies.lists(
     strategies.integers(0, 9), min_size=1).map(tuple), TEXTS, strategies.booleans(), TEXTS), max_size=3))  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_stored_prompts_are_read_as_they_were(tmp_path_factory: pytest.TempPathFactory, prompts: list[Prompt]) -> None:
+def test_stored_prompts_are_read_as_they_were(tmp_path_factory, prompts):
     folder = tmp_path_factory.mktemp("stored")
     (folder / "prompts.jsonl").write_text(prompts_json(prompts))
     assert stored_prompts(folder) == prompts
@@ -238,9 +229,7 @@ def test_stored_prompts_are_read_as_they_were(tmp_path_factory: pytest.TempPathF
             stored_prompts(folder)
 
 
-def test_prompts_are_encoded_and_those_without_a_place_are_refused_or_left_out(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_prompts_are_encoded_and_those_without_a_place_are_refused_or_left_out(tokenizer):
     assert tokenize_prompts([Prompt("a", "w7 w9 </s>"), Prompt("b", "w6")], tokenizer, 3)[1] == [[7, 9, 16], [6]]
     for text, limit, message in (("w7 w8 w9 w10", 3, "'me' has 4"), (" ", 3, "'me' has 0"), ("w7", 0, "no room")):
         with pytest.raises(InputError, match=message):
@@ -265,7 +254,7 @@ def beginning_with(tokenizer: PreTrainedTokenizerFast, word: str) -> PreTrainedT
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=word)
 
 
-def test_a_chat_template_writes_the_prompt_and_its_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_chat_template_writes_the_prompt_and_its_first_token(tokenizer):
     chatty = beginning_with(tokenizer, "<s>")
     prompts = [Prompt("a", "w7 w8", "g"), Prompt("b", "w9", system="w10")]
     for missing in (chatty, None):
@@ -282,7 +271,7 @@ def test_a_chat_template_writes_the_prompt_and_its_first_token(tokenizer: PreTra
         apply_chat_template(prompts, refusing)
 
 
-def test_two_bos_tokens_are_warned_about_once(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> None:
+def test_two_bos_tokens_are_warned_about_once(tokenizer, pair):
     word = next(iter(tokenizer.get_vocab()))
     adding = beginning_with(tokenizer, word)
     prompts = [Prompt("a", f"{word} {word}"), Prompt("b", word), Prompt("c", word, templated=True)]

@@ -1,4 +1,4 @@
-"""Tables of accepted lengths by drafter, imported as dense traces: compared with rounds that are simulated one by one."""
+"""Tables of accepted lengths by drafter, imported as dense traces: compared with simulated rounds, or refused in one line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from specstop.collect.store import Trace, check_trace, column_array
+from specstop.collect.store import check_trace, column_array
 from specstop.collect.table import import_table
+from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.routing import ThresholdRoute
 from specstop.train.evaluate.evaluate import evaluate
@@ -55,20 +55,20 @@ def write(rows: list[Row], path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+def trace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("table")
     path = write(make_rows(), folder / "table.parquet")
     return import_table(path, folder / "trace", LENGTHS, columns=COLUMNS, free=["ngram"], depth=DEPTH)
 
 
 @pytest.fixture(scope="module")
-def costs(profile: Profile) -> Profile:
+def costs(profile):
     """Costs of two drafters; the first one is nearly free."""
     low, high = (dataclasses.replace(t, draft_s=(1e-6, 1e-6), later_draft_s=1e-6) for t in (profile.low, profile.high))
     return dataclasses.replace(profile, low=low, high=high, temperature=0.0, others=(profile,))
 
 
-def test_a_trace_has_what_the_table_says(trace: Trace) -> None:
+def test_a_trace_has_what_the_table_says(trace):
     header, rows = check_trace(trace.folder).header, make_rows()
     assert (header.depth, header.tree.drafters, header.readings) == (DEPTH, 2, ("nothing", "path"))
     table = {
@@ -100,7 +100,7 @@ def test_a_trace_has_what_the_table_says(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_formats_and_the_bonus_give_the_same_rows(trace: Trace, suffix: str, tmp_path: Path) -> None:
+def test_formats_and_the_bonus_give_the_same_rows(trace, suffix, tmp_path):
     rows = [row | {name: [n + 1 for n in row[name]] for name in LENGTHS.values()} for row in make_rows()]
     path = write(rows, tmp_path / f"table.{suffix}")
     other = import_table(path, tmp_path / "out", LENGTHS, columns=COLUMNS, free=["ngram"], depth=DEPTH, bonus=True)
@@ -120,13 +120,13 @@ def simulate(text: Row, choose: Any) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("length", [0, 1, 3, DEPTH])
 @pytest.mark.parametrize("drafter", LENGTHS)
-def test_fixed_lengths_play_the_rounds_of_the_table(trace: Trace, costs: Profile, drafter: str, length: int) -> None:
+def test_fixed_lengths_play_the_rounds_of_the_table(trace, costs, drafter, length):
     rounds = replay(trace, load_policy(f"fixed:{length}@{drafter}"), costs)
     played = list(zip(rounds.anchor.tolist(), rounds.committed.tolist(), strict=True))
     assert played == [one for text in make_rows() for one in simulate(text, lambda t: (LENGTHS[drafter], length))]
 
 
-def test_routing_by_agreement_plays_the_rounds_of_the_table(trace: Trace, costs: Profile) -> None:
+def test_routing_by_agreement_plays_the_rounds_of_the_table(trace, costs):
     rounds = replay(trace, ThresholdRoute("agreement_run", 1, [FixedLength(4), FixedLength(2)]), costs)
     expected = []
     for text in make_rows():
@@ -139,3 +139,48 @@ def test_routing_by_agreement_plays_the_rounds_of_the_table(trace: Trace, costs:
     assert (rounds.drafting.sum(1) <= 1).all() and rounds.drafting.any(0).all()
     report = evaluate(trace, costs, [load_policy("agreement?lengths=4+2"), "fixed:2@eagle"])
     assert report["agreement?lengths=4+2"].speedup.value > 0
+
+
+def changed(**values: Any) -> list[Row]:
+    """Return the rows with other values in the second one."""
+    rows = make_rows()
+    rows[1] = {key: value for key, value in (rows[1] | values).items() if value is not ...}
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        (changed(acc_eagle=[1, 2]), {}, "row 2.*lengths in 'acc_eagle'.*got 2"),
+        (changed(acc_ngram=[-1] * len(make_rows()[1]["token_ids"])), {}, "row 2.*0 or more in 'acc_ngram'"),
+        (changed(acc_ngram="many"), {}, "acc_ngram.*row"),
+        (changed(token_ids=None), {}, "row 2.*list of whole numbers.*token_ids"),
+        (changed(prompt_tokens=-4), {}, "row 2.*number of tokens in 'prompt_tokens'"),
+        (changed(id=None), {}, "row 2.*id"),
+        (changed(id="r0", group="a"), {}, "distinct ids.*r0.*sample"),
+        (make_rows(), {"lengths": {"eagle": "acc_eagel"}}, "column 'acc_eagel' \\(did you mean 'acc_eagle'"),
+        (make_rows(), {"columns": {}}, "column 'tokens'"),
+        (make_rows(), {"columns": {"token": "token_ids"}}, "column.*'token'.*tokens"),
+        (make_rows(), {"lengths": {"a b": "acc_eagle"}}, "lengths.*'a b'"),
+        (make_rows(), {"free": ["engram"]}, "free.*'engram'.*ngram"),
+        (make_rows(), {"bonus": True}, "1 or more.*included"),
+        (make_rows(), {"depth": 0}, "depth"),
+        ([], {}, "table"),
+        ([row | {"acc_ngram": [0] * len(row["token_ids"]), "acc_eagle": [0] * len(row["token_ids"])} for row in make_rows()],
+         {}, "no token was accepted"),
+        ([{**make_rows()[0], "token_ids": [3], "acc_ngram": [1], "acc_eagle": [0]}], {}, "two tokens"),
+    ],
+)  # fmt: skip
+def test_malformed_tables_are_refused(rows, options, words, tmp_path):
+    path = write(rows, tmp_path / "table.jsonl")
+    with pytest.raises(InputError, match=words) as caught:
+        import_table(path, tmp_path / "out", **{"lengths": LENGTHS, "columns": COLUMNS, **options})
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["absent.parquet", "table.txt", "broken.parquet", "broken.jsonl"])
+def test_files_that_are_no_tables_are_refused(name, tmp_path):
+    if name != "absent.parquet":
+        (tmp_path / name).write_bytes(b"\xff no table")
+    with pytest.raises(InputError, match=name.partition(".")[0]):
+        import_table(tmp_path / name, tmp_path / "out", LENGTHS)

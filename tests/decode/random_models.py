@@ -1,7 +1,7 @@
 """Small random models of many kinds, for tests and for `benchmarks/architectures.py`.
 
-Configurations of eleven kinds of model (`CONFIGS`), small configurations of causal language model classes of
-transformers (`build_class`), and the comparison of its texts with those of `generate` (`sweep_class`).
+Small models of the causal language model classes of transformers (`build_class`), of eleven kinds in any dtype
+(`build`), and the comparison of the texts of a class with those of `generate` (`sweep_class`).
 """
 
 from __future__ import annotations
@@ -10,79 +10,22 @@ import contextlib
 import copy
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from specstop.decode import Settings, Speculator, join
 from specstop.decode.loop import Request
 from specstop.policies import FixedLength, InputError
 from specstop.policies.errors import PairError
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GenerationConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-VOCABULARY = 64
-WINDOW = 6  # shorter than every text and several trees
-IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-NARROW = {**IDS, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
-WIDE = {
-    **NARROW,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 160,
-    "initializer_range": 0.4,
-}
-GROUPED = {**WIDE, "num_key_value_heads": 1, "head_dim": 16}
-ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA = {**GROUPED, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}
-
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**GROUPED),
-    "qwen2": lambda: Qwen2Config(**{k: v for k, v in GROUPED.items() if k != "head_dim"}),
-    "qwen2-window": lambda: Qwen2Config(
-        **{k: v for k, v in GROUPED.items() if k != "head_dim"},
-        use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1,
-    ),
-    "qwen3": lambda: Qwen3Config(**GROUPED),
-    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
-    "mistral-window": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**GEMMA),
-    "gemma3": lambda: Gemma3TextConfig(**GEMMA),
-    "gpt2": lambda: GPT2Config(
-        **IDS, n_embd=32, n_layer=3, n_head=2, n_positions=160, initializer_range=0.4, tie_word_embeddings=False
-    ),
-    "gpt-neox": lambda: GPTNeoXConfig(**WIDE),
-    "opt": lambda: OPTConfig(
-        **NARROW, ffn_dim=48, num_hidden_layers=3, max_position_embeddings=160, init_std=0.4, word_embed_proj_dim=32
-    ),
-}  # fmt: skip
-"""Small configurations by name; those with a window have layers that see `WINDOW` tokens."""
-
-EAGER_ONLY = ("gemma2",)  # transformers has no other attention for its soft-capped scores
-
-
-def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
-    """Return a random model of one kind, with text that does not repeat immediately."""
-    torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention)
-    model.generation_config.eos_token_id = None
-    return model.to(dtype).eval()
+VOCABULARY = 96
+LARGEST = 30_000_000
+"""Maximum number of weights of a small model."""
 
 
 def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
@@ -105,23 +48,19 @@ def prompts(count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[lis
 
 
 @torch.inference_mode()
-def plain(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
+def plain(model: PreTrainedModel, prompt: Sequence[int], new: int, **options: Any) -> list[int]:
     """Return the new tokens of the model's `generate`."""
-    ids = torch.tensor([list(prompt)], device=model.device)
-    out: Any = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    ids, library = torch.tensor([list(prompt)], device=model.device), cast(Any, model)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new, **options}
+    out = library.generate(ids, **options)
     return [int(token) for token in out[0, len(prompt) :]]
-
-
-CLASS_VOCABULARY = 96
-LARGEST = 30_000_000
-"""Maximum number of weights of a small model."""
 
 
 PROMPTS = ([5, 9, 17, 33, 3, 8, 60], [50, 51, 52], [7, 41, 9, 33, 12])
 NEW = 12
 
 SMALL: dict[str, Any] = {
-    "vocab_size": CLASS_VOCABULARY, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size": 32,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size": 32,
     "emb_dim": 32, "word_embed_proj_dim": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48, "decoder_ffn_dim": 48,
     "encoder_ffn_dim": 48, "n_inner": 48, "dff": 48, "d_inner": 48, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2,
     "num_layers": 2, "decoder_layers": 2, "encoder_layers": 1, "num_decoder_layers": 2, "num_encoder_layers": 1,
@@ -133,7 +72,7 @@ SMALL: dict[str, Any] = {
     "shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8,
     "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False, "first_k_dense_replace": 1,
-    "vocab_size_per_layer_input": CLASS_VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
     "global_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8,
 }  # fmt: skip
 """Values of configuration fields; fields that a class does not have are skipped."""
@@ -163,6 +102,41 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
 """Additional configurations of a model type: the type and its fields by name of the variant."""
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}), "qwen2": ("qwen2", {}), "qwen3": ("qwen3", {}), "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}), "mistral-window": ("mistral", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt2": ("gpt2", {}), "gpt-neox": ("gpt_neox", {}), "opt": ("opt", {}),
+    "granite-scaled": ("granite", {"logits_scaling": 4.0}), "cohere-scaled": ("cohere", {"logit_scale": 0.25}),
+    "gemma2-capped": ("gemma2", {"final_logit_softcapping": 2.0}),
+}  # fmt: skip
+"""Model type and further fields by kind. Windows have 8 tokens: they are shorter than every text and several trees."""
+
+CONFIGS = tuple(kind for kind in KINDS if not kind.endswith(("scaled", "capped")))
+SCALED = tuple(kind for kind in KINDS if kind not in CONFIGS)
+"""Kinds that scale or cap the numbers of their output layers."""
+
+EAGER_ONLY = ("gemma2", "gemma2-capped")  # transformers has no other attention for its soft-capped scores
+
+
+def small_config(kind: str, **fields: Any) -> PreTrainedConfig:
+    """Return the configuration of an entry of `KINDS`, with further fields."""
+    model_type, values = KINDS[kind]
+    return shrunk(CONFIG_MAPPING[model_type], {**values, **fields})
+
+
+def build(kind: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """Return a random model of an entry of `KINDS`, without an end of text."""
+    torch.manual_seed(seed)
+    attention = "eager" if kind in EAGER_ONLY else attention
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        small_config(kind, **fields), attn_implementation=attention
+    )
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.to(dtype).eval()
 
 
 def build_class(name: str, attempt: dict[str, Any]) -> PreTrainedModel:
@@ -200,16 +174,9 @@ def shrunk(config_class: Any, more: dict[str, Any]) -> Any:
     return config_class(**values)
 
 
-@torch.inference_mode()
 def expected_texts(model: PreTrainedModel, **options: Any) -> list[list[int]]:
     """Return the new tokens of the model's `generate` method for each prompt."""
-    library: Any = model
-    texts = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = library.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options)
-        texts.append(out[0, len(prompt) :].tolist())
-    return texts
+    return [plain(model, prompt, NEW, **options) for prompt in PROMPTS]
 
 
 SECONDS = 60

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from joint_policies import linear_head
 from specstop.decode.drift_monitor import DEVIATIONS, SLACK, WINDOW, DriftMonitor
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.plain import plain_texts
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import SpecstopWarning
-from specstop.policies.heads import build_head
 from specstop.policies.learned import Calibrator, LearnedPolicy, TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
@@ -25,13 +25,7 @@ PROFILE = Profile(TABLE, TABLE, 0.0, 0.0, (0.0, 0.0))
 
 def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = None) -> LearnedPolicy:
     """Return a policy that predicts this acceptance of every token and always drafts on."""
-    tensors = {
-        "mean": np.zeros(1, dtype=np.float32),
-        "scale": np.ones(1, dtype=np.float32),
-        "weight": np.zeros((3, 1), dtype=np.float32),
-        "bias": np.full(3, math.log(accept / (1 - accept)), dtype=np.float32),
-    }
-    head = build_head("logistic", ("depth",), tensors)
+    head = linear_head(("depth",), np.zeros((3, 1)), [math.log(accept / (1 - accept))] * 3)
     rule, metadata = Threshold("survival", 0.0), TrainingMetadata(profile=profile or {})
     return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, metadata)
 

@@ -121,7 +121,7 @@ def test_only_nearly_equal_scores_are_a_tie():
         plain = [Speculator(pair, FixedLength(0), settings).generate(prompt) for prompt in prompts]
         return [dataclasses.replace(g, tokens=(*g.tokens[:3], change(g.tokens[3]), *g.tokens[4:])) for g in plain]
 
-    changed = [texts()[0], texts(lambda token: (token + 1) % 64)[1]]
+    changed = [texts()[0], texts(lambda token: (token + 1) % table.VOCABULARY)[1]]
     assert count_differences(pair, settings, prompts, texts(), texts()) == (0, 0)
     assert count_differences(pair, settings, prompts, changed, texts()) == (0, 1)
     with torch.no_grad():  # every token has a twin with the same score

@@ -97,16 +97,15 @@ def routes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ROUTES)
-@pytest.mark.parametrize("drafters", ["lookup+model", "model+other"])
 @pytest.mark.parametrize(
     ("mode", "tree"),
     [("rejection", "chain:2"), ("rejection", "1,1|2,1"), ("rejection_replace", "2|1,1"), ("block", "chain:2")],
 )
-def test_texts_have_the_distribution_of_the_target_under_any_route(mode, tree, drafters, name):
+def test_texts_have_the_distribution_of_the_target_under_any_route(mode, tree, name):
     if mode == "block" and DECIDERS[name]().joins:
         return
     prompt, accepted = (0, 1, 0, 2, 0, 1), 0
-    for seed, eos, beside in ((1, False, 0), (2, True, 1)):
+    for seed, eos, beside, drafters in ((1, False, 0, "lookup+model"), (2, True, 1, "model+other")):
         case = Case(mode, tree, name, "mixed", seed, eos=eos, drafter=drafters, new=4, prompt=prompt)
         case, proof = prove_within(case, 400, beside)
         assert proof.reused == 0 and proof.distance <= EXACT, f"{case}: {proof.distance:.1e}"
@@ -115,7 +114,7 @@ def test_texts_have_the_distribution_of_the_target_under_any_route(mode, tree, d
 
 
 @pytest.fixture(scope="module")
-def two(pair: Pair) -> Pair:
+def two(pair):
     return with_drafter(pair, "suffix+model")
 
 
@@ -141,8 +140,7 @@ class Paths(Hook):
             self.rounds.append((text.number, record.context, record.accepted, round.drafting[stream].tolist(), sent))
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (0.7, 4)])
 @pytest.mark.parametrize("name", ROUTES)
 def test_texts_are_those_of_plain_decoding_and_the_longest_path_is_taken(
     two, pair, prompt_ids, name, temperature, batch

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from specstop.decode.records import Generation, Round, Tally
 from specstop.decode.round_state import RoundState
-from specstop.decode.topology import Topology, chain, from_parents, from_widths, parse_tree
+from specstop.decode.topology import Topology, from_parents, parse_tree
 from specstop.policies.arguments import MAX_ROWS
 from specstop.policies.errors import InputError
 
@@ -31,13 +31,6 @@ def test_a_tree_has_the_rows_depth_and_width_of_its_text(text):
     assert tree.is_chain == (tree.width == 1)
     assert [row for level in tree.levels for row in level] == list(range(len(tree)))
     assert parse_tree(tree.name).parent == tree.parent
-
-
-def test_parents_of_each_notation():
-    assert from_widths([3, 2]).parent == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3)
-    assert from_widths([]).parent == chain(0).parent == (-1,)
-    assert chain(3).parent == (-1, 0, 1, 2)
-    assert [len(c) for c in parse_tree("fork:3x4").children] == [3, *[1] * 9, *[0] * 3]
 
 
 @pytest.mark.parametrize("tree", [*INVALID, [], [0], [-1, 1], [-1, 0, -1], [-1, 0, 1, 0], [-1, -2]])
@@ -87,8 +80,6 @@ def test_a_list_of_parents_is_renumbered_by_depth_and_stays_the_same_tree(offset
         assert upper.parent == tuple(tree.parent[at] for at in rows)
         assert torch.equal(upper.sees, tree.sees[: len(rows), : len(rows)])
 
-
-# Trees in the cache
 
 # The state of a round
 

@@ -1,15 +1,17 @@
-"""Small heads of every kind with random weights, and random rows for them."""
+"""Small heads of every kind with random weights, random rows for them, and policies of these heads."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import numpy as np
+from specstop.policies.contract import DraftStep
 from specstop.policies.heads import build_head
-from specstop.policies.heads.base import Head
+from specstop.policies.heads.base import NO_HIDDEN, Head, Hidden
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.learned import Calibrator, LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy, TrainingMetadata
 from specstop.policies.rules import Derived, Rule, Threshold
 
 Array = np.ndarray[Any, Any]
@@ -133,11 +135,68 @@ def random_head(name: str) -> tuple[tuple[str, ...], Head]:
     return names, build_head(kind, names, tensors)
 
 
-def random_policy(name: str, rule: Rule | None = None) -> LearnedPolicy:
+def random_policy(
+    name: str, rule: Rule | None = None, max_depth: int = 5, metadata: TrainingMetadata | None = None
+) -> LearnedPolicy:
     """Return a policy of the head called `name`."""
     names, head = random_head(name)
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
-    return LearnedPolicy("mine", names, head, *maps, rule or RULES.get(name, Derived([0.1, 0.2, 0.3, 0.2])), 5)
+    rule = rule or RULES.get(name, Derived([0.1, 0.2, 0.3, 0.2]))
+    return LearnedPolicy("mine", names, head, *maps, rule, max_depth, metadata or TrainingMetadata())
+
+
+FACTS = TrainingMetadata(
+    0.7, "match", "match", {"target": "ab"}, 52.5, (0.8, 0.75), {"kind": "profile"}, {"seed": 1}, {"gain": 0.25}
+)
+
+
+def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:
+    """Return a policy with all metadata."""
+    return random_policy(kind, rule or Derived([0.1, 0.2, 0.3, 0.2]), 4, FACTS)
+
+
+def with_head(policy: LearnedPolicy, head: Head) -> LearnedPolicy:
+    changed = copy.copy(policy)
+    changed.head = head
+    return changed
+
+
+class Certain(Head):
+    """A head with one logit for every token."""
+
+    kind = "certain"
+
+    def __init__(self, logit: float) -> None:
+        self.logit, self._tensors = logit, {}
+
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        return np.full((len(features), 2), self.logit)
+
+
+class FeatureHead(Head):
+    """Its two features are accept and next."""
+
+    kind = "features"
+
+    def __init__(self) -> None:
+        self._tensors = {}
+
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        return features.astype(np.float64)
+
+
+def feature_policy(rule: Rule, max_depth: int = 10) -> LearnedPolicy:
+    """Return a policy that reads accept and next of each branch as its features."""
+    exact = Calibrator("isotonic", knots=np.array([[0.0, 1.0], [0.0, 1.0]], dtype=np.float32))
+    return LearnedPolicy("features", ("top1", "top2"), FeatureHead(), exact, exact, rule, max_depth)
+
+
+def kept_by(rule: Rule, depth: int, before: Array, accept: Array, next_: Array) -> Array:
+    """Return [S, B] bool, which branches of a depth a rule keeps, from [S, B] survival before it, accept and next."""
+    parent = np.tile(np.arange(before.shape[1]), (len(before), 1))
+    features = np.stack([accept, next_], -1).astype(np.float32)
+    step = DraftStep(depth, np.ones(before.shape, dtype=bool), parent, features, {}, np.arange(len(before)))
+    return feature_policy(rule).survive(step, before)[1]
 
 
 def scalars(names: tuple[str, ...], count: int, seed: int = 5) -> Array:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import operator
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import specstop.policies.measurements as m
+from damage import damage_json
 from hypothesis import given, settings, strategies as st
 from specstop.policies.costs import MIN_SHARE, BatchCosts, BatchTable, interpolate, read_curve
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
 from specstop.policies.measurements import Key, Measurements, Noise, measure_noise, merge_repetitions
 from specstop.policies.profile import Profile
-from steps import damage_json
 from timed import timed_profile
 
 DECISION_S = 6e-5
@@ -54,7 +51,7 @@ def slow_seconds(p: Profile, context: float, drafted: int, verified: int, backlo
 ROUNDS = [(0, 0, 1, 0), (0, 0, 9, 1), (1, 1, 1, 1), (1, 0, 2, 1), (4, 4, 1, 4), (5, 2, 2, 5), (6, 6, 31, 6)]
 
 
-def test_a_round_costs_the_sum_of_its_parts(profile: Profile) -> None:
+def test_a_round_costs_the_sum_of_its_parts(profile):
     """At the measured contexts, between, below and beyond them; many streams as each alone."""
     rows = np.array([(context, *counts) for context in (0, 8, 21.5, 40, 90, 500) for counts in ROUNDS])
     expected = [slow_seconds(profile, context, *map(int, counts)) for context, *counts in rows.tolist()]
@@ -65,7 +62,7 @@ def test_a_round_costs_the_sum_of_its_parts(profile: Profile) -> None:
     assert seconds(flat, 5, 2, 2, 1, 2) == seconds(flat, 500, 2, 2, 1, 2) > 0
 
 
-def test_a_verification_is_padded_to_a_cheaper_size(profile: Profile) -> None:
+def test_a_verification_is_padded_to_a_cheaper_size(profile):
     assert profile.padded() == PADDED
     for low, high, sizes in (
         ((5.0, 5.0, 5.0), (5.0, 5.0, 5.0), (0, 1, 2)),  # no gain
@@ -78,7 +75,7 @@ def test_a_verification_is_padded_to_a_cheaper_size(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(("first", "depth"), [(0, None), (0, 4), (1, 1), (1, None)])
-def test_chain_costs_are_the_rounds_of_each_length(profile: Profile, first: int, depth: int | None) -> None:
+def test_chain_costs_are_the_rounds_of_each_length(profile, first, depth):
     deepest = profile.max_depth if depth is None else depth
     expected = []
     for k in range(deepest + 1):
@@ -87,7 +84,7 @@ def test_chain_costs_are_the_rounds_of_each_length(profile: Profile, first: int,
     assert profile.chain_costs(27.5, DECISION_S, first, depth).tolist() == pytest.approx(expected, rel=1e-9)
 
 
-def test_prefill_and_decisions_have_their_measured_prices(profile: Profile) -> None:
+def test_prefill_and_decisions_have_their_measured_prices(profile):
     assert profile.prefill_seconds(np.array([0, 7])).tolist() == pytest.approx([5e-3, 5.7e-3])
     more = profile.with_decisions({"mine": 1e-3})
     assert [more.decision(name) for name in (Confidence(0.25).cost_name, "mine", "other")] == [6e-5, 1e-3, 0.0]
@@ -99,7 +96,7 @@ SECONDS = st.floats(1e-6, 1.0)
 
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(st.lists(SECONDS, min_size=1, max_size=6), st.floats(-5.0, 20.0))
-def test_interpolation_is_linear_and_extrapolation_follows_the_ends(values: list[float], x: float) -> None:
+def test_interpolation_is_linear_and_extrapolation_follows_the_ends(values, x):
     last = len(values) - 1
     rise = max(values[-1] - values[0], 0.0) / (last or 1)
     expected = np.interp(x, np.arange(last + 1), values) + rise * (min(x, 0.0) + max(x - last, 0.0))
@@ -108,14 +105,14 @@ def test_interpolation_is_linear_and_extrapolation_follows_the_ends(values: list
 
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(SECONDS, SECONDS, st.lists(st.integers(0, 40), min_size=2, max_size=6, unique=True))
-def test_a_line_is_fitted_exactly_without_noise(constant: float, slope: float, counts: list[int]) -> None:
+def test_a_line_is_fitted_exactly_without_noise(constant, slope, counts):
     fitted = m.fit_line([((1, n), [constant + slope * n] * 3) for n in counts])
     assert fitted == pytest.approx([constant, slope], rel=1e-6, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 30), SECONDS), min_size=1, max_size=8))
-def test_a_fitted_curve_never_falls_and_keeps_the_sum(timings: list[tuple[int, float]]) -> None:
+def test_a_fitted_curve_never_falls_and_keeps_the_sum(timings):
     side = {(n,): np.array([value]) for n, value in timings}
     (curve,) = m.fit_curves([side])
     assert all(high >= low - 1e-12 for (_, low), (_, high) in pairwise(curve))
@@ -132,7 +129,7 @@ def draws(profile: Profile, count: int) -> list[Profile]:
     return [profile.resampled(np.random.default_rng(seed)) for seed in range(count)]
 
 
-def test_costs_and_draws_of_timings_without_noise_are_exact(profile: Profile) -> None:
+def test_costs_and_draws_of_timings_without_noise_are_exact(profile):
     measured = timed_profile(profile, ["confidence"])
     (draw,) = draws(measured, 1)
     for one in (measured, draw):
@@ -145,7 +142,7 @@ def test_costs_and_draws_of_timings_without_noise_are_exact(profile: Profile) ->
     assert not draw.measurements and draw.resampled(np.random.default_rng(1)) is draw
 
 
-def test_a_slow_repetition_is_slow_for_all_costs_of_a_draw(profile: Profile) -> None:
+def test_a_slow_repetition_is_slow_for_all_costs_of_a_draw(profile):
     """Every third repetition takes twice as long: the costs of a draw vary, their ratios do not."""
     measured = timed_profile(profile, ["confidence"], paces=[2.0, 1.0, 1.0] * 4)
     plain = np.array([draw.low.verify_s[0] for draw in draws(measured, 30)])
@@ -158,7 +155,7 @@ def test_a_slow_repetition_is_slow_for_all_costs_of_a_draw(profile: Profile) -> 
 
 
 @pytest.mark.parametrize("repetitions", [6, 12])
-def test_costs_of_draws_scatter_as_students_t(profile: Profile, repetitions: int) -> None:
+def test_costs_of_draws_scatter_as_students_t(profile, repetitions):
     """Variance of a mean of n repetitions, from themselves: (n - 1) / (n - 3) times s^2 / n."""
     noise = np.random.default_rng(3).standard_normal(repetitions)
     measured = timed_profile(profile, paces=(1.0 + 0.05 * noise).tolist())
@@ -167,7 +164,7 @@ def test_costs_of_draws_scatter_as_students_t(profile: Profile, repetitions: int
     assert np.std(values) / measured.low.verify_s[2] == pytest.approx(expected, rel=0.15)
 
 
-def test_a_phase_of_several_repetitions_is_drawn_in_one_piece(profile: Profile) -> None:
+def test_a_phase_of_several_repetitions_is_drawn_in_one_piece(profile):
     """Slow for 5 repetitions of 10: draws of single repetitions would treat the phases as luck that evens out."""
     slow, mixed = (timed_profile(profile, paces=([2.0] * n + [1.0] * n) * (20 // n)) for n in (5, 1))
     assert slow.noise is not None and slow.noise.block >= 3
@@ -176,7 +173,7 @@ def test_a_phase_of_several_repetitions_is_drawn_in_one_piece(profile: Profile) 
     assert scatter[0] > 1.4 * scatter[1]
 
 
-def test_only_measured_costs_are_drawn(profile: Profile) -> None:
+def test_only_measured_costs_are_drawn(profile):
     """Costs that were edited stay; the decisions of the same profile are drawn."""
     rng = np.random.default_rng
     assert profile.resampled(rng(0)) is profile and profile.noise is None
@@ -192,7 +189,7 @@ def test_only_measured_costs_are_drawn(profile: Profile) -> None:
     assert draw.decision_s == priced.decision_s and not draw.same_costs(priced.to_dict())
 
 
-def test_measured_decisions_are_priced_stored_and_drawn(profile: Profile) -> None:
+def test_measured_decisions_are_priced_stored_and_drawn(profile):
     timed = merge_repetitions([{Key(m.DECISIONS, "mine", (2,)): [1e-4 * (at + 1)] * 3} for at in range(8)])
     more = profile.with_measured_decisions(timed)
     assert more.decision("mine") == pytest.approx(0.5e-4 * 4.5)
@@ -215,7 +212,7 @@ def noise(repetitions: Sequence[Sequence[float]], outside: Sequence[Sequence[flo
     return result
 
 
-def test_timings_that_agree_are_quiet_and_few_have_no_noise() -> None:
+def test_timings_that_agree_are_quiet_and_few_have_no_noise():
     different_counts = noise([[5.0] * 4, [5.0] * 9, [5.0]], [[], [0.1], [0.1] * 7])
     for quiet in (noise([[5.0] * 4] * 6), different_counts):
         assert (quiet.spread, quiet.stalls, quiet.block, quiet.is_noisy) == (0.0, 0.0, 1, False)
@@ -225,7 +222,7 @@ def test_timings_that_agree_are_quiet_and_few_have_no_noise() -> None:
         assert measure_noise(merge_repetitions([{Key(m.VERIFY, "short", (1,)): few}])) is None
 
 
-def test_each_kind_of_noise_has_its_closed_form() -> None:
+def test_each_kind_of_noise_has_its_closed_form():
     times = [4.0, 5.0, 6.0, 7.0, 8.0]
     assert noise([times]).spread == pytest.approx(2.0 / 6.0), "between quartiles"
     assert noise([times], [[1.0] * 10]).spread == pytest.approx(30 * 2.0 / 6.0 / 40), "weighted by seconds"
@@ -261,7 +258,7 @@ KINDS: dict[str, Callable[[Profile], Profile]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_profile_round_trips_through_its_file(profile: Profile, tmp_path: Path, kind: str) -> None:
+def test_a_profile_round_trips_through_its_file(profile, tmp_path, kind):
     original = KINDS[kind](profile)
     original.save(tmp_path / "p.json")
     again = Profile.load(tmp_path / "p.json")
@@ -275,30 +272,6 @@ def test_a_profile_round_trips_through_its_file(profile: Profile, tmp_path: Path
     assert "measurements" not in bare, "policies store the costs of their profile, not its timings"
     (tmp_path / "p.json").write_text(json.dumps(bare))
     assert Profile.load(tmp_path / "p.json") == dataclasses.replace(original, measurements=Measurements())
-
-
-DAMAGES: list[tuple[str, Any, str]] = [  # keys from the outside in, value, noun of the message
-    ("schema", 2, "schema"), ("low", 3, "low"), ("low.verify_s", [1e-3] * 3, "verify_s"),
-    ("low.verify_s", [0.0] * 7, "verify_s"), ("step_s", "0.004", "step_s"), ("step_s", -1e-6, "step_s"),
-    ("round_s", float("nan"), "finite"), ("decision_s", {"\ud800": 1e-3}, "control characters"),
-    ("high.context", 7.0, "context"), ("low.tree_verify_s", [[3, 1e-3], [2, 1e-3]], "tree_verify_s"),
-    ("facts", {"device": "\x1b[2J"}, "control characters"), ("facts", json.loads("[" * 100 + "]" * 100), "nested"),
-    ("measurements", [{"what": "verify", "of": "short", "counts": [1], "ns": [[-1]]}], "p.json"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("place", "value", "noun"), DAMAGES)
-def test_an_impossible_profile_is_refused_in_one_line(
-    profile: Profile, tmp_path: Path, place: str, value: Any, noun: str
-) -> None:
-    *keys, last = place.split(".")
-    raw = profile.to_dict()
-    functools.reduce(operator.getitem, keys, raw)[last] = value
-    (tmp_path / "p.json").write_text(json.dumps(raw))
-    with pytest.raises(InputError, match=noun) as error:
-        Profile.load(tmp_path / "p.json")
-    assert "p.json" in str(error.value) and "\n" not in str(error.value)
-    assert len(str(error.value)) < len(str(tmp_path)) + 200
 
 
 def damaged(text: str, rng: random.Random) -> str:
@@ -332,11 +305,9 @@ def prices(profile: Profile) -> list[Any]:
     return seconds
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**32))
-def test_a_damaged_profile_is_refused_or_has_possible_prices(
-    profile: Profile, tmp_path_factory: pytest.TempPathFactory, kind: str, seed: int
-) -> None:
+def test_a_damaged_profile_is_refused_or_has_possible_prices(profile, tmp_path_factory, kind, seed):
     path = tmp_path_factory.mktemp("damaged") / "p.json"
     KINDS[kind](profile).save(path)
     path.write_text(damaged(path.read_text(), random.Random(seed)))

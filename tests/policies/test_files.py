@@ -33,7 +33,7 @@ def write_result(out: Path, *files: str, text: str = "old") -> Path:
     return out
 
 
-def test_json_round_trips_and_invalid_json_is_refused(tmp_path: Path) -> None:
+def test_json_round_trips_and_invalid_json_is_refused(tmp_path):
     files.write_json(tmp_path / "a.json", {"x": [1, 0.1 + 0.2]})
     with pytest.raises(ValueError, match="JSON"):
         files.write_json(tmp_path / "a.json", float("nan"))
@@ -50,7 +50,7 @@ def test_json_round_trips_and_invalid_json_is_refused(tmp_path: Path) -> None:
             files.read_json(tmp_path / name, "--it")
 
 
-def test_a_result_appears_when_it_is_complete_and_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_result_appears_when_it_is_complete_and_is_replaced_whole(tmp_path):
     out = tmp_path / "deep" / "out"
     with staged_folder(out) as stage:
         (stage / "x").write_text("1")
@@ -77,7 +77,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_foreign_file_stops_the_replacement_and_is_named(tmp_path: Path, case: str) -> None:
+def test_a_foreign_file_stops_the_replacement_and_is_named(tmp_path, case):
     out = write_result(tmp_path / "out", "sub/y", "x")
     add, name = FOREIGN[case]
     add(out)
@@ -90,7 +90,7 @@ def test_a_foreign_file_stops_the_replacement_and_is_named(tmp_path: Path, case:
     assert not (out / "x").exists() or (out / "x").read_text() == "old"
 
 
-def test_files_that_appear_during_the_run_or_are_elsewhere_are_kept(tmp_path: Path) -> None:
+def test_files_that_appear_during_the_run_or_are_elsewhere_are_kept(tmp_path):
     out, notes = write_result(tmp_path / "out"), tmp_path / "notes.txt"
     with pytest.raises(InputError, match=r"out/notes.txt"), staged_folder(out) as stage:
         (stage / "x").write_text("new")
@@ -102,7 +102,7 @@ def test_files_that_appear_during_the_run_or_are_elsewhere_are_kept(tmp_path: Pa
     assert notes.read_text() == "mine"
 
 
-def test_a_folder_is_accepted_if_it_is_new_empty_or_holds_leftovers_of_killed_writers(tmp_path: Path) -> None:
+def test_a_folder_is_accepted_if_it_is_new_empty_or_holds_leftovers_of_killed_writers(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".specstop-header.json.host.17").write_text("{")
@@ -119,7 +119,7 @@ def test_a_folder_is_accepted_if_it_is_new_empty_or_holds_leftovers_of_killed_wr
             prepare_output_dir(tmp_path / "out" / "x", **options)
 
 
-def test_a_link_to_a_folder_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_stays_and_its_target_is_replaced(tmp_path):
     write_result(tmp_path / "real" / "out")
     (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
     write_result(prepare_output_dir(tmp_path / "link", overwrite=True), text="new")
@@ -134,9 +134,7 @@ def test_a_link_to_a_folder_stays_and_its_target_is_replaced(tmp_path: Path) -> 
         ("in/deep/file", "in/deep/file"), ("hard", "in/deep/file"), ("in/new", "~/in"), ("in/new", "./in"),
     ],
 )  # fmt: skip
-def test_an_output_never_overlaps_an_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, source: str
-) -> None:
+def test_an_output_never_overlaps_an_input(tmp_path, monkeypatch, out, source):
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "file").write_text("input")
     (tmp_path / "link").symlink_to("in", target_is_directory=True)
@@ -153,9 +151,7 @@ def test_an_output_never_overlaps_an_input(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_the_working_folder_the_home_folder_the_root_and_mounts_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
+def test_the_working_folder_the_home_folder_the_root_and_mounts_are_refused(tmp_path, monkeypatch, overwrite):
     home, work, disk = tmp_path / "home" / "me", tmp_path / "work" / "folder", tmp_path / "disk"
     for folder in (home, work, disk):
         folder.mkdir(parents=True)
@@ -174,9 +170,7 @@ def test_the_working_folder_the_home_folder_the_root_and_mounts_are_refused(
 
 
 @pytest.mark.parametrize("prepare", [prepare_output_dir, lambda out: prepare_output_file(out, b"")])
-def test_an_output_that_cannot_be_written_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
-) -> None:
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch, prepare):
     monkeypatch.chdir(tmp_path)
     for name, reason in (
         ("/dev/null/x", "Not a directory"), ("/proc/x", "No such file"), ("/proc/x/y", "No such file"),
@@ -190,7 +184,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(
 MARK = b"made by us"
 
 
-def test_a_file_is_replaced_only_with_overwrite_and_with_the_mark(tmp_path: Path) -> None:
+def test_a_file_is_replaced_only_with_overwrite_and_with_the_mark(tmp_path):
     texts = {"ours": "{made by us}", "theirs": "mine", "empty": "", "late": " " * 5000 + "made by us"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -213,7 +207,7 @@ TRACED = {module.__file__ for module in (contextlib, files)}
 
 
 @pytest.fixture
-def handler(handlers: None) -> None:
+def handler(handlers):
     """Handle SIGINT as a command does; `handlers` restores the handler."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -260,9 +254,7 @@ WORK: dict[str, Callable[[Path, str], object]] = {
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
-def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
-    work: Callable[[Path, str], object], replaces: bool, tmp_path: Path
-) -> None:
+def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(work, replaces, tmp_path):
     states = []
     for at in range(10_000):
         folder = tmp_path / str(at)
@@ -285,7 +277,7 @@ def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
 
 
 @pytest.mark.usefixtures("handler")
-def test_a_signal_waits_for_the_outermost_block() -> None:
+def test_a_signal_waits_for_the_outermost_block():
     inner = False
     with pytest.raises(KeyboardInterrupt), uninterrupted:
         with uninterrupted:

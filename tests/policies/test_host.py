@@ -76,7 +76,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_any_exception_of_a_plugin_is_a_failure_of_one_line(method: str, error: BaseException, text: str) -> None:
+def test_any_exception_of_a_plugin_is_a_failure_of_one_line(method, error, text):
     with pytest.raises(PolicyFailure) as failure:
         call(method, Plugin(raising(error)))
     assert str(failure.value).startswith(f"plugin: {method}()") and str(failure.value).endswith(text)
@@ -85,16 +85,14 @@ def test_any_exception_of_a_plugin_is_a_failure_of_one_line(method: str, error: 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PolicyError("patience: expected 1 chance or more")])
-def test_interruptions_and_errors_of_specstop_pass(error: BaseException) -> None:
+def test_interruptions_and_errors_of_specstop_pass(error):
     for method in CALLS:
         with pytest.raises(type(error)) as caught:
             call(method, Plugin(raising(error)))
         assert caught.value is error
 
 
-def test_errors_of_trusted_policies_pass_and_a_policy_that_calls_a_plugin_is_not_trusted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_errors_of_trusted_policies_pass_and_a_policy_that_calls_a_plugin_is_not_trusted(monkeypatch):
     arm = type("Arm", (Plugin,), {"select": StopPolicy.select})(raising(SystemExit()))
     bandit = Bandit(arms=[arm, FixedLength(2)])
     assert [is_trusted(policy) for policy in (Confidence(), Plugin(), bandit)] == [True, False, False]
@@ -107,7 +105,7 @@ def test_errors_of_trusted_policies_pass_and_a_policy_that_calls_a_plugin_is_not
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_a_failed_policy_is_replaced_with_one_warning(method: str) -> None:
+def test_a_failed_policy_is_replaced_with_one_warning(method):
     replaced: list[StopPolicy] = []
     host = PolicyHost(Plugin(raising(ValueError("x"))), fallback=FixedLength(2), on_replaced=replaced.append)
     with warnings.catch_warnings(record=True) as shown:
@@ -146,12 +144,12 @@ class Answers(StopPolicy):
         ("select", np.ones((1, 3), dtype=bool), r"\(1, 3\)"),
     ],
 )  # fmt: skip
-def test_an_answer_that_violates_the_contract_is_refused(method: str, answer: object, noun: str) -> None:
+def test_an_answer_that_violates_the_contract_is_refused(method, answer, noun):
     with pytest.raises(PolicyFailure, match=rf"{method}\(\) must return .*{noun}"):
         call(method, Answers(answer))
 
 
-def test_a_dead_branch_is_never_kept_and_arguments_are_copies() -> None:
+def test_a_dead_branch_is_never_kept_and_arguments_are_copies():
     class Writes(StopPolicy):
         def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             step.alive[:] = True
@@ -179,7 +177,7 @@ class CountsRounds(StopPolicy):
 
 
 @pytest.mark.parametrize("carries", [False, True])
-def test_streams_are_refilled_and_taken(carries: bool) -> None:
+def test_streams_are_refilled_and_taken(carries):
     host = PolicyHost(CountsRounds(carries), batch=3)
     host.refill(np.array([0, 2]), keys([4, 5]))
     assert host.state[0].tolist() == [keys([4])[0], 0, keys([5])[0]]
@@ -193,7 +191,7 @@ def test_streams_are_refilled_and_taken(carries: bool) -> None:
     assert len(host.history.record) == (2 if carries else 0)
 
 
-def test_a_memory_that_grew_is_padded_with_zeros() -> None:
+def test_a_memory_that_grew_is_padded_with_zeros():
     wide = put(np.ones((2, 1)), np.array([1]), np.full((1, 3), 5.0))
     assert wide.tolist() == [[1.0, 0.0, 0.0], [5.0, 5.0, 5.0]]
     assert put(np.ones((2, 1)), np.array([1]), None).tolist() == [[1.0], [0.0]]
@@ -220,7 +218,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("attribute", "value", "noun"), WRONG)
-def test_a_wrong_attribute_is_refused_by_name(attribute: str, value: Any, noun: str) -> None:
+def test_a_wrong_attribute_is_refused_by_name(attribute, value, noun):
     with pytest.raises(PolicyError) as error:
         validate_policy(odd(attribute, value))
     text = str(error.value)
@@ -234,6 +232,6 @@ def test_a_wrong_attribute_is_refused_by_name(attribute: str, value: Any, noun: 
         (dataclass(frozen=True)(type("Frozen", (Plugin,), {"__init__": object.__init__}))(), "Frozen"),
     ],
 )  # fmt: skip
-def test_another_object_than_a_policy_is_refused(policy: Any, noun: str) -> None:
+def test_another_object_than_a_policy_is_refused(policy, noun):
     with pytest.raises(PolicyError, match=noun):
         validate_policy(policy)

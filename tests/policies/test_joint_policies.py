@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,13 +49,13 @@ def play(policy: StopPolicy, rows: Sequence[Sequence[float]], state: State = Non
         (Tetris(1, 2, capacity=1), [3, 3, 3], [1, 0, 0]), (Tetris(1, 2), [1, 3, 3], [1, 1, 1]),
     ],
 )  # fmt: skip
-def test_tetris_sends_the_likeliest_paths_of_the_batch(policy: Tetris, drawn: list[int], expected: list[int]) -> None:
+def test_tetris_sends_the_likeliest_paths_of_the_batch(policy, drawn, expected):
     state = play(policy, [[-0.1, -0.2, -0.9], [-1.0, -1.1, -1.2], [-0.3, -2.0, -2.1]])
     mask = policy.select(chains(drawn, 3), state)
     assert mask is not None and mask.sum(1).tolist() == expected
 
 
-def test_a_length_by_batch_size() -> None:
+def test_a_length_by_batch_size():
     policy = LoadLength("1:5,2:3,4:0")
     kept = policy.keep(step(2, [1.0] * 8, [0, 1, 1, -1, 2, 2, 2, 2]), None)[0][:, 0]
     assert kept.tolist() == [True, True, True, True, False, False, False, False] and policy.max_depth == 5
@@ -65,7 +64,7 @@ def test_a_length_by_batch_size() -> None:
             LoadLength(table)
 
 
-def test_smartspec_takes_the_length_of_the_largest_goodput() -> None:
+def test_smartspec_takes_the_length_of_the_largest_goodput():
     policy = SmartSpec(0.8, 4.0, 0.5, draft=0.2, token=0.05, max_depth=6)
     keys = np.arange(3)
     state = policy.start(3, keys)
@@ -86,7 +85,7 @@ def confidences(rows: Sequence[Sequence[float]]) -> Array:
     return 1 / (1 + np.exp(-(0.5 * np.log(q / (1 - q)) - 0.2)))
 
 
-def test_adaptive_verification_sends_the_best_within_the_budget_of_the_previous_round() -> None:
+def test_adaptive_verification_sends_the_best_within_the_budget_of_the_previous_round():
     before, now = [[0.9, 0.8], [0.4, 0.3]], [[0.2, 0.5], [0.95, 0.9]]
     policy = AdaptiveVerification(2, profile=synthetic_profile(STEPPED))
     state = policy.observe(round_outcome([1, 0], [2, 2]), play(policy, before))
@@ -105,7 +104,7 @@ def test_adaptive_verification_sends_the_best_within_the_budget_of_the_previous_
     assert first.sum() == min(budget, 2) and not first[:, 1].any()
 
 
-def test_adaptive_verification_takes_newton_steps() -> None:
+def test_adaptive_verification_takes_newton_steps():
     rng, policy = np.random.default_rng(3), AdaptiveVerification(3)
     policy.interval = 4
     state = policy.start(2, np.arange(2))
@@ -149,7 +148,7 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 
 
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
-def test_the_sent_tokens_are_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
+def test_the_sent_tokens_are_the_best_of_all_sets(verify_s):
     rate = 4.0 if verify_s is LINEAR else 1.0
     grid, rng = CostGrid(synthetic_profile(verify_s)).extend_to(3, 2), np.random.default_rng(1)
     rates, batches = np.full(len(grid.verify), rate), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
@@ -168,7 +167,7 @@ def test_the_sent_tokens_are_the_best_of_all_sets(verify_s: tuple[float, ...]) -
 
 @pytest.mark.parametrize("trims", [True, False])
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
-def test_the_drafted_tokens_are_the_best_of_all_plans(verify_s: tuple[float, ...], trims: bool) -> None:
+def test_the_drafted_tokens_are_the_best_of_all_plans(verify_s, trims):
     """A plan is a set of streams and a number of steps."""
     grid, rng = CostGrid(synthetic_profile(verify_s, 0.3)).extend_to(3, 3), np.random.default_rng(2)
     rates, batches = np.full(len(grid.verify), 1.0), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
@@ -208,9 +207,7 @@ def test_the_drafted_tokens_are_the_best_of_all_plans(verify_s: tuple[float, ...
     ("token_s", "decision_s", "drafts"),
     [(0.0, 0.0, 4), (1.0, 0.0, 0), (0.0, 0.05, 4), (0.0, 3.0, 0)],  # 1.0: a token costs as much as a stream
 )
-def test_drafting_begins_only_where_it_pays_for_verification_and_decisions(
-    token_s: float, decision_s: float, drafts: int
-) -> None:
+def test_drafting_begins_only_where_it_pays_for_verification_and_decisions(token_s, decision_s, drafts):
     policy, verify_s = batch_policy(), [1.0 + token_s * n for n in range(40)]
     assert policy.cost_name == "mine?rule=batch"
     profile = synthetic_profile(verify_s).with_decisions({policy.cost_name: decision_s, "mine": 9.0})
@@ -218,7 +215,7 @@ def test_drafting_begins_only_where_it_pays_for_verification_and_decisions(
     assert priced.keep(root, priced.start(4, np.arange(4)))[0].sum() == drafts
 
 
-def test_rates_and_lengths_hold_for_their_batch_sizes() -> None:
+def test_rates_and_lengths_hold_for_their_batch_sizes():
     policy, rates = batch_policy(), [(2, 1.5), (4, 2.0)]
     rated = for_batches(policy, rule=BatchRule("best", rates))
     with np.errstate(invalid="ignore"):
@@ -232,7 +229,7 @@ def test_rates_and_lengths_hold_for_their_batch_sizes() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first: int) -> None:
+def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first):
     policy = for_batches(batch_policy(), rule=BatchRule("best", first=first))
     root = draft_step(first, np.full((3, 1, 2), 0.5), [[True], [True], [False]], batch=[0] * 3)
     _, state = policy.keep(root, policy.start(3, np.arange(3)))
@@ -243,7 +240,7 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
     assert policy.select(chains([first] * 3, first), policy.start(3, np.arange(3))) is None, "no decision: all is sent"
 
 
-def test_a_folder_is_used_with_the_batch_rule(tmp_path: Path) -> None:
+def test_a_folder_is_used_with_the_batch_rule(tmp_path):
     policy, profile = batch_policy("stepped"), tmp_path / "profile.json"
     synthetic_profile(LINEAR).save(profile)
     folder = save_policy(policy, tmp_path / "mine")

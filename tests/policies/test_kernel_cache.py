@@ -30,7 +30,7 @@ def shifted(x):
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A small package with this compiler, a kernel, a function that it calls, and a constant in another module."""
     package = tmp_path / "root" / "package"
     (package / "kernels").mkdir(parents=True)
@@ -44,7 +44,7 @@ def root(tmp_path: Path) -> Path:
     return package.parent
 
 
-def test_a_kernel_is_compiled_again_only_when_a_source_changes(root: Path, tmp_path: Path) -> None:
+def test_a_kernel_is_compiled_again_only_when_a_source_changes(root, tmp_path):
     cache, helper = tmp_path / "cache", root / "package/kernels/helper.py"
 
     def call() -> float:
@@ -64,7 +64,7 @@ def test_a_kernel_is_compiled_again_only_when_a_source_changes(root: Path, tmp_p
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")} == files
 
 
-def test_kernels_import_only_sources_of_the_cache_key() -> None:
+def test_kernels_import_only_sources_of_the_cache_key():
     for path in PACKAGE.rglob("*.py"):
         if path == PACKAGE / "__init__.py":  # compiles nothing
             continue

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feature_head import feature_policy, kept_by
-from head_tensors import DRAFT, NAMES, TENSORS, draw, features, knots, random_policy, zeros
+from head_tensors import DRAFT, NAMES, TENSORS, draw, feature_policy, features, kept_by, knots, random_policy, zeros
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
@@ -30,7 +29,7 @@ from trees import make_tree_policy
     ],
     ids=lambda c: f"{c.kind}-{c.knots.shape[1]}",
 )  # fmt: skip
-def test_a_calibration_map_is_its_closed_form_and_monotone(calibrator: Calibrator) -> None:
+def test_a_calibration_map_is_its_closed_form_and_monotone(calibrator):
     x = np.concatenate([np.linspace(-40, 40, 2001), calibrator.knots[0]])
     if calibrator.kind == "isotonic":
         expected = np.interp(x, *calibrator.knots.astype(np.float64))
@@ -42,7 +41,7 @@ def test_a_calibration_map_is_its_closed_form_and_monotone(calibrator: Calibrato
     assert np.array_equal(calibrator(x[:2001].reshape(3, -1)), y.reshape(3, -1))
 
 
-def test_isotonic_steps_are_as_sharp_as_the_fitted_data() -> None:
+def test_isotonic_steps_are_as_sharp_as_the_fitted_data():
     """Blocks of an isotonic fit end and begin at neighbouring logits; gaps of 1e-6 occur among many."""
     edges = np.linspace(-8, 8, 51, dtype=np.float32)
     x = np.stack([edges, np.nextafter(edges + np.float32(1e-6), edges + 1)], 1).reshape(-1)
@@ -59,9 +58,7 @@ def test_isotonic_steps_are_as_sharp_as_the_fitted_data() -> None:
         ("isotonic", 1.0, [[0.0, 1.0], [0.0, math.nan]]), ("isotonic", 1.0, [[0.0, 1.0], [0.0, 1.5]]),
     ],
 )  # fmt: skip
-def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
-    kind: str, temperature: float, table: Any
-) -> None:
+def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(kind, temperature, table):
     with pytest.raises(PolicyError, match="calibration"):
         Calibrator(kind, temperature, None if table is None else np.array(table, dtype=np.float32))
 
@@ -70,7 +67,7 @@ def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_survival_is_the_product_along_the_parents_of_live_branches(first: int) -> None:
+def test_survival_is_the_product_along_the_parents_of_live_branches(first):
     rng, widths, rule, expected = np.random.default_rng(first), (1, 3, 4, 3), Rule(), np.ones((7, 1))
     rule.first = first
     policy = feature_policy(rule, 4)
@@ -86,7 +83,7 @@ def test_survival_is_the_product_along_the_parents_of_live_branches(first: int) 
         np.testing.assert_allclose(state, expected, rtol=1e-6)
 
 
-def test_a_lagging_head_scores_the_token_before() -> None:
+def test_a_lagging_head_scores_the_token_before():
     """S at depth j is the product over x_1 .. x_{j-1}: SpecDec++'s sum starts at the second step."""
     policy, state, product = random_policy("specdec", Threshold("survival", 0.9999)), None, np.ones(7)
     for depth in range(1, 5):
@@ -116,7 +113,7 @@ def survival_tables(starts: int = 3, depth: int = DEPTH, power: float = 0.0) -> 
 
 @pytest.mark.parametrize("power", [0.0, 0.2])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_each_depth_is_recalibrated_before_the_next_factor(first: int, power: float) -> None:
+def test_each_depth_is_recalibrated_before_the_next_factor(first, power):
     maps, head = SurvivalMaps(survival_tables(power=power)), build_head("logistic", NAMES, TENSORS["logistic"])
     rule = Derived([0.1] * DEPTH, first)
     policy = LearnedPolicy("mine", NAMES, head, Calibrator(), Calibrator(), rule, DEPTH, survival=maps)
@@ -138,7 +135,7 @@ def test_each_depth_is_recalibrated_before_the_next_factor(first: int, power: fl
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_derived_rule_continues_while_some_look_ahead_pays(seed: int) -> None:
+def test_the_derived_rule_continues_while_some_look_ahead_pays(seed):
     """Against the maximum over m of S next (1 + a_{j+2} + ...) - rho (cost(j + m) - cost(j))."""
     rng, depth = np.random.default_rng(seed), 6
     costs = np.sort(rng.random(depth + 1)) + rng.random(depth + 1) * 0.3
@@ -158,7 +155,7 @@ def test_the_derived_rule_continues_while_some_look_ahead_pays(seed: int) -> Non
     assert 0 < kept < 60 * depth
 
 
-def test_threshold_rules_compare_accept_survival_or_the_best_branch() -> None:
+def test_threshold_rules_compare_accept_survival_or_the_best_branch():
     before, accept = np.array([[0.5, 1.0, 1.0]]), np.array([[0.75, 0.5, 0.25]])
     for rule, survival, expected in (
         (Threshold("step", 0.5), before, [True, True, False]), (Threshold("step", 0.5), np.ones((1, 3)), [True, True, False]),
@@ -168,7 +165,7 @@ def test_threshold_rules_compare_accept_survival_or_the_best_branch() -> None:
         assert kept_by(rule, 3, survival, accept, accept).tolist() == [expected]
 
 
-def test_a_dead_branch_has_no_vote() -> None:
+def test_a_dead_branch_has_no_vote():
     """A dead branch contains zeros, which may have any score."""
     tensors = {"weight.0": zeros(1, DRAFT), "bias.0": zeros(1) + 1, "first": zeros(1)}
     tensors["weight.0"][0, 0] = -1.0
@@ -180,7 +177,7 @@ def test_a_dead_branch_has_no_vote() -> None:
     assert policy.keep(step, np.ones((2, 3)))[0].tolist() == [[False] * 3, [True] * 3]
 
 
-def test_thresholds_are_multiplied_by_the_factor_of_the_batch_size() -> None:
+def test_thresholds_are_multiplied_by_the_factor_of_the_batch_size():
     rule = Derived([0.2, 0.4], 1, scales=[(2, 1.5), (4, 2.5)])
     batch = np.array([0, 1, 0, -1, 2, 2, 2, 2, 2, 0])  # 0 has three streams, 1 one, 2 five
     factors = np.array([2.0, 1.5, 2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.0])
@@ -210,7 +207,7 @@ BAD_RATES: list[Any] = [[(2, 1.0), (1, 1.0)], [(0, 1.0)], [(1, math.nan)], "none
             ("rate", math.nan), ("verify_s", [-1.0]), ("shares", [(1.0,)]), ("children", [[3], [1]]), ("unknown", 1))),
     ],
 )  # fmt: skip
-def test_an_invalid_rule_is_refused(raw: Any, noun: str) -> None:
+def test_an_invalid_rule_is_refused(raw, noun):
     for valid in (DERIVED, TREE, BatchRule()):
         assert build_rule(altered(valid)).to_dict() == valid.to_dict()
     with pytest.raises(PolicyError, match=noun):

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import Answer, cli
-from learned_policies import learned
+from head_tensors import learned
 from specstop.policies import registry
-from specstop.policies.errors import PolicyError
+from specstop.policies.arguments import LIMITS, PARAMS, check_params
+from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import PLUGIN_SWITCH
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.registry import BUILTINS, POLICIES, load_policy
@@ -65,7 +66,7 @@ def declare(monkeypatch: pytest.MonkeyPatch, *more: tuple[str, str], **points: s
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def plugin(tmp_path, monkeypatch):
     """A module on the path, not imported, with entry points."""
     (tmp_path / "even_plugin.py").write_text(MODULE)
     (tmp_path / "broken_plugin.py").write_text("import a_module_that_does_not_exist")
@@ -89,7 +90,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("bandit?kind=thompson&arms=fixed:2,confidence:0.3", "bandit:thompson", {"max_depth": 20}),
     ],
 )  # fmt: skip
-def test_a_spec_is_its_policy(spec: str, name: str, attributes: dict[str, object]) -> None:
+def test_a_spec_is_its_policy(spec, name, attributes):
     policy = load_policy(spec)
     assert policy.name == name
     assert {name: getattr(policy, name) for name in attributes} == attributes
@@ -114,13 +115,13 @@ def test_a_spec_is_its_policy(spec: str, name: str, attributes: dict[str, object
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("plugin")
-def test_a_wrong_spec_is_refused_in_one_line(spec: str, nouns: str) -> None:
+def test_a_wrong_spec_is_refused_in_one_line(spec, nouns):
     with pytest.raises(PolicyError, match=nouns) as error:
         load_policy(spec)
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_is_loaded_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_loaded_by_its_path(tmp_path, monkeypatch):
     save_policy(learned(), tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
     for spec in (tmp_path / "mine", str(tmp_path / "mine"), "mine", "./mine"):
@@ -129,7 +130,7 @@ def test_a_folder_is_loaded_by_its_path(tmp_path: Path, monkeypatch: pytest.Monk
         load_policy(tmp_path)
 
 
-def test_a_plugin_is_imported_when_it_is_used(plugin: str) -> None:
+def test_a_plugin_is_imported_when_it_is_used(plugin):
     assert set(POLICIES.names()) - set(BUILTINS) == {"even", "exits", "frozen", "nothing", "broken", "gone"}
     assert load_policy("fixed:2").max_depth == 2 and plugin not in sys.modules
     policy = load_policy("even?length=6&label=mine")
@@ -140,7 +141,7 @@ def test_a_plugin_is_imported_when_it_is_used(plugin: str) -> None:
 
 
 @pytest.mark.usefixtures("plugin")
-def test_a_name_that_two_policies_have_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_two_policies_have_is_refused_and_no_other(monkeypatch):
     declare(monkeypatch, ("a", "y:Y"), a="x:X", fixed="x:X", entropy="x:X", even="even_plugin:Even")
     for spec, nouns in {
         "a": "'a': .*x:X", "a?b=1": "'a': .*x:X", "fixed": "'fixed': x:X and a built-in", "fixed:4": "'fixed': x:X",
@@ -156,7 +157,7 @@ def test_a_name_that_two_policies_have_is_refused_and_no_other(monkeypatch: pyte
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The folder into which pip installs the package of the tutorial, without network."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(EXAMPLE, folder / "source")
@@ -167,7 +168,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def installed(site, monkeypatch):
     monkeypatch.syspath_prepend(site)
     importlib.invalidate_caches()
     yield site
@@ -175,7 +176,7 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def pair_options(pair_folder: Path) -> list[object]:
+def pair_options(pair_folder):
     return ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
 
 
@@ -184,7 +185,7 @@ def result(answer: Answer) -> Any:
     return json.loads(answer.out)
 
 
-def test_the_page_contains_the_package_in_examples() -> None:
+def test_the_page_contains_the_package_in_examples():
     blocks = re.findall(r"^`([\w./]+)`: [^`]*?\n\n```\w+\n(.*?)```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert {name for name, _ in blocks} == {"pyproject.toml", "specstop_patience.py", "tests/test_patience.py"}
     for name, text in blocks:
@@ -192,9 +193,7 @@ def test_the_page_contains_the_package_in_examples() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_package_is_listed_without_an_import_decodes_and_passes_its_tests(
-    pair_options: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_is_listed_without_an_import_decodes_and_passes_its_tests(pair_options, monkeypatch):
     (row,) = (p for p in POLICIES.listed() if p.name == "patience")
     assert (row.where, row.module, row.problem) == ("specstop-patience 0.1", "specstop_patience", "")
     with pytest.raises(PolicyError, match="chance"):
@@ -210,7 +209,7 @@ def test_the_package_is_listed_without_an_import_decodes_and_passes_its_tests(
 
 
 @pytest.mark.usefixtures("installed")
-def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discovery_can_be_turned_off(monkeypatch):
     names = [[p["name"] for p in result(cli(*args, "policies", "--json"))] for args in ([], ["--no-plugins"])]
     assert "patience" in names[0] and names[1] == list(BUILTINS)
     monkeypatch.setenv(PLUGIN_SWITCH, "0")
@@ -220,9 +219,7 @@ def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugin")
-def test_plugins_that_do_not_load_are_listed_with_the_reason(
-    pair_options: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugins_that_do_not_load_are_listed_with_the_reason(pair_options, monkeypatch):
     """Output of a plugin is not in the result."""
     values = {"gone": "no_such_module:X", "five": "math:pi", "entropy": "math:tau"}
     declare(monkeypatch, **values, even="even_plugin:Even")
@@ -239,13 +236,26 @@ def test_plugins_that_do_not_load_are_listed_with_the_reason(
     assert result(cli("decode", "w7 w8", *pair_options, "--policy", "fixed:2", "--json", "--max-new-tokens", 4))
 
 
-def test_a_spec_may_be_longer_than_the_name_of_a_file() -> None:
+def test_a_spec_may_be_longer_than_the_name_of_a_file():
     assert len(load_policy("bandit?arms=" + ",".join(f"fixed:{length}" for length in range(100))).parts) == 100
 
 
-def test_parameters_may_be_numbers_of_numpy() -> None:
+def test_parameters_may_be_numbers_of_numpy():
     lengths = [FixedLength(length) for length in np.arange(3)]  # type: ignore[arg-type]
     assert [type(policy.max_depth) for policy in lengths] == [int] * 3
     assert Confidence(np.float32(0.5)).threshold == 0.5  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="threshold"):
         Confidence(np.float64("nan"))
+
+
+@pytest.mark.parametrize("name", [*LIMITS, *PARAMS])
+def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name):
+    limit, is_option = (LIMITS | PARAMS)[name], name in LIMITS
+    check = partial(limit.check, f"--{name}") if is_option else lambda value: check_params({name: value})
+    beyond = 1 if isinstance(limit.low, int) else max(limit.low / 2, 1e-9 * limit.high)
+    for value in (limit.low, limit.high, np.int64(limit.high) if float(limit.high).is_integer() else limit.high):
+        check(value)
+    for value in (limit.low - beyond, limit.high + beyond, float("nan"), float("inf"), "7", None, True, 10**400):
+        if not (value == 0 and limit.zero):
+            with pytest.raises(InputError, match=f"{name.replace('-', '_')}: expected "):
+                check(value)

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -148,9 +147,7 @@ RULES: list[
 
 
 @pytest.mark.parametrize(("policy", "reference", "low", "high", "digits"), RULES)
-def test_a_rule_on_chains_answers_as_the_plain_rule(
-    policy: StopPolicy, reference: Callable[[list[ChainRound]], Answers], low: float, high: float, digits: int
-) -> None:
+def test_a_rule_on_chains_answers_as_the_plain_rule(policy, reference, low, high, digits):
     for rounds in play_chains(policy, low, high, digits):
         assert [r.answers for r in rounds] == list(reference(rounds))
 
@@ -164,7 +161,7 @@ def splitmix(value: int) -> int:
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
-def test_counters_are_mixed_alike_in_arrays_and_tensors(kind: Callable[[list[int]], Any]) -> None:
+def test_counters_are_mixed_alike_in_arrays_and_tensors(kind):
     values = [0, 1, -1, 12345, (1 << 63) - 1, -(1 << 63), 0x9E3779B97F4A7C15 - (1 << 64)]
     counters = kind(values)
     assert [v & ((1 << 64) - 1) for v in mix(counters).tolist()] == [splitmix(v) for v in values]
@@ -172,7 +169,7 @@ def test_counters_are_mixed_alike_in_arrays_and_tensors(kind: Callable[[list[int
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.4, 0.75])
-def test_a_value_at_the_threshold_is_compared_in_single_precision(threshold: float) -> None:
+def test_a_value_at_the_threshold_is_compared_in_single_precision(threshold):
     at = np.float32(threshold)
     values = np.array([np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(1))])[:, None, None]
     for policy in (Confidence(threshold), MaxProb(threshold), Roc(threshold)):
@@ -269,7 +266,7 @@ def best(values: dict[int, float], count: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("nodes", "top"), [(5, 2), (7, 1), (59, 10), (3, 3)])
-def test_eagle_keeps_the_best_branches_and_sends_the_best_nodes(nodes: int, top: int) -> None:
+def test_eagle_keeps_the_best_branches_and_sends_the_best_nodes(nodes, top):
     for one in grow(Eagle(nodes, top)):
         for depth, kept in one.kept.items():
             assert kept == best({n: one.values[n] for n in one.level(depth)}, top)
@@ -277,7 +274,7 @@ def test_eagle_keeps_the_best_branches_and_sends_the_best_nodes(nodes: int, top:
 
 
 @pytest.mark.parametrize(("delta", "nodes"), [(0.3, 60), (0.8, 60), (0.2, 4)])
-def test_opt_tree_continues_while_the_expected_length_grows(delta: float, nodes: int) -> None:
+def test_opt_tree_continues_while_the_expected_length_grows(delta, nodes):
     continued = []
     for one in grow(OptTree(delta, nodes), streams=16):
         expected, chances = [0.0], {}
@@ -293,7 +290,7 @@ def test_opt_tree_continues_while_the_expected_length_grows(delta: float, nodes:
 
 
 @pytest.mark.parametrize(("begin", "every", "width"), [(1, 1, 10), (2, 1, 2), (1, 2, 3)])
-def test_ddd_continues_while_the_beam_has_enough_mass(begin: int, every: int, width: int) -> None:
+def test_ddd_continues_while_the_beam_has_enough_mass(begin, every, width):
     continued = []
     for one in grow(DDD(-0.7, begin, every, width), streams=16):
         for depth, kept in one.kept.items():
@@ -305,7 +302,7 @@ def test_ddd_continues_while_the_beam_has_enough_mass(begin: int, every: int, wi
     assert 0 < sum(continued) < len(continued)
 
 
-def test_c2t_prunes_by_probability_entropy_and_depth() -> None:
+def test_c2t_prunes_by_probability_entropy_and_depth():
     answers = []
     for one in grow(C2T(2.0, 0.3, 0.2)):
         for depth, kept in one.kept.items():
@@ -318,7 +315,7 @@ def test_c2t_prunes_by_probability_entropy_and_depth() -> None:
 
 
 @pytest.mark.parametrize("power", [1.0, 0.4])
-def test_gain_takes_branches_and_nodes_that_are_worth_their_price(power: float) -> None:
+def test_gain_takes_branches_and_nodes_that_are_worth_their_price(power):
     """No other number of branches, and no other set of nodes closed under parents, is worth more."""
     policy = Gain(step=0.3, row=0.1, verify=0.05, power=power, follow=0.7)
     stopped, widths = 0, set()
@@ -342,7 +339,7 @@ def test_gain_takes_branches_and_nodes_that_are_worth_their_price(power: float) 
     assert len(widths) > 2
 
 
-def test_the_first_of_equals_are_the_best() -> None:
+def test_the_first_of_equals_are_the_best():
     values = np.array([[0.5, 2.0, 0.5, -np.inf, 2.0]], dtype=np.float32)
     order = [1, 4, 0, 2]
     for count in range(6):
@@ -371,7 +368,7 @@ def simulate(policy: Bandit, rounds: int, seed: int = 0) -> tuple[list[list[int]
 ARMS = (FixedLength(1), FixedLength(2), FixedLength(3))
 
 
-def test_ucb_takes_the_arm_with_the_best_rate_and_bonus() -> None:
+def test_ucb_takes_the_arm_with_the_best_rate_and_bonus():
     choices, logs = simulate(Bandit(0.3, "ucb", ARMS), 60)
     for picked, log in zip(choices, logs, strict=True):
         assert picked[:3] == [0, 1, 2]
@@ -387,14 +384,14 @@ def test_ucb_takes_the_arm_with_the_best_rate_and_bonus() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ucb", "thompson"])
-def test_a_bandit_finds_the_fastest_arm(kind: str) -> None:
+def test_a_bandit_finds_the_fastest_arm(kind):
     """Arm 1 gains 2 tokens in 1.25 s, arm 0 1.67 in 1.15 s, arm 2 2 in 1.95 s."""
     for picked in simulate(Bandit(0.5 if kind == "ucb" else 1.0, kind, ARMS), 600)[0]:
         late = picked[300:]
         assert late.count(1) > 0.6 * len(late)
 
 
-def test_only_the_arm_of_the_round_decides_and_observes() -> None:
+def test_only_the_arm_of_the_round_decides_and_observes():
     policy = Bandit(0.0, "ucb", [FixedLength(1), Confidence(0.5, 6), Heuristic(1, max_depth=4)])
     assert (policy.features, policy.first, policy.max_depth) == (("drawn_prob",), 1, 6)
     state = policy.start(3, np.arange(3))
@@ -409,7 +406,7 @@ def test_only_the_arm_of_the_round_decides_and_observes() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
-def test_the_online_model_stays_bounded_for_equal_odds(decay: float) -> None:
+def test_the_online_model_stays_bounded_for_equal_odds(decay):
     policy = Online(0.3, decay=decay, max_depth=3)
     state = policy.start(2, np.arange(2))
     for number in range(4000):

@@ -222,7 +222,7 @@ def random_policy(seed: int, parent: Array) -> TreeGain:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_decisions_follow_the_formulas_for_random_prices_trees_and_ties(seed: int) -> None:
+def test_decisions_follow_the_formulas_for_random_prices_trees_and_ties(seed):
     parent, streams = (PARENT, OTHER)[seed // 2 % 2], 60
     policy = random_policy(seed, parent)
     reference, levels = Reference(policy), Levels()

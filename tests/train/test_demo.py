@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from conftest import make_prompts
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder
-from specstop.train.demo import Demo, Sizes, demo
+from specstop.train.demo import Sizes, demo
 from specstop.train.heads.networks import MLPEstimator
 from specstop.train.shipped_pair import expand_weights, quantize_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,7 +34,7 @@ SIZES = Sizes(
 
 
 @pytest.fixture(scope="module")
-def pair_with_prompts(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory, few_draws: None) -> Path:
+def pair_with_prompts(pair_folder, tmp_path_factory, few_draws):
     folder = tmp_path_factory.mktemp("demo") / "pair"
     shutil.copytree(pair_folder, folder)
     for side, seed in (("train", 21), ("test", 22)):
@@ -45,13 +44,13 @@ def pair_with_prompts(pair_folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def result(pair_with_prompts: Path) -> Demo:
+def result(pair_with_prompts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MLPEstimator.__init__.__kwdefaults__, "epochs", 6)  # its quality does not matter here
         return demo(pair_with_prompts.parent / "out", pair=pair_with_prompts, sizes=SIZES)
 
 
-def test_the_folder_has_traces_profile_policies_and_report(result: Demo) -> None:
+def test_the_folder_has_traces_profile_policies_and_report(result):
     for side, count in (("train", SIZES.train), ("test", SIZES.test)):
         header = load_trace(result.folder / f"traces-{side}").header
         assert (header.prompts, header.depth, header.max_new_tokens) == (count, SIZES.depth, SIZES.tokens)
@@ -66,7 +65,7 @@ def test_the_folder_has_traces_profile_policies_and_report(result: Demo) -> None
     assert str(result.folder / "traces-test") in text and ".specstop-" not in text, "names that files have at the end"
 
 
-def test_every_head_is_in_the_report_and_all_policies_decode_the_same_text(result: Demo) -> None:
+def test_every_head_is_in_the_report_and_all_policies_decode_the_same_text(result):
     assert {"plain decoding", "best fixed", *SIZES.heads} <= {line.name for line in result.report.lines}
     assert len(result.live) == 3 and result.live[0].measured == result.live[0].predicted == 1.0
     for line in result.live:
@@ -74,7 +73,7 @@ def test_every_head_is_in_the_report_and_all_policies_decode_the_same_text(resul
         assert line.measured > 0 < line.predicted and line.miss == line.measured / line.predicted - 1
 
 
-def test_a_route_among_drafters_is_compared_on_held_out_prompts(result: Demo) -> None:
+def test_a_route_among_drafters_is_compared_on_held_out_prompts(result):
     assert result.routes is not None and result.routes.facts["prompts"] == SIZES.test
     (line,) = (line for line in result.routes.lines if line.drafters)
     assert line.tokens_per_s > 0 and line.to_best_fixed.value > 0
@@ -82,7 +81,7 @@ def test_a_route_among_drafters_is_compared_on_held_out_prompts(result: Demo) ->
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])
-def test_expanded_weights_are_near_and_quantize_to_themselves(scale: float) -> None:
+def test_expanded_weights_are_near_and_quantize_to_themselves(scale):
     generator = torch.Generator().manual_seed(0)
     weights = {
         "model.embed_tokens.weight": scale * torch.randn(40, 33, generator=generator),
@@ -100,7 +99,7 @@ def test_expanded_weights_are_near_and_quantize_to_themselves(scale: float) -> N
     assert all(torch.equal(again[name], expanded[name]) for name in expanded)
 
 
-def test_the_pair_is_expanded_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pair_is_expanded_once_and_again_when_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
     folder = shipped_pair()
     assert folder.parent == tmp_path / "cache"
@@ -113,7 +112,7 @@ def test_the_pair_is_expanded_once_and_again_when_damaged(tmp_path: Path, monkey
     assert (shipped_pair() / "target" / "config.json").is_file()
 
 
-def test_the_shipped_pair_is_an_ordinary_pair_whose_draft_often_agrees() -> None:
+def test_the_shipped_pair_is_an_ordinary_pair_whose_draft_often_agrees():
     folder = shipped_pair()
     target, draft = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("target", "draft"))
     tokenizer, other = (AutoTokenizer.from_pretrained(folder / name) for name in ("target", "draft"))
@@ -126,7 +125,7 @@ def test_the_shipped_pair_is_an_ordinary_pair_whose_draft_often_agrees() -> None
     text = "def name(alpha, gamma):\n\ttabs, é and \U0001f600\n"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     agreed = []
-    for line in (folder / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:6]:
+    for line in (folder / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:3]:
         ids = tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids
         with torch.inference_mode():
             text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,14 +39,14 @@ def fitted() -> ValueRoute:
     return route
 
 
-def test_a_learned_route_beats_each_drafter_and_each_rule_on_other_prompts() -> None:
+def test_a_learned_route_beats_each_drafter_and_each_rule_on_other_prompts():
     unseen = routing_trace(texts=40, depth=4, seed=5)
     rate = replay(unseen, fitted(), PROFILE).rate
     assert rate > 1.02 * best_of(fixed_grid(unseen, PROFILE)).rate
     assert rate > max(replay(unseen, rule, PROFILE).rate for rule in tuned_rules(unseen, PROFILE))
 
 
-def test_the_result_is_the_fastest_candidate_on_the_select_prompts() -> None:
+def test_the_result_is_the_fastest_candidate_on_the_select_prompts():
     tried = fitted().metadata.metrics["routes"]
     assert round(fitted().metadata.rho, 2) == max(row["select tokens/s"] for row in tried)
 
@@ -63,7 +62,7 @@ def rule() -> ThresholdRoute:
 
 
 @pytest.mark.parametrize("build", [learned_route, rule])
-def test_a_saved_route_plays_the_same_rounds(tmp_path: Path, build: object) -> None:
+def test_a_saved_route_plays_the_same_rounds(tmp_path, build):
     arrays, route = routing_trace(texts=4, depth=4, seed=9), build()  # type: ignore[operator]
     again = load_policy(save_policy(route, tmp_path / "policy"))
     assert content_digest(again) == content_digest(route)  # type: ignore[arg-type]
@@ -71,7 +70,7 @@ def test_a_saved_route_plays_the_same_rounds(tmp_path: Path, build: object) -> N
     assert torch.equal(rounds.log, same.log) and torch.equal(rounds.drafting, same.drafting)
 
 
-def test_values_are_those_of_decoding_the_rest_of_the_text() -> None:
+def test_values_are_those_of_decoding_the_rest_of_the_text():
     arrays, route, rho = routing_trace(texts=6, anchors=20, depth=4), rule(), 300.0
     # A backlog costs nothing: values assume the usual one.
     low = dataclasses.replace(PROFILE.others[0].low, draft_s=(1e-3, 1e-3), draft_token_s=0.0)
@@ -192,7 +191,7 @@ def brute_force(arrays: TraceArrays, text: int) -> float:
     return seconds(0) + float(PROFILE.prefill_seconds(np.array([prompt]))[0])
 
 
-def test_the_bound_of_several_drafters_is_the_best_of_all_drafters_and_lengths() -> None:
+def test_the_bound_of_several_drafters_is_the_best_of_all_drafters_and_lengths():
     arrays = routing_trace(texts=5, anchors=12, depth=3, seed=2)
     plan = oracle_plan(arrays, PROFILE)
     expected = [brute_force(arrays, text) for text in range(5)]
@@ -203,7 +202,7 @@ def test_the_bound_of_several_drafters_is_the_best_of_all_drafters_and_lengths()
         assert (played.seconds >= plan.seconds - 1e-12).all()
 
 
-def test_the_baseline_is_the_best_drafter_at_its_best_length() -> None:
+def test_the_baseline_is_the_best_drafter_at_its_best_length():
     arrays = routing_trace(texts=24, depth=4)
     clusters = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist())
     setting = Setting(arrays, ProfileBootstrap(PROFILE), clusters)
@@ -216,7 +215,7 @@ def test_the_baseline_is_the_best_drafter_at_its_best_length() -> None:
     assert fastest.rate <= hindsight.tokens_per_s <= bound.tokens_per_s
 
 
-def test_a_policy_uses_the_drafter_after_the_at_sign() -> None:
+def test_a_policy_uses_the_drafter_after_the_at_sign():
     arrays = routing_trace(texts=4, depth=4)
     assert drafter_of(arrays.header) == "lookup+model"
     for index, name in enumerate(("lookup", "model")):

@@ -1,10 +1,12 @@
-"""Drafters by spec: built-in ones, folders of trained ones, and those of installed packages; invalid ones are refused."""
+"""Drafters by spec: built-in ones, folders of trained ones, and those of installed packages; damaged folders are refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import random
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from commands import cli
+from damage import DAMAGES, damage_bytes, read_index, seal
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 from small_drafters import CLASSES, TRAINED, new_round, proposed, small_network
 from specstop.decode.drafters import (
     LookupDrafter,
@@ -40,7 +44,6 @@ from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
 from specstop.policies import registry
 from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.files import digest
 from specstop.policies.fixed import FixedLength
 
 PAGE = Path(__file__).parents[3] / "docs" / "drafters.md"
@@ -257,30 +260,35 @@ def test_another_target_kind_or_place_is_refused(pair, folder):
             find_drafters(spec, used)
 
 
-def edit(folder: Path, has_checksum: bool = True, **values: Any) -> None:
-    """Change values of the JSON file or of the shape in it."""
-    raw = json.loads((folder / DRAFTER_FILE).read_text())
-    for name, value in values.items():
-        (raw["shape"] if name in raw["shape"] else raw)[name] = value
-    if has_checksum:
-        raw["sha256"] = digest(raw)
-    (folder / DRAFTER_FILE).write_text(json.dumps(raw))
+def edit(**changes: Any) -> Callable[[Path], None]:
+    """Return a change of entries of the JSON file, or of the shape in it, with a valid checksum."""
+
+    def change(folder: Path) -> None:
+        raw = read_index(folder, DRAFTER_FILE)
+        for name, value in changes.items():
+            (raw["shape"] if name in raw["shape"] else raw)[name] = value
+        seal(folder, DRAFTER_FILE, raw)
+
+    return change
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no json": (lambda f: (f / DRAFTER_FILE).unlink(), "drafter.json"),
-    "an edit": (lambda f: edit(f, has_checksum=False, target="x"), "checksum"),
-    "another schema": (lambda f: edit(f, schema=2), "schema"),
-    "an unknown key": (lambda f: edit(f, auto_map=1), "auto_map"),
-    "an unknown kind": (lambda f: edit(f, kind="eagle"), "kind"),
-    "another depth": (lambda f: edit(f, depth=2), "blocks.2.bias"),
+    "an edit": (
+        lambda f: (f / DRAFTER_FILE).write_text((f / DRAFTER_FILE).read_text().replace("0.125", "0.25")),
+        "checksum",
+    ),
+    "another schema": (edit(schema=2), "schema"),
+    "an unknown key": (edit(auto_map=1), "auto_map"),
+    "an unknown kind": (edit(kind="eagle"), "kind"),
+    "another depth": (edit(depth=2), "blocks.2.bias"),
     "a pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01."), "pytorch_model.bin"),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_damaged_folder_is_refused_in_one_line(folder, name):
-    damage, noun = DAMAGES[name]
+    damage, noun = FAULTS[name]
     damage(folder)
     with pytest.raises(InputError, match=f"^drafter: .*{noun}") as error:
         load_drafter(folder)
@@ -291,3 +299,32 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, name):
 def test_a_drafter_that_does_not_reach_the_depth_causes_a_warning(pair, folder, before):
     with pytest.warns(SpecstopWarning, match="3 tokens"):
         warn_depth_limited(with_drafter(pair, f"{before}medusa:{folder}"), 5)
+
+
+# Folders with any damage
+
+
+@pytest.fixture(scope="module")
+def originals(plain_pair, tmp_path_factory):
+    """The folder of each kind of drafter by name."""
+    root = tmp_path_factory.mktemp("originals")
+    return {kind: save_drafter(trained(plain_pair, kind), root / kind) for kind in TRAINED}
+
+
+@hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
+@given(kind=st.sampled_from(sorted(TRAINED)), damage=st.sampled_from(DAMAGES), seed=st.integers(0, 2**32))
+def test_any_damage_is_refused_in_one_line_or_the_drafter_drafts(plain_pair, originals, kind, damage, seed):
+    """With valid checksums it may draft otherwise, but it must not fail later."""
+    drafts = []
+    with tempfile.TemporaryDirectory() as root:
+        copy = Path(shutil.copytree(originals[kind], Path(root) / kind))
+        damage(copy, DRAFTER_FILE, random.Random(seed))
+        for folder in (copy, originals[kind]):
+            try:
+                pair = with_drafter(plain_pair, f"{kind}:{folder}")
+                rounds = Speculator(pair, FixedLength(2), Settings(0.0, 6, 2)).generate([3, 20, 4]).rounds
+            except InputError as error:
+                assert folder == copy and "\n" not in str(error) and len(str(error)) < 1000
+                return
+            drafts.append([(r.drafted, r.verified, r.accepted) for r in rounds])
+    assert damage is not damage_bytes or drafts[0] == drafts[1]

@@ -9,15 +9,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import NEW
-from scaled_models import SCALED, scaled_model
+from random_models import SCALED, build
 from small_drafters import new_round, proposed, small_drafter, small_network
-from specstop.decode.drafters import (
-    LookupDrafter,
-    TrainedDrafter,
-    find_drafters,
-    save_drafter,
-    with_drafter,
-)
+from specstop.decode.drafters import LookupDrafter, TrainedDrafter, find_drafters, save_drafter, with_drafter
 from specstop.decode.drafters.ctc import SYMBOLS, Prefixes, Trie, collapse_symbols, collapsed_length, count_candidates
 from specstop.decode.drafters.networks import LayerNetwork, output_layer
 from specstop.decode.loop import Speculator
@@ -221,7 +215,7 @@ def test_released_ctc_drafts_fewer_nodes_than_medusas_tree(plain_pair, prompt_id
 @pytest.mark.parametrize("name", SCALED)
 @torch.inference_mode()
 def test_last_states_become_the_logits_of_models_that_scale_them(name):
-    model, same = scaled_model(name), {"atol": 1e-12, "rtol": 0.0}
+    model, same = build(name, torch.float64), {"atol": 1e-12, "rtol": 0.0}
     out = model(torch.tensor([[5, 8, 9, 7, 11, 30]]), output_hidden_states=True)
     states = out.hidden_states[-1]
     torch.testing.assert_close(output_layer(model)(states), out.logits, **same)

@@ -23,7 +23,7 @@ import torch
 import transformers as hub
 from conftest import EOS, NEW, build_model
 from contract_policies import TEST_POLICIES
-from learned_policies import learned
+from head_tensors import learned
 from small_drafters import small_network
 from specstop.decode import Pair, PolicyStoppingCriteria, SamplingParams, Settings, Speculator, plain_texts
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter
@@ -38,14 +38,13 @@ from specstop.train.export.deploy import deploy
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-Patch = pytest.MonkeyPatch
 Prompts = list[list[int]]
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
 @pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
+def pair(plain_pair):
     return plain_pair
 
 
@@ -252,7 +251,7 @@ READS_NOISE = Decides("noise", lambda step: True, features=("noisy_margin",))
 
 
 @pytest.fixture(scope="module")
-def begun(endless_pair: Pair, prompt_ids: Prompts) -> list[list[int]]:
+def begun(endless_pair, prompt_ids):
     """Prompts that end with a token of the target, as each round of our loop begins."""
     return [stock(endless_pair, [prompt], max_new_tokens=3)[0].tolist() for prompt in prompt_ids[4:6]]
 
@@ -314,17 +313,17 @@ RULE = Threshold("step", 0.5)
 
 
 @pytest.fixture
-def out(tmp_path: Path, module_cache: None) -> Path:
+def out(tmp_path, module_cache):
     return tmp_path / "out"
 
 
 @pytest.fixture
-def policy_folder(tmp_path: Path) -> Path:
+def policy_folder(tmp_path):
     return save_policy(learned("mlp", RULE), tmp_path / "policy")
 
 
 @pytest.fixture
-def hydra(pair: Pair, tmp_path: Path) -> Path:
+def hydra(pair, tmp_path):
     """The folder of heads for the tiny target."""
     output = pair.target.get_output_embeddings().weight.float()
     network = small_network("hydra", output.shape[1], pair.vocabulary, output)

@@ -30,14 +30,18 @@ DRAFTING: list[dict[str, Any]] = [
     {"policy": "fixed:4", "drafter": "suffix", "tree": "2,2"},
     {"policy": "fixed:2", "verification": "rejection", "tree": "2,2"}, {"policy": "fixed:5", "draft": "target"},
 ]  # fmt: skip
-VOCABULARY, IMAGE = table.CLASS_VOCABULARY, 7
+VOCABULARY, IMAGE = table.VOCABULARY, 7
 
 
 def qwen2_vl() -> PreTrainedModel:
     """Return a model with positions of three dimensions for tokens of images."""
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    text = {**table.WIDE, "vocab_size": VOCABULARY, "num_key_value_heads": 1, "rope_parameters": rope}
+    text = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "rope_parameters": rope}
+    text |= {
+        name: table.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "initializer_range")
+    }
+    text |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
     tokens = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 5, "vision_end_token_id": 4}
     torch.manual_seed(0)
     config = hub.Qwen2VLConfig(vision_config=vision, text_config=text, **tokens)

@@ -105,7 +105,11 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 6.0, 8.0],
     "original_max_position_embeddings": ORIGINAL,
 }  # fmt: skip
-SIZES: dict[str, Any] = {**table.WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 160, "initializer_range": 0.4, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 AROUND = [[7, 7, 9, 41, 22, 60, 12, 30, 31, 5, 44, 18], [3 + at * at % 60 for at in range(27)]]
 """A prompt whose text reaches the length where the factors change, and one that is longer."""
 

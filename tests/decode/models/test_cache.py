@@ -6,7 +6,7 @@ On the CPU a tape simulates CUDA graphs.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,14 +21,11 @@ from specstop.decode.models import cuda as cuda_module
 from specstop.decode.models.attention import PACKED, Part, TreeRows, divided_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
-from specstop.decode.models.device import round_up_size
 from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
 from specstop.decode.models.view import open_view
 from specstop.policies import Confidence, InputError, SpecstopWarning
-from tape import Graphs, record_calls, recorder, simulate_graphs
+from tape import record_calls, recorder, simulate_graphs
 from torch.nn import functional
-
-Patch = pytest.MonkeyPatch
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 in every dtype
 FLOAT32 = 2e-4
@@ -37,7 +34,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 @pytest.fixture
-def without_gradients() -> Iterator[None]:
+def without_gradients():
     with torch.no_grad():
         yield
 
@@ -141,35 +138,32 @@ def test_each_row_has_the_logits_and_states_of_a_whole_forward_pass(kind, attent
 
 SCALED = {"rope_theta": 10000.0, "factor": 2.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-SMALL: dict[str, Any] = {**table.WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-ENGINES: dict[str, tuple[hub.PreTrainedConfig, tuple[str, ...]]] = {
-    "llama": (hub.LlamaConfig(**SMALL), ("compact",)),
-    "llama-biased-tied": (
-        hub.LlamaConfig(**{**table.WIDE, "attention_bias": True, "tie_word_embeddings": True}), ("compact", "packed"),
-    ),
-    "llama-linear": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", **SCALED}), ("compact",)),
-    "llama-3": (hub.LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", **SCALED, **LLAMA3}), ("compact",)),
-    "mistral": (hub.MistralConfig(**SMALL, sliding_window=None, head_dim=8), ("compact",)),
-    "qwen3": (hub.Qwen3Config(**SMALL, head_dim=16), ("compact", "packed")),
-    **{name: (table.CONFIGS[name](), ("packed",)) for name in ("gpt2", "gpt-neox", "opt", "mistral-window", "gemma3")},
-}  # fmt: skip
+ENGINES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("llama", {}, ("compact",)),
+    "llama-biased-tied": ("llama", {"attention_bias": True, "tie_word_embeddings": True}, ("compact", "packed")),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", **SCALED}}, ("compact",)),
+    "llama-3": ("llama", {"rope_parameters": {"rope_type": "llama3", **SCALED, **LLAMA3}}, ("compact",)),
+    "mistral": ("mistral", {}, ("compact",)),
+    "qwen3": ("qwen3", {"head_dim": 16}, ("compact", "packed")),
+    **{name: (name, {}, ("packed",)) for name in ("gpt2", "gpt-neox", "opt", "mistral-window", "gemma3")},
+}
+"""Kind of model, further fields, and the engines that it is compared with."""
 
 
 @torch.no_grad()
-def build(config: hub.PreTrainedConfig) -> hub.PreTrainedModel:
-    torch.manual_seed(5)
-    model: hub.PreTrainedModel = hub.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+def build(kind: str, **fields: Any) -> hub.PreTrainedModel:
+    model = table.build(kind, torch.float32, seed=5, **fields)
     for name, weight in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # their initial ones and zeros would hide a mistake
             weight.add_(0.3 * torch.randn(weight.shape))
-    return model.float().eval()
+    return model
 
 
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_gives_the_librarys_logits_and_states(name):
-    config, engines = ENGINES[name]
-    model = build(config)
+    kind, fields, engines = ENGINES[name]
+    model = build(kind, **fields)
 
     def read(model: hub.PreTrainedModel) -> list[torch.Tensor]:
         return readings(CachedModel(model, 120, table.VOCABULARY, hidden=(0, -1)))
@@ -185,8 +179,7 @@ def test_every_engine_gives_the_librarys_logits_and_states(name):
 
 
 def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason():
-    llama, gpt2 = build(ENGINES["llama"][0]), build(ENGINES["gpt2"][0])
-    windowed = build(table.CONFIGS["mistral-window"]())
+    llama, gpt2, windowed = build("llama"), build("gpt2"), build("mistral-window")
     assert [choose_engine(model) for model in (llama, gpt2)] == ["compact", "packed"]
     for model, engine, reason in (
         (gpt2, "compact", "not for gpt2"), (windowed, "compact", "sliding windows"), (windowed, "turbo", "not 'turbo'"),
@@ -216,14 +209,14 @@ def test_attention_in_parts_equals_the_whole(queries, visible, device):
 
 
 @pytest.fixture
-def graphs(monkeypatch: Patch) -> Graphs:
+def graphs(monkeypatch):
     """Simulate CUDA graphs, with texts of dozens of tokens passing through several sizes of attention."""
     monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
     return simulate_graphs(monkeypatch)
 
 
 @pytest.fixture
-def model() -> hub.PreTrainedModel:
+def model():
     """A new model: recordings are kept by model."""
     return build_model()
 
@@ -307,28 +300,3 @@ def test_a_call_that_cannot_be_recorded_is_warned_of_once(model, graphs):
         assert_same(readings(CachedModel(model, 120, VOCABULARY)), readings(recorded_model(model)))
     assert len(warned) == 1 and graphs.recorded == 0
     assert graphs.stream[1] == "first", "the stream of the recording is left"
-
-
-@pytest.mark.usefixtures("without_gradients")
-def test_recordings_are_bounded_by_their_number_and_memory(model, graphs, monkeypatch):
-    monkeypatch.setattr(cuda_module, "MAX_CALLS", 4)
-    cache, reference = recorded_model(model), CachedModel(model, 120, VOCABULARY)
-
-    def recordings_of(count: int) -> int:
-        before = graphs.recorded
-        for _ in range(2):
-            assert_same(*([chain(one, [3] * 5, 1), chain(one, [7] * count)] for one in (cache, reference)))
-            for one in (cache, reference):
-                one.roll_back(0)
-        return graphs.recorded - before
-
-    assert [recordings_of(count) for count in (1, 2, 3, 4, 1, 5)] == [1, 1, 1, 1, 0, 1]  # 5 replaces the oldest, 2
-    assert [recordings_of(count) for count in (1, 3, 4, 5, 2)] == [0, 0, 0, 0, 1]
-    limit = 6 * VOCABULARY * torch.float64.itemsize  # six rows of logits
-    monkeypatch.setattr(cuda_module, "device_bytes", lambda device: limit / cuda_module.RECORDED_SHARE)
-    for count in (1, 2, 3, 4, 5, 6):
-        recordings_of(count)
-        assert sum(call.size for call in cache._memory.calls.values()) <= limit
-    sizes = [round_up_size(count) for count in range(1, 1025)]  # long calls are filled up to few sizes
-    assert sizes == sorted(sizes) and len(set(sizes)) < 32
-    assert all(count <= size <= max(32, 1.25 * count) for count, size in enumerate(sizes, 1))

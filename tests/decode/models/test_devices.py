@@ -6,8 +6,6 @@ import copy
 import itertools
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ from specstop.policies.heads.residual import ResNetHead, SpecDecHead
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Threshold
 from torch import nn
-from transformers import PreTrainedTokenizerFast, quantizers
+from transformers import quantizers
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -50,7 +48,7 @@ SPREAD = {
 
 
 @pytest.fixture(scope="module")
-def pairs() -> tuple[Pair, Pair]:
+def pairs():
     """The pair on the host and on the simulated device."""
     target = build_model(num_hidden_layers=1)
     draft = build_draft(target)
@@ -244,7 +242,7 @@ class Integers(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Iterator[Path]:
+def quantised(tmp_path_factory, tokenizer):
     """The folder of a model with quantised linear layers, for a quantizer that is registered with transformers."""
 
     @register_quantization_config("integers")

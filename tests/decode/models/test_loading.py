@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 import random_models as table
 import torch
 from conftest import EOS, VOCABULARY, build_draft, build_model
+from damage import Evil
 from safetensors.torch import load_file, save_file
 from specstop.decode import Pair, Settings, Speculator, decode, join, load_pair, with_engine
 from specstop.decode.models import loading
@@ -27,15 +27,13 @@ from specstop.decode.models.pair import model_hash
 from specstop.policies import FixedLength, InputError, PairError, SpecstopError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-Patch = pytest.MonkeyPatch
-
 PROMPT, NEW = [5, 9, 30, 11, 7], 12
 UP = "model.layers.1.mlp.up_proj.weight"
 Damage = Callable[[Path], Any]
 
 
 @pytest.fixture
-def folder(pair_folder: Path, tmp_path: Path) -> Path:
+def folder(pair_folder, tmp_path):
     return Path(shutil.copytree(pair_folder, tmp_path / "pair"))
 
 
@@ -143,14 +141,8 @@ def extra(name: str) -> Damage:
 
 
 def crafted(model: Path) -> None:
-    """Replace the weights by a pickle that runs a command when it is loaded."""
-
-    class Crafted:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch '{model.parent / 'ran'}'",)
-
     (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Crafted()))
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(model.parent / "ran")))
 
 
 def in_pickle(model: Path) -> None:
@@ -301,7 +293,7 @@ def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> peft.PeftModel:
 
 
 @pytest.fixture(scope="module")
-def adapters(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(pair_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     for name, config in (CONFIGS | OUTSIDE_THE_LAYERS).items():
         adapted(base_model(pair_folder), config).save_pretrained(folder / name)

@@ -22,8 +22,6 @@ from specstop.policies import FixedLength, PairError, PolicyError
 from tape import record_calls
 from transformers import PreTrainedModel
 
-Prompts = list[list[int]]
-
 NEW, LATER = 12, 6
 MODES = {
     "match": (0.0, None), "match, sampled": (0.7, None), "match, a tree": (0.7, "3,2,1"), "rejection": (0.7, None),
@@ -57,8 +55,10 @@ def is_refused(role: str) -> Any:
     return pytest.raises(PairError, match=rf"^the {role}'s logits are not finite: [^\n]*$")
 
 
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [*(("match", value) for value in BAD), *((mode, list(BAD)[at % 3]) for at, mode in enumerate(MODES) if at)],
+)
 def test_values_of_the_target_end_the_run_and_those_of_the_draft_do_not_change_the_text(pair, prompt_ids, mode, value):
     prompt, (temperature, tree), name = prompt_ids[3], MODES[mode], mode.partition(",")[0]
     settings = Settings(temperature, NEW, ignore_eos=True, tree=tree, verification=name)

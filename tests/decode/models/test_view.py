@@ -26,7 +26,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_
 
 
 @pytest.fixture
-def shared() -> Pair:
+def shared():
     target = build_model(attention_dropout=0.3)
     return join(target.train(), build_draft(target).train())
 

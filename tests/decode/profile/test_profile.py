@@ -21,8 +21,7 @@ from specstop.decode.hooks import Timer
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.device import Recorded
-from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, missing_decisions
+from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, missing_decisions
 from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Effort, Seconds, measure as measure_in_turns
 from specstop.decode.profile.scripts import REPEATS, ChainScript
 from specstop.decode.verify.sampler import Sampler
@@ -80,7 +79,7 @@ def measure(pair: Pair, repetitions: int = 2, **options: Any) -> Profile:
 
 
 @pytest.fixture
-def clock(pair: Pair, monkeypatch: Patch) -> list[float]:
+def clock(pair, monkeypatch):
     return known_clock(pair, monkeypatch)
 
 
@@ -101,7 +100,7 @@ class OnTheClock(ChainScript):
 
 
 @pytest.fixture(scope="module")
-def calibrated(pair: Pair) -> Profile:
+def calibrated(pair):
     """The profile that is measured on the known clock."""
     with Patch.context() as patch:
         known_clock(pair, patch)
@@ -219,28 +218,6 @@ def test_a_noisy_machine_is_reported_with_the_reason_and_a_quiet_one_is_not(kind
     assert ("busy" if reason else "quiet") in noise.text
     if not reason:
         assert noise.repetitions == MIN_QUIET and seconds < 10.0
-
-
-@pytest.mark.parametrize(
-    ("on_host", "recording", "expected"),
-    [
-        (True, {1, 2}, [0, 1]),
-        (False, {1, 2, 3}, [0, 1, 2, 3, 1]),  # the fourth call records nothing
-        (False, {1, 3}, [0, 1, 1, 1]),  # a timed call that records is repeated
-    ],
-)
-def test_a_gpu_is_warmed_up_until_nothing_is_recorded(pair, on_host, recording, expected):
-    run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
-    run.on_host = on_host
-
-    def case(number: int) -> Seconds:
-        numbers.append(number)
-        Recorded.not_replayed += len(numbers) in recording
-        return {}
-
-    for number in (0, 1):
-        run.with_warm_up({"case": case})["case"](number)
-    assert numbers == expected
 
 
 # Decisions

@@ -7,8 +7,6 @@ import dataclasses
 import json
 import re
 import shutil
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,26 +22,23 @@ from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.rules import fixed_grid
 from specstop.train.replay.rounds import scale_costs
 
-from specstop import LearnedPolicy, Profile, Report, Trace, evaluate, replay, save_policy
+from specstop import Trace, evaluate, replay, save_policy
 
-Sides = tuple[Trace, Trace]
 EXACT = 1e-12  # the same sums, in another order
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     return tmp_path_factory.mktemp("report") / "out"
 
 
 @pytest.fixture(scope="module")
-def report(sides: Sides, full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
+def report(sides, full_profile, learned, written):
     policies = [learned, FixedLength(2), Confidence(0.7, DEPTH)]
     return evaluate(sides[1], full_profile, policies, train_traces=sides[0], out=written)
 
 
-def test_paths_and_specs_are_accepted_and_the_report_is_displayed(
-    sides: Sides, full_profile: Profile, learned: LearnedPolicy, report: Report, tmp_path: Path
-) -> None:
+def test_paths_and_specs_are_accepted_and_the_report_is_displayed(sides, full_profile, learned, report, tmp_path):
     full_profile.save(tmp_path / "profile.json")
     policies = [save_policy(learned, tmp_path / "policy"), "fixed:2", "confidence:0.7"]
     fit, held = sides[0].folder, str(sides[1].folder)
@@ -58,9 +53,7 @@ def test_paths_and_specs_are_accepted_and_the_report_is_displayed(
         report["mlp"]
 
 
-def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
-    report: Report, sides: Sides, full_profile: Profile, learned: LearnedPolicy
-) -> None:
+def test_values_are_ratios_of_sums_and_lie_within_their_intervals(report, sides, full_profile, learned):
     arrays, line = trace_arrays(sides[1]), report["logistic"]
     rate, best = replay(arrays, learned, full_profile).rate, max(report.fixed)
     assert line.tokens_per_s == pytest.approx(rate, rel=EXACT)
@@ -79,7 +72,7 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
     assert line.block_efficiency == pytest.approx(played.block_efficiency)
 
 
-def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: Sides, full_profile: Profile) -> None:
+def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides, full_profile):
     """With expensive drafts, plain decoding is the best in all replicates, and the oracle gains nothing."""
     table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
     report = evaluate(sides[1], dataclasses.replace(full_profile, low=table, high=table), [FixedLength(0)])
@@ -87,9 +80,7 @@ def test_a_policy_that_is_the_best_fixed_length_has_ratio_1(sides: Sides, full_p
     assert report["fixed:0"].to_plain == report["fixed:0"].to_best_fixed == Ratio(1.0, 1.0, 1.0)
 
 
-def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
-    sides: Sides, full_profile: Profile, learned: LearnedPolicy, report: Report
-) -> None:
+def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(sides, full_profile, learned, report):
     costs = dataclasses.replace(full_profile, step_s=5 * full_profile.step_s)
     saved = replay(sides[1], learned, costs).rate
     assert report["logistic"].note == ""
@@ -102,7 +93,7 @@ def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(
     assert line.note == "" and line.tokens_per_s == pytest.approx(replay(sides[1], threshold, costs).rate, rel=EXACT)
 
 
-def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(sides: Sides, full_profile: Profile) -> None:
+def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(sides, full_profile):
     """With expensive drafts it drafts nothing."""
     steep = dataclasses.replace(full_profile, step_s=10 * full_profile.low.verify_s[0])
     steep = steep.with_decisions({"smartspec": 1e-6, "confidence": 1e-6})
@@ -113,14 +104,14 @@ def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(sides: Sides, 
     assert bare.drafted == 0.0 < cheap.drafted
 
 
-def test_texts_of_cut_anchors_give_a_report_without_nan(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
+def test_texts_of_cut_anchors_give_a_report_without_nan(sides, full_profile, tmp_path):
     trace = sides[1]
     rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
     evaluate(Trace(trace.folder, trace.header, rows), full_profile, out=tmp_path / "out")
     json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_the_primary_policy_has_an_interval_of_one_policy(sides: Sides, full_profile: Profile) -> None:
+def test_the_primary_policy_has_an_interval_of_one_policy(sides, full_profile):
     rules, name = [Confidence(threshold, DEPTH) for threshold in (0.3, 0.5, 0.7)], "confidence:0.3"
     reports = [
         evaluate(sides[0], full_profile, policies, **options)
@@ -131,101 +122,64 @@ def test_the_primary_policy_has_an_interval_of_one_policy(sides: Sides, full_pro
     assert reports[0].answer is not None and reports[0].answer.candidate == name
 
 
-VOID = {"meta", "link", "br", "img", "hr", "input"}
-
-
-class Page(HTMLParser):
-    """Elements with their attributes, and texts. Fails if elements are not nested."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.text, self.open, self.words = text, [], []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert tag in VOID or self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    def all(self, *tags: str) -> list[dict[str, str | None]]:
-        """Return the attributes of all elements with these tags."""
-        return [attributes for tag, attributes in self.elements if tag in tags]
-
-
 @pytest.fixture(scope="module")
-def data(report: Report, written: Path) -> dict[str, Any]:
+def data(report, written):
     data: dict[str, Any] = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
     values = {key: value for key, value in data.items() if key not in ("run", "prompt_texts")}
     assert values == json.loads(json.dumps(report.to_dict()))
     return data
 
 
-@pytest.fixture(scope="module")
-def page(report: Report, written: Path) -> Page:
-    return Page((written / "report.html").read_text())
-
-
-def test_the_figures_of_page_csv_and_json_are_the_same(page: Page, data: dict[str, Any], written: Path) -> None:
+def test_the_figures_of_page_csv_and_json_are_the_same(data, written):
     rows = list(csv.DictReader((written / "report.csv").read_text().splitlines()))
-    sorted_by = {cell.get("data-value") for cell in page.all("td")}
+    page = (written / "report.html").read_text()
+    sorted_by = set(re.findall(r'data-value="([^"]*)"', page))
     for row, line in zip(rows, data["lines"], strict=True):
         assert [row[name] for name in ("policy", "kind", "note")] == [line[name] for name in ("name", "kind", "note")]
         assert float(row["tokens_per_s"]) == line["tokens_per_s"] and str(line["tokens_per_s"]) in sorted_by
         for name in ("to_plain", "to_best_fixed", "oracle_share"):
-            ends = [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")]
-            assert ends == [line[name][key] for key in ("value", "low", "high")]
-        for name in ("to_plain", "to_best_fixed"):
             value, low, high = (line[name][key] for key in ("value", "low", "high"))
-            assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page.words
+            assert [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")] == [value, low, high]
+            if name != "oracle_share":
+                assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page
 
 
-def test_the_page_loads_nothing_and_its_links_have_targets(page: Page) -> None:
+@pytest.mark.usefixtures("report")
+def test_the_page_loads_nothing_and_its_links_have_targets(written):
     """No code but the script of the page runs."""
-    assert not page.all("iframe", "object", "embed", "img", "base", "form") and page.all("script") == [{}]
-    policy = next(a["content"] or "" for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
-    assert "default-src 'none'" in policy and "connect-src" not in policy
-    loading = {"src", "href", "xlink:href", "action", "data", "srcset", "poster"}
-    for _, attributes in page.elements:
-        assert not any(name.startswith("on") for name in attributes)
-        for value in (attributes[name] or "" for name in loading & attributes.keys()):
-            assert value.startswith("#") or value in ("data:,", "report.json", "report.csv", "report.md")
-    assert not re.search(r"@import|url\((?!#)|https?://|javascript:", page.text)
-    ids, links = [a["id"] for _, a in page.elements if "id" in a], [a["href"] or "" for a in page.all("a")]
-    assert len(ids) == len(set(ids)) and {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    page = (written / "report.html").read_text()
+    loads = r"<(iframe|object|embed|img|base|form)\b|\son\w+=|@import|url\((?!#)|https?://|javascript:"
+    assert not re.search(loads, page) and re.findall(r"<script[^>]*>", page) == ["<script>"]
+    assert "default-src 'none'" in page and "connect-src" not in page
+    links = re.findall(r'(?:\s|:)(?:src|href|action|data|srcset|poster)="([^"]*)"', page)
+    assert {link for link in links if link[0] != "#"} <= {"data:,", "report.json", "report.csv", "report.md"}
+    ids = re.findall(r'\sid="([^"]*)"', page)
+    assert len(ids) == len(set(ids)) and {link[1:] for link in links if link[0] == "#"} <= set(ids)
 
 
 @pytest.fixture
-def one_prompt(sides: Sides) -> Trace:
+def one_prompt(sides):
     trace = sides[1]
     name = trace.rows["prompt_id"][0]
     rows = trace.rows.filter(lambda prompt: prompt == name, input_columns="prompt_id")
     return Trace(trace.folder, trace.header, rows)
 
 
-def test_one_prompt_gives_no_verdict_and_no_interval(one_prompt: Trace, full_profile: Profile, tmp_path: Path) -> None:
+def test_one_prompt_gives_no_verdict_and_no_interval(one_prompt, full_profile, tmp_path):
     policy = Confidence(0.7, DEPTH)
     report = evaluate(one_prompt, full_profile, [policy], out=tmp_path / "a")
     for line in report.lines:
         assert {ratio.low for ratio in (line.to_plain, line.to_best_fixed, line.oracle_share)} == {None}
         assert line.verdict in ("", TOO_FEW)
     assert report.answer is not None and report.answer.verdict == TOO_FEW
-    text = (tmp_path / "a" / "report.html").read_text()
-    assert report.answer.headline in "".join(Page(text).words)
-    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + (tmp_path / "a" / "report.md").read_text())
+    text = (tmp_path / "a" / "report.md").read_text()
+    assert report.answer.headline in text
+    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + (tmp_path / "a" / "report.html").read_text())
     again = evaluate(one_prompt, full_profile, [policy], compare=tmp_path / "a")
     assert again.details["comparison"]["rows"][1] == ("best fixed", "-", {"value": 1.0, "low": None, "high": None})
 
 
-def test_an_achievable_estimate_is_a_line_of_the_report(sides: Sides, full_profile: Profile) -> None:
+def test_an_achievable_estimate_is_a_line_of_the_report(sides, full_profile):
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True, batch=[1])
     names = [line["name"] for line in report.details["batch"]["lines"]]
     assert names[-2:] == ["achievable estimate", "oracle bound of the batch"]
@@ -235,9 +189,7 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: Sides, full_profi
 
 
 @pytest.mark.filterwarnings("ignore:logistic was trained for another temperature")
-def test_each_place_is_compared_with_its_best_fixed_length(
-    sides: Sides, traces: dict[float, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
-) -> None:
+def test_each_place_is_compared_with_its_best_fixed_length(sides, traces, full_profile, learned, tmp_path):
     policies, profiles = (
         [learned, Confidence(0.4, DEPTH), FixedLength(0)],
         [full_profile, scale_costs(full_profile, 3.0)],
@@ -260,7 +212,7 @@ def test_each_place_is_compared_with_its_best_fixed_length(
         read_report(tmp_path / "out")
 
 
-def test_intervals_hold_for_all_places_at_once(sides: Sides, full_profile: Profile) -> None:
+def test_intervals_hold_for_all_places_at_once(sides, full_profile):
     """With more places intervals are wider in each of them; with copies of a place they are the same."""
     policies = [Confidence(0.4, DEPTH), FixedLength(1)]
     profiles = [full_profile, scale_costs(full_profile, 2.0)]
@@ -274,9 +226,7 @@ def test_intervals_hold_for_all_places_at_once(sides: Sides, full_profile: Profi
         assert dataclasses.astuple(place["fixed:1"].speedup) == pytest.approx(dataclasses.astuple(alone.speedup))
 
 
-def test_conflicting_arguments_are_refused(
-    sides: Sides, one_prompt: Trace, full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
-) -> None:
+def test_conflicting_arguments_are_refused(sides, one_prompt, full_profile, learned, tmp_path):
     held, one, two = sides[1], full_profile, [full_profile, scale_costs(full_profile, 2.0)]
     shutil.copytree(held.folder, tmp_path / "trace")
     next((tmp_path / "trace" / "data").iterdir()).unlink()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect import collect
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.batch_rules import for_batches
 from specstop.train import TraceArrays, compare_reports, read_report, trace_arrays
@@ -23,35 +20,28 @@ from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.bounds import oracle_plan, round_regret
 from timed import timed_profile
 
-from specstop import LearnedPolicy, Pair, Profile, Prompt, Trace, evaluate, replay
+from specstop import LearnedPolicy, Trace, evaluate, replay
 
-Sides = tuple[Trace, Trace]
 EXACT = 1e-12  # the same sums, in another order
 
 
 @pytest.fixture(scope="module")
-def chains(traces: dict[float, Trace]) -> TraceArrays:
+def chains(traces):
     return trace_arrays(traces[0.7])
 
 
 @pytest.fixture(scope="module")
-def tree_trace(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    folder = tmp_path_factory.mktemp("tree")
-    return collect(pair, prompts, folder, tree="3,2,1,1,1", temperature=0.7, max_new_tokens=NEW)
-
-
-@pytest.fixture(scope="module")
-def trees(tree_trace: Trace) -> TraceArrays:
-    return trace_arrays(tree_trace)
+def trees(forest):
+    return trace_arrays(forest[0.7])
 
 
 @pytest.fixture(scope="module", params=["chains", "trees"])
-def arrays(request: pytest.FixtureRequest) -> TraceArrays:
+def arrays(request):
     result: TraceArrays = request.getfixturevalue(request.param)
     return result
 
 
-def test_parts_of_the_time_and_losses_to_the_bound_add_up(arrays: TraceArrays, profile: Profile) -> None:
+def test_parts_of_the_time_and_losses_to_the_bound_add_up(arrays, profile):
     played = replay(arrays, Confidence(0.4, DEPTH), profile)
     share = time_share("x", arrays, played, profile)
     parts = [share[f"{part}_ms"] for part in ("draft", "verify", "decision", "outside", "prompt")]
@@ -67,7 +57,7 @@ def test_parts_of_the_time_and_losses_to_the_bound_add_up(arrays: TraceArrays, p
     assert sum(lost["ms_per_token"]) == pytest.approx(1e3 * lost["total_s"] / tokens, abs=1e-6)
 
 
-def test_groups_and_prompts_are_ratios_of_sums(chains: TraceArrays, profile: Profile) -> None:
+def test_groups_and_prompts_are_ratios_of_sums(chains, profile):
     fixed = [replay(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
     played, best = replay(chains, Confidence(0.4, DEPTH), profile), max(fixed, key=lambda one: one.rate)
     replays = Replays(chains, ProfileBootstrap(profile), {"mine": played}, fixed, best, oracle_plan(chains, profile))
@@ -90,7 +80,7 @@ def test_groups_and_prompts_are_ratios_of_sums(chains: TraceArrays, profile: Pro
     assert points[2]["policy"] == pytest.approx(float(fixed[0].seconds[2] / played.seconds[2]))
 
 
-def test_survival_is_the_state_in_replay(sides: Sides, full_profile: Profile, learned: LearnedPolicy) -> None:
+def test_survival_is_the_state_in_replay(sides, full_profile, learned):
     states: dict[int, set[float]] = {}
 
     class Watched(LearnedPolicy):
@@ -110,7 +100,7 @@ def test_survival_is_the_state_in_replay(sides: Sides, full_profile: Profile, le
 
 
 @pytest.mark.parametrize("rule", ["derived", "batch"])
-def test_calibration_counts_accepted(sides: Sides, full_profile: Profile, learned: LearnedPolicy, rule: str) -> None:
+def test_calibration_counts_accepted(sides, full_profile, learned, rule):
     arrays = trace_arrays(sides[1])
     policy = for_batches(learned, profile=full_profile) if rule == "batch" else learned
     played = replay(arrays, policy, full_profile)
@@ -127,8 +117,8 @@ def test_calibration_counts_accepted(sides: Sides, full_profile: Profile, learne
         assert all(b["low"] <= b["observed"] <= b["high"] for b in bins)
 
 
-def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile, tmp_path: Path) -> None:
-    report = evaluate(tree_trace, profile, [Confidence(0.4, DEPTH)], out=tmp_path / "out")
+def test_a_report_on_trees_has_their_best_static_tree(forest, profile, tmp_path):
+    report = evaluate(forest[0.7], profile, [Confidence(0.4, DEPTH)], out=tmp_path / "out")
     static = report["best static tree"]
     assert static.kind == "static" and static.to_best_fixed.value >= 1.0
     assert report["oracle bound"].tokens_per_s >= max(line.tokens_per_s for line in report.lines)
@@ -141,7 +131,7 @@ def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile
 REPLICATES, DRAWS = 30, 7
 
 
-def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, full_profile: Profile) -> None:
+def test_every_resample_is_priced_by_its_profile(arrays, full_profile):
     """The resamples share D draws of the profile in turn. Prompts and profile are also resampled alone."""
     noisy = timed_profile(full_profile, ["confidence", "trimming"], pace=0.1, jitter=0.2, seed=1)
     depth = min(arrays.depth, noisy.max_depth)
@@ -160,7 +150,7 @@ def test_every_resample_is_priced_by_its_profile(arrays: TraceArrays, full_profi
             assert spent[row, at] == pytest.approx(boot.total(seconds[1 + (row - 1) % DRAWS])[row], rel=EXACT)
 
 
-def test_noise_of_a_profile_widens_intervals_and_is_shown(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
+def test_noise_of_a_profile_widens_intervals_and_is_shown(sides, full_profile, tmp_path):
     reports, widths = [], []
     for noise in (0.001, 0.6):
         profile = timed_profile(full_profile, ["confidence"], pace=noise, jitter=noise, seed=2)
@@ -174,9 +164,7 @@ def test_noise_of_a_profile_widens_intervals_and_is_shown(sides: Sides, full_pro
     assert "this machine was busy" in (tmp_path / "0.6" / "report.md").read_text()
 
 
-def test_measured_decisions_are_cached_by_profile_and_policy(
-    full_profile: Profile, sides: Sides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_decisions_are_cached_by_profile_and_policy(full_profile, sides, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path))
     bare = timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
     header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
@@ -194,9 +182,7 @@ def test_measured_decisions_are_cached_by_profile_and_policy(
             with_prices(profile, [policy], header)
 
 
-def test_reports_are_compared_over_their_common_prompts(
-    sides: Sides, full_profile: Profile, tmp_path: Path, few_draws: None
-) -> None:
+def test_reports_are_compared_over_their_common_prompts(sides, full_profile, tmp_path, few_draws):
     """Reports on one profile share its draws: equal lines differ in nothing. Errors of two profiles do not cancel."""
     held, policy = sides[1], Confidence(0.6, DEPTH)
     machine = full_profile.with_decisions({"confidence": 5e-5})

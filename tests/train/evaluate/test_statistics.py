@@ -30,10 +30,10 @@ from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
 from synthetic import synthetic_trace
 from torch import Tensor
 
-from specstop import Pair, Profile, Prompt, StopPolicy, Trace, evaluate, replay
+from specstop import StopPolicy, Trace, evaluate, replay
 
 
-def test_totals_are_sums_over_resampled_prompts() -> None:
+def test_totals_are_sums_over_resampled_prompts():
     boot = Resamples(["b", "a", "b", "c"], seed=3, replicates=50)
     assert boot.clusters == 3
     totals = boot.total([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
@@ -53,7 +53,7 @@ def test_totals_are_sums_over_resampled_prompts() -> None:
     assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None), "one prompt has no interval"
 
 
-def test_the_tail_of_an_interval_is_that_of_students_t() -> None:
+def test_the_tail_of_an_interval_is_that_of_students_t():
     for prompts in (2, 5, 20, 80):
         z = stats.norm.ppf(expanded_tail(prompts))
         assert -z == pytest.approx(stats.t.ppf(0.975, prompts - 1) * (prompts / (prompts - 1)) ** 0.5)
@@ -70,7 +70,7 @@ def compared(boot: Resamples, seconds: Array, price: Array | None = None) -> Rat
     return ratio
 
 
-def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
+def test_the_interval_of_one_policy_is_that_of_students_t():
     """Equal samples of a prompt do not narrow it, and errors of prices widen it."""
     seconds = noisy_seconds(40)
     ratio = compared(Resamples(range(40), replicates=20_000), seconds)
@@ -86,7 +86,7 @@ def test_the_interval_of_one_policy_is_that_of_students_t() -> None:
     assert widths[1] == pytest.approx(np.hypot(widths[0], 1.96 * 0.1), rel=0.1)
 
 
-def test_the_rival_is_chosen_again_and_a_policy_that_is_its_rival_has_no_error() -> None:
+def test_the_rival_is_chosen_again_and_a_policy_that_is_its_rival_has_no_error():
     rng = np.random.default_rng(0)
     fixed = 1.0 + rng.normal(0.0, 0.1, (40, 3))
     seconds = np.concatenate([fixed, fixed[:, [int(fixed.sum(0).argmin())]], 1.0 + rng.normal(0.0, 0.1, (40, 1))], 1)
@@ -120,7 +120,7 @@ def answered(policies: Sequence[Line], count: int = 40, **options: Any) -> Answe
     return result
 
 
-def test_the_fastest_policy_with_an_interval_above_1_is_deployed() -> None:
+def test_the_fastest_policy_with_an_interval_above_1_is_deployed():
     quick = policy("quick", "learned", 1.62, Ratio(1.08, 0.95, 1.21))
     certain = policy("certain", "rule", 1.6, Ratio(1.07, 1.02, 1.11))
     result = answered([quick, certain])
@@ -146,13 +146,13 @@ def test_the_fastest_policy_with_an_interval_above_1_is_deployed() -> None:
         (Ratio(1.1, 1.02, 1.2), 40, {"profile": Ratio(1.1)}, DEPLOY),
     ],
 )
-def test_every_interval_has_a_verdict(ratio: Ratio, count: int, parts: dict[str, Ratio], expected: str) -> None:
+def test_every_interval_has_a_verdict(ratio, count, parts, expected):
     result = answered([policy("x", "learned", 1.4, ratio, count, **parts)], count)
     assert result.verdict == expected
     assert (result.use, result.deploy) == (("x", True) if expected == DEPLOY else ("fixed:3", False))
 
 
-def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
+def test_a_report_that_contradicts_itself_deploys_nothing():
     top = policy("x", "learned", 1.7, Ratio(1.1, 1.05, 1.2))
     quiet = Noise(10, 0.1, 0.0, 0.0, 0.0, 1)
     busy = replace(quiet, phases=12.0)
@@ -169,7 +169,7 @@ def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
         assert result.deploy != bool(word)
 
 
-def test_clusters_are_prompts_or_groups() -> None:
+def test_clusters_are_prompts_or_groups():
     prompts, groups = [f"p{i}" for i in range(100)], [f"g{i // 20}" for i in range(100)]
     tokens = [50] * 100
     for by, count in (("prompt", 100), ("group", 5)):
@@ -184,7 +184,7 @@ def test_clusters_are_prompts_or_groups() -> None:
 
 
 @pytest.mark.parametrize(("longest", "share"), [(9, 0), (60, 23), (200, 50)])
-def test_a_prompt_with_most_of_the_tokens_is_reported(longest: int, share: int) -> None:
+def test_a_prompt_with_most_of_the_tokens_is_reported(longest, share):
     """Above a third of the tokens there is no verdict."""
     arrays = synthetic_trace([[0] * longest, *[[1] * 9] * 20], 3)
     chosen = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist())
@@ -196,7 +196,7 @@ def test_a_prompt_with_most_of_the_tokens_is_reported(longest: int, share: int) 
 STANDARD_ERRORS = 5.0  # of a simulated mean around its truth: a false alarm in two million
 
 
-def test_the_mean_seconds_of_a_text_in_replay_are_their_closed_form() -> None:
+def test_the_mean_seconds_of_a_text_in_replay_are_their_closed_form():
     rng = np.random.default_rng(3)
     world = worlds.draw_world(rng)
     arrays = trace_arrays(worlds.sample_dense(world, 1500, rng))
@@ -206,7 +206,7 @@ def test_the_mean_seconds_of_a_text_in_replay_are_their_closed_form() -> None:
         assert abs(seconds.mean() - worlds.true_seconds(world, policy)) < STANDARD_ERRORS * error, policy.name
 
 
-def test_intervals_cover_the_truth_of_simulated_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intervals_cover_the_truth_of_simulated_worlds(monkeypatch):
     """At a coverage of 95%, 6 or fewer hits of 10 have a probability of 1 in 900."""
     monkeypatch.setattr(worlds, "LENGTHS", np.array([12, 18, 28]))
     estimates = [one for seed in range(10) for one in worlds.dense_world(seed)]
@@ -216,7 +216,7 @@ def test_intervals_cover_the_truth_of_simulated_worlds(monkeypatch: pytest.Monke
     assert min(map(sum, hits.values())) >= 7, hits
 
 
-def test_estimates_from_live_worlds_cover_the_truth_without_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_from_live_worlds_cover_the_truth_without_bias(monkeypatch):
     monkeypatch.setattr(worlds, "LIVE_SIZES", (40,))
     estimates = [one for seed in range(20) for one in worlds.live_world(seed)]
     for what in ("tokens", "seconds", "rate", "to recorded"):
@@ -232,7 +232,7 @@ LOGGING = Confidence(0.6, DEPTH)
 
 
 @pytest.fixture(scope="module")
-def live(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def live(pair, prompts, tmp_path_factory):
     """Collect live traces, each combination of options once."""
     done: dict[str, Trace] = {}
 
@@ -255,7 +255,7 @@ def single_rounds(trace: Trace) -> TraceArrays:
 
 
 @pytest.mark.parametrize("name", ["trimming", "from-anchor", "reads-history", "randomised"])
-def test_rounds_of_the_recorded_policy_are_those_of_the_trace(live: Any, profile: Profile, name: str) -> None:
+def test_rounds_of_the_recorded_policy_are_those_of_the_trace(live, profile, name):
     policy = TEST_POLICIES[name]
     arrays = read(live(policy, explore=0.3))
     shown = observed_rounds(arrays, policy, profile, is_recorded=True)
@@ -270,7 +270,7 @@ def test_rounds_of_the_recorded_policy_are_those_of_the_trace(live: Any, profile
     assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
 
 
-def test_an_accepted_end_of_text_has_no_token_after_it(live: Any, profile: Profile) -> None:
+def test_an_accepted_end_of_text_has_no_token_after_it(live, profile):
     """As if the second token of each draft ended the text."""
     trace = read(live())
     arrays, uncut = dataclasses.replace(trace, ends=(torch.arange(DEPTH) == 1).repeat(len(trace.ends), 1)), ~trace.cut
@@ -282,7 +282,7 @@ def test_an_accepted_end_of_text_has_no_token_after_it(live: Any, profile: Profi
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_tokens_are_expectations_over_the_stored_probabilities(live: Any, profile: Profile, verification: str) -> None:
+def test_tokens_are_expectations_over_the_stored_probabilities(live, profile, verification):
     trace = live(verification=verification)
     arrays = read(trace)
     uncut = ~arrays.cut
@@ -318,11 +318,8 @@ def censored(full: TraceArrays, recorded: Tensor, explored: Tensor, share: float
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("knows_logging", [True, False])
-@pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
-def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
-    live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
-) -> None:
+@pytest.mark.parametrize(("policy", "knows_logging"), [(Confidence(0.2, DEPTH), True), (FixedLength(2), False)])
+def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(live, profile, policy, knows_logging):
     """Numerators and denominator of the self-normalised estimate are unbiased, exactly."""
     full, share = read(live(verification="rejection", max_new_tokens=12)).subset([0, 1, 2]), 0.3
     assert 5 < len(full.cut) < 12
@@ -347,9 +344,7 @@ def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(
 
 
 @pytest.mark.parametrize("name", ["", "fixed:x", "fixed:-1", "mine", "hub:a/b", "bandit?arms=fixed:1,mine"])
-def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(
-    live: Any, profile: Profile, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(live, profile, name, monkeypatch):
     monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a plugin was searched"))
     trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
     unnamed = Trace(trace.folder, dataclasses.replace(trace.header, policy=name), trace.rows)
@@ -357,9 +352,7 @@ def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(
     assert any("is not built-in" in caveat for caveat in estimate.caveats)
 
 
-def test_estimates_that_a_trace_does_not_allow_are_refused(
-    live: Any, traces: dict[float, Trace], profile: Profile
-) -> None:
+def test_estimates_that_a_trace_does_not_allow_are_refused(live, traces, profile):
     fixed, tree = FixedLength(2), live(tree="2,1", explore=0.5)
     for run, noun in (
         (lambda: importance_estimate(live(LOGGING), FixedLength(4), profile), "only if they explored"),
@@ -373,7 +366,7 @@ def test_estimates_that_a_trace_does_not_allow_are_refused(
             run()
 
 
-def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:
+def test_a_report_has_estimates_on_a_trace_with_exploration(live, profile):
     trace, recorded = live(TEST_POLICIES["from-anchor"], explore=0.25), TEST_POLICIES["from-anchor"]
     policies = [FixedLength(2), recorded, FixedLength(4)]
     section = evaluate(trace, profile, policies).details["importance"]
@@ -385,7 +378,7 @@ def test_a_report_has_estimates_on_a_trace_with_exploration(live: Any, profile: 
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
-def test_tokens_that_were_drafted_and_not_sent_are_not_rejected(live: Any, profile: Profile, verification: str) -> None:
+def test_tokens_that_were_drafted_and_not_sent_are_not_rejected(live, profile, verification):
     sent, whole = 2, single_rounds(live(verification=verification))
     assert int(whole.accepted.max()) > sent
     # As if the policy had trimmed each draft to two tokens.

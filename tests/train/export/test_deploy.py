@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from commands import cli
-from head_tensors import HIGH, LOW, NAMES, features
-from learned_policies import learned
+from head_tensors import HIGH, LOW, NAMES, features, learned
 from specstop.collect.schema import NO_TOKEN, drafter_of
 from specstop.decode.engines.settings import read_settings
 from specstop.policies import Confidence, FixedLength, PolicyError, TraceError
@@ -32,33 +29,30 @@ from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, exp
 from specstop.train.replay.rounds import scale_costs
 from synthetic import with_batches
 
-from specstop import LearnedPolicy, Profile, Trace, deploy, load_policy, replay, save_policy
+from specstop import LearnedPolicy, Trace, deploy, load_policy, replay, save_policy
 
-Traces = dict[float, Trace]
-Sides = tuple[Trace, Trace]
 EXACT = 1e-9
-Written = dict[str, tuple[Path, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def slow(full_profile: Profile) -> Profile:
+def slow(full_profile):
     """Another profile: drafting is four times as expensive."""
     return scale_costs(full_profile, draft=4.0)
 
 
 @pytest.fixture(scope="module")
-def timed(full_profile: Profile) -> Profile:
+def timed(full_profile):
     return with_batches(full_profile)
 
 
 @pytest.fixture(scope="module")
-def written(sides: Sides, timed: Profile, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(sides, timed, tmp_path_factory):
     """The folder and the figures of each engine, with the policy confidence:0.3."""
     folder, options = tmp_path_factory.mktemp("out"), {"traces": sides[0], "profile": timed, "held_out": sides[1]}
     return {name: (folder / name, deploy(name, folder / name, Confidence(0.3, 4), **options)) for name in ENGINES}
 
 
-def test_files_are_what_the_engines_read(written: Written) -> None:
+def test_files_are_what_the_engines_read(written):
     config = json.loads((written["vllm"][0] / "speculative_config.json").read_text())
     table = config["num_speculative_tokens_per_batch_size"]
     assert table[0][0] == 1
@@ -86,7 +80,7 @@ def test_files_are_what_the_engines_read(written: Written) -> None:
         assert "tokens of context" in (folder / "README.md").read_text()
 
 
-def test_tables_are_those_of_evaluate(written: Written, sides: Sides, timed: Profile) -> None:
+def test_tables_are_those_of_evaluate(written, sides, timed):
     folder, figures = written["vllm"]
     assert json.loads((folder / "figures.json").read_text()) == figures
     assert f"{figures['alone']['policy_to_this']['value']:.3f}" in (folder / "README.md").read_text()
@@ -129,7 +123,7 @@ def reference(arrays: TraceArrays, p_min: float, n_max: int) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize("rule", [(0.3, 4), (0.45, 5), (0.0, 3)])
-def test_the_threshold_drafts_as_llama_cpp(rule: tuple[float, int], traces: Traces, profile: Profile) -> None:
+def test_the_threshold_drafts_as_llama_cpp(rule, traces, profile):
     arrays = trace_arrays(traces[0.0])
     (rounds,) = replay_thresholds(arrays, [rule], profile)
     drafts = list(zip(rounds.drafted.tolist(), rounds.verified.tolist(), strict=True))
@@ -137,9 +131,7 @@ def test_the_threshold_drafts_as_llama_cpp(rule: tuple[float, int], traces: Trac
     assert len(set(drafts)) > 1 or rule[0] == 0.0
 
 
-def test_prompts_of_choice_and_report_are_disjoint_and_other_traces_are_refused(
-    sides: Sides, learned: LearnedPolicy, full_profile: Profile, tmp_path: Path
-) -> None:
+def test_prompts_of_choice_and_report_are_disjoint_and_other_traces_are_refused(sides, learned, full_profile, tmp_path):
     basis = Basis(sides[0], full_profile)
     assert not set(basis.fit.clusters) & set(basis.held.clusters)
     assert basis.fit.sequences + basis.held.sequences == trace_arrays(sides[0]).sequences
@@ -156,9 +148,7 @@ def test_prompts_of_choice_and_report_are_disjoint_and_other_traces_are_refused(
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_the_hub_folder_has_the_policy_that_was_replayed(
-    learned: LearnedPolicy, sides: Sides, full_profile: Profile, slow: Profile, tmp_path: Path, batched: bool
-) -> None:
+def test_the_hub_folder_has_the_policy_that_was_replayed(learned, sides, full_profile, slow, tmp_path, batched):
     policy = for_batches(learned, profile=full_profile) if batched else learned
     slow = slow.with_decisions({policy.cost_name: 7e-5})
     before = save_policy(policy, tmp_path / "policy")
@@ -172,7 +162,7 @@ def test_the_hub_folder_has_the_policy_that_was_replayed(
     assert rate != replay(held, original.limited(depth), slow).rate
 
 
-def test_vllm_gets_the_replayed_policy(traces: Traces, full_profile: Profile, slow: Profile, tmp_path: Path) -> None:
+def test_vllm_gets_the_replayed_policy(traces, full_profile, slow, tmp_path):
     trained = train(traces[0.0], full_profile, head="logistic", host="vllm", folds=2, out=tmp_path / "policy")
     policy = load_policy_folder(tmp_path / "policy")
     figures = deploy("vllm", tmp_path / "out", policy, traces=traces[0.0], profile=slow)
@@ -187,7 +177,7 @@ def test_vllm_gets_the_replayed_policy(traces: Traces, full_profile: Profile, sl
     assert settings.policy == str(tmp_path / "out" / "policy") and settings.temperature == 0.0
 
 
-def test_a_policy_that_vllm_cannot_run_is_not_written(traces: Traces, profile: Profile, tmp_path: Path) -> None:
+def test_a_policy_that_vllm_cannot_run_is_not_written(traces, profile, tmp_path):
     deploy("vllm", tmp_path / "b", train(traces[0.7], profile, folds=2).policy, traces=traces[0.7], profile=profile)
     assert not (tmp_path / "b" / "proposer.json").exists()
     assert "cannot run in vLLM: it reads noisy_margin" in (tmp_path / "b" / "README.md").read_text()
@@ -196,7 +186,7 @@ def test_a_policy_that_vllm_cannot_run_is_not_written(traces: Traces, profile: P
     assert vllm_obstacle(load_policy("fixed:0"), "model") == "it never drafts"
 
 
-def test_acceptance_coefficients_are_recovered() -> None:
+def test_acceptance_coefficients_are_recovered():
     """Labels drawn from a slope and intercepts, as vLLM reads them; 40,000 rounds recover them within .05 and .1."""
     slope, intercepts = 0.8, [0.3, -0.2, -0.6]
     chance = np.random.default_rng(0)
@@ -220,7 +210,7 @@ def test_acceptance_coefficients_are_recovered() -> None:
 
 @pytest.mark.parametrize("ranged", [False, True], ids=["any number", "ranges"])
 @pytest.mark.parametrize("kind", ["logistic", "mlp", "xgboost"])
-def test_onnxruntime_answers_as_the_policy_does(kind: str, ranged: bool) -> None:
+def test_onnxruntime_answers_as_the_policy_does(kind, ranged):
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     policy = learned(kind)
@@ -240,7 +230,7 @@ def test_onnxruntime_answers_as_the_policy_does(kind: str, ranged: bool) -> None
     assert facts["features"] == list(NAMES) and facts["rule"] == policy.rule.to_dict()
 
 
-def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     policy = learned()

@@ -6,7 +6,6 @@ import dataclasses
 import re
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,19 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH
-from joint_policies import batch_policy
-from learned_policies import Certain, learned, with_head
-from specstop.collect import Prompt, Trace, collect
+from head_tensors import Certain, learned, with_head
+from joint_policies import batch_policy, linear_head
+from specstop.collect import Trace, collect
 from specstop.decode import SamplingParams, decode, stream_key
-from specstop.policies import Array, Confidence, FixedLength, PolicyError, save_policy
+from specstop.policies import Confidence, FixedLength, PolicyError, save_policy
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.display import silent
 from specstop.policies.features import TREE_FEATURES
-from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import PathCalibrator, TreeGain
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
-from specstop.train import TraceArrays, TrainResult, trace_arrays, train
+from specstop.train import trace_arrays, train
 from specstop.train.fit import rules as fit_rules
 from specstop.train.fit.adapt import MIN_GAIN_IN_SAMPLE, adapt_to_profile, solve_rate
 from specstop.train.fit.batch_rules import batch_rate, tune_batch_lengths, tune_batch_rule
@@ -42,19 +40,18 @@ from specstop.train.replay.rounds import scale_costs
 from specstop.train.replay.run import replay
 from synthetic import with_batches
 
-from specstop import DraftStep, LearnedPolicy, Pair, Profile, Settings, SpecstopWarning, Speculator, bench, parse_tree
+from specstop import DraftStep, Settings, SpecstopWarning, Speculator, bench, parse_tree
 
-Traces = dict[float, Trace]
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 
 
 @pytest.fixture(scope="module")
-def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
+def arrays(sides):
     return trace_arrays(sides[0])
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.2, 1.0, 3.0])
-def test_the_best_length_and_threshold_are_the_fastest(arrays: TraceArrays, profile: Profile, factor: float) -> None:
+def test_the_best_length_and_threshold_are_the_fastest(arrays, profile, factor):
     costs = scale_costs(profile, draft=factor)
     rates = [replay(arrays, FixedLength(k), costs).rate for k in range(DEPTH + 1)]
     grid = fixed_grid(arrays, costs)
@@ -64,9 +61,7 @@ def test_the_best_length_and_threshold_are_the_fastest(arrays: TraceArrays, prof
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
-def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
-    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, factor: float
-) -> None:
+def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(arrays, learned, full_profile, factor):
     costs = scale_costs(full_profile, draft=factor)
     acceptance = learned.metadata.acceptance
     solved, rate = solve_rate(learned, arrays, costs, acceptance)
@@ -85,9 +80,7 @@ def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
     assert (solved.head, solved.accept, solved.next) == (learned.head, learned.accept, learned.next)
 
 
-def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
-    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
-) -> None:
+def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(arrays, learned, full_profile):
     """Where verification has one price and drafting none, stopping gains nothing; at the other end, drafting does not."""
     low = dataclasses.replace(full_profile.low, draft_s=(0.0, 0.0), draft_token_s=0.0, verify_s=(1.0,) * (DEPTH + 1))
     free = dataclasses.replace(full_profile, low=low, high=low, step_s=0.0, decision_s={})
@@ -99,7 +92,7 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
 
 
-def test_rules_are_tuned_on_other_prompts(arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile) -> None:
+def test_rules_are_tuned_on_other_prompts(arrays, learned, full_profile):
     folds, heads = prompt_folds(arrays, 3, 0), [Certain(0.0), Certain(30.0), Certain(-30.0)]
     rules = [learned.with_rule(Threshold("step", threshold)) for threshold in (0.3, 0.6)]
     result = replayed_rates(left_out_parts(arrays, folds, heads), full_profile)(rules)
@@ -114,9 +107,7 @@ def test_rules_are_tuned_on_other_prompts(arrays: TraceArrays, learned: LearnedP
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
-    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, before: int
-) -> None:
+def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(arrays, learned, full_profile, before):
     acceptance = [*learned.metadata.acceptance[:before], *[0.0] * (DEPTH - before)]
     solved, rate = solve_rate(learned, arrays, full_profile, acceptance)
     assert rate == replay(arrays, solved, full_profile).rate > 0.0
@@ -129,16 +120,16 @@ EXACT = 1e-9
 
 
 @pytest.fixture(scope="module")
-def held(traces: Traces) -> TraceArrays:
+def held(traces):
     return trace_arrays(traces[0.7])
 
 
 @pytest.fixture(scope="module")
-def timed(profile: Profile) -> Profile:
+def timed(profile):
     return with_batches(profile)
 
 
-def test_decisions_that_cost_more_than_they_gain_are_left_out(held: TraceArrays, timed: Profile) -> None:
+def test_decisions_that_cost_more_than_they_gain_are_left_out(held, timed):
     free = batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
     settled = tune_batch_rule(free, [Part(held)], timed.with_decisions({name: 3.0}))
@@ -162,7 +153,7 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(held: TraceArrays,
     assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send
 
 
-def test_a_rule_decides_nothing_in_batches_where_that_loses(held: TraceArrays, timed: Profile, tmp_path: Path) -> None:
+def test_a_rule_decides_nothing_in_batches_where_that_loses(held, timed, tmp_path):
     policy = learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
     paid = timed.with_decisions({policy.cost_name: 3.0})
     settled = tune_batch_lengths(policy, [Part(held)], paid)
@@ -180,7 +171,7 @@ def test_a_rule_decides_nothing_in_batches_where_that_loses(held: TraceArrays, t
     assert tune_batch_lengths(policy, [Part(held)], dataclasses.replace(timed, batch=None)) is policy
 
 
-def test_rules_for_batches_are_settled_on_prompts_left_out(held: TraceArrays, timed: Profile) -> None:
+def test_rules_for_batches_are_settled_on_prompts_left_out(held, timed):
     policy = learned(rule=Derived([0.3] * DEPTH, 1))
     policy.metadata = dataclasses.replace(policy.metadata, acceptance=(0.8,) * DEPTH)
     free = timed.with_decisions({policy.cost_name: 0.0, for_batches(policy, profile=timed).cost_name: 0.0})
@@ -207,24 +198,10 @@ SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
 
 
 @pytest.fixture(scope="module")
-def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Traces:
-    folder = tmp_path_factory.mktemp("trees")
-    return {
-        t: collect(pair, prompts, folder / str(t), tree=TREE, temperature=t, max_new_tokens=NEW) for t in (0.0, 0.7)
-    }
-
-
-@pytest.fixture(scope="module")
-def trained(forest: Traces, profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> dict[float, TrainResult]:
+def trained(forest, profile, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     costs = profile.with_decisions({"tree": 1e-5})
     return {t: train(trace, costs, rule="gain", out=folder / str(t), passes=2) for t, trace in forest.items()}
-
-
-def linear_head(names: tuple[str, ...], weight: Array) -> LinearHead:
-    count = weight.shape[1]
-    tensors = {"mean": np.zeros(count), "scale": np.ones(count), "weight": weight, "bias": np.zeros(3)}
-    return LinearHead(names, {name: values.astype(np.float32) for name, values in tensors.items()})
 
 
 def all_visits(trace: Trace) -> Visits:
@@ -234,10 +211,7 @@ def all_visits(trace: Trace) -> Visits:
 
 
 @pytest.mark.parametrize(("temperature", "head"), [(0.0, "logistic"), (0.7, "logistic"), (0.7, "tokens")])
-def test_the_live_loop_plays_what_replay_says(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], forest: Traces,
-    trained: dict[float, TrainResult], profile: Profile, temperature: float, head: str,
-) -> None:  # fmt: skip
+def test_the_live_loop_plays_what_replay_says(pair, prompts, prompt_ids, forest, trained, profile, temperature, head):
     policy = trained[temperature].policy
     if head == "tokens":
         costs = profile.with_decisions({"tree": 1e-5})
@@ -255,9 +229,7 @@ def test_the_live_loop_plays_what_replay_says(
     assert len({drafted for drafted, _ in sizes}) > 2 and any(drafted > verified > 0 for drafted, verified in sizes)
 
 
-def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
-    trained: dict[float, TrainResult], pair: Pair, prompt_ids: list[list[int]]
-) -> None:
+def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(trained, pair, prompt_ids):
     policy, prompts = trained[0.7].policy, [prompt_ids[0]]
     length, chained = Settings(0.7, NEW, verification="match"), Settings(0.7, NEW, tree="chain:3", verification="match")
     with warnings.catch_warnings():
@@ -272,7 +244,7 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
         decode(pair, [prompt_ids[0]], policy, settings=chained)
 
 
-def test_rows_are_the_children_of_accepted_nodes(forest: Traces) -> None:
+def test_rows_are_the_children_of_accepted_nodes(forest):
     """Counted out one by one."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     rounds = TreeRounds.of(arrays, ("top1", "branch_rank", "depth"), visited)
@@ -298,7 +270,7 @@ def test_rows_are_the_children_of_accepted_nodes(forest: Traces) -> None:
     assert at == len(rows)
 
 
-def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: Traces) -> None:
+def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest):
     """A head that knows nothing: the shifts by depth and rank are the log-odds of the mean."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     head = linear_head(("depth",), np.zeros((3, 1)))
@@ -313,7 +285,7 @@ def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: Trace
     assert first == pytest.approx(float(accepted[:, 0].double().mean()), abs=0.02)
 
 
-def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: Traces) -> None:
+def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest):
     """What siblings' shares are fitted on is what the rule reads when it applies them."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     names, tree = ("top1", "depth"), arrays.tree
@@ -334,7 +306,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: Traces) 
             np.testing.assert_allclose(state[1], np.stack([survival[:, level], next_chance[:, level]], 1), rtol=1e-12)
 
 
-def test_shares_follow_the_chance_of_the_best_child() -> None:
+def test_shares_follow_the_chance_of_the_best_child():
     """Of three children of the anchor the second is accepted with a known law of `next`, and the third never."""
     generator = np.random.default_rng(2)
     logit_next = generator.uniform(-3.0, 3.0, 4000)
@@ -351,9 +323,7 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
     assert rare < -2.0
 
 
-def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
-    pair: Pair, prompts: list[Prompt], forest: Traces, tmp_path: Path
-) -> None:
+def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(pair, prompts, forest, tmp_path):
     filtered = SamplingParams(top_k=2)  # for which a third sibling is never there
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "progress": silent}
     large = collect(pair, prompts, tmp_path / "large", tree=TREE, sampling=filtered, **options)

@@ -6,13 +6,13 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
 import pytest
 import torch
+from commands import files
 from conftest import NEW, make_prompts
 from contract_policies import DEPTH
 from specstop.collect import collect
@@ -29,15 +29,14 @@ from specstop.train.fit.adapt import adapt_to_profile
 from specstop.train.fit.plan import REPORT_SHARE, Plan, TrainOptions, split_report
 from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.fit.run import fit_policy
-from specstop.train.fit.tune import TUNE_FOLDS, search
+from specstop.train.fit.tune import search
 from specstop.train.heads import rows as fitting_rows
 from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
 from specstop.train.heads.rows import Visits, conditional_acceptance, fit_rows, visits
 from synthetic import synthetic_trace, telling_trace, with_signal
 
-from specstop import LearnedPolicy, Pair, Profile, Trace, evaluate, replay
+from specstop import LearnedPolicy, Profile, Trace, evaluate, replay
 
-Sides = tuple[Trace, Trace]
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
 
@@ -45,10 +44,6 @@ PLAIN = ("logistic", "mlp", "xgboost")
 def few_epochs(head: str) -> dict[str, int]:
     """Return parameters for what holds however well a network is fitted."""
     return {"epochs": 6} if head == "mlp" else {}
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -59,9 +54,7 @@ def files(folder: Path) -> dict[str, bytes]:
         ("xgboost", "derived"),
     ],
 )
-def test_a_trained_folder_replays_as_the_returned_policy(
-    sides: Sides, full_profile: Profile, tmp_path: Path, head: str, rule: str
-) -> None:
+def test_a_trained_folder_replays_as_the_returned_policy(sides, full_profile, tmp_path, head, rule):
     options = {"cross_fit": rule == "derived", "folds": 2, "params": few_epochs(head)}
     options["threshold"] = None if rule == "batch" else 0.45
     full_profile = full_profile.with_decisions({"logistic?rule=batch": 1e-5})  # else it is timed
@@ -82,7 +75,7 @@ def test_a_trained_folder_replays_as_the_returned_policy(
 
 
 @pytest.mark.parametrize("head", PLAIN)
-def test_a_seed_determines_the_bytes(sides: Sides, full_profile: Profile, tmp_path: Path, head: str) -> None:
+def test_a_seed_determines_the_bytes(sides, full_profile, tmp_path, head):
     for number, seed in enumerate((3, 3, 4)):
         train(
             sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, params=few_epochs(head)
@@ -106,15 +99,13 @@ def test_a_seed_determines_the_bytes(sides: Sides, full_profile: Profile, tmp_pa
         ({"rule": "gain", "head": "dynasd-soft"}, "hidden states"),
     ],
 )
-def test_an_invalid_option_is_refused_before_anything_is_written(
-    sides: Sides, full_profile: Profile, tmp_path: Path, options: dict[str, object], noun: str
-) -> None:
+def test_an_invalid_option_is_refused_before_anything_is_written(sides, full_profile, tmp_path, options, noun):
     with pytest.raises((InputError, PolicyError), match=noun):
         train(sides[0], full_profile, out=tmp_path / "p", **options)
     assert not (tmp_path / "p").exists()
 
 
-def test_a_draft_that_is_never_wrong(pair: Pair, endless_pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
+def test_a_draft_that_is_never_wrong(pair, endless_pair, full_profile, tmp_path):
     """All labels are of one kind: heads are constants, and what cannot be measured is not NaN in the file."""
     twin = join(endless_pair.target, endless_pair.target, pair.tokenizer)
     trace = collect(twin, make_prompts(6, "twin", 5), tmp_path / "t", depth=3, max_new_tokens=20)
@@ -127,7 +118,7 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def arrays(sides: Sides) -> TraceArrays:
+def arrays(sides):
     return trace_arrays(sides[0])
 
 
@@ -140,7 +131,7 @@ def searched(
     return search(plans, arrays, profile, fit_policy, 2)
 
 
-def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, full_profile: Profile) -> None:
+def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays, full_profile):
     """Each head and rule is tried with its defaults, and a seed repeats the search."""
     plan, rows = searched(arrays, full_profile, 5, heads=("logistic", "xgboost"), rules=("survival", "step"))
     assert rows == searched(arrays, full_profile, 5, heads=("logistic", "xgboost"), rules=("survival", "step"))[1]
@@ -154,7 +145,7 @@ def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, 
         assert row["ratio_to_best_fixed"] == pytest.approx(row["tokens_per_s"] / best, rel=1e-6)
 
 
-def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: Profile, tmp_path: Path) -> None:
+def test_a_search_continues_from_its_journal(arrays, full_profile, tmp_path):
     journal = tmp_path / "trials.log"
 
     def trials(count: int, **options: Any) -> set[tuple[str, str | None]]:
@@ -169,16 +160,6 @@ def test_a_search_continues_from_its_journal(arrays: TraceArrays, full_profile: 
     journal.write_text("not a journal\n")
     with pytest.raises(InputError, match="journal of optuna"):
         trials(2)
-
-
-def test_the_best_head_is_trained_and_saved_with_the_table(sides: Sides, full_profile: Profile, tmp_path: Path) -> None:
-    trained = train(
-        sides[0], full_profile, head=["xgboost", "logistic"], rule="survival", tune=2, out=tmp_path / "p", name="mine",
-        seed=1,
-    )  # fmt: skip
-    policy, trials = load_policy_folder(tmp_path / "p"), trained.metrics["trials"]
-    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", trials[0]["policy"], "survival")
-    assert trials == policy.metadata.metrics["trials"] and {row["folds"] for row in trials} == {TUNE_FOLDS}
 
 
 FEW = ("top1", "noisy_margin", "depth")
@@ -196,10 +177,7 @@ def decisive_parts(policy: LearnedPolicy) -> list[Any]:
     ("head", "rule", "tune"),
     [("logistic", "derived", None), ("xgboost", "survival", None), ("logistic", "survival", 2)],
 )
-def test_report_prompts_influence_nothing_but_the_figures(
-    arrays: TraceArrays, sides: Sides, full_profile: Profile, head: str, rule: str, tune: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_report_prompts_influence_nothing_but_the_figures(arrays, sides, full_profile, head, rule, tune, monkeypatch):
     """Compare with training on a trace in which the report prompts have other outcomes."""
     report = split_report(arrays, REPORT_SHARE, 0)[1]
     assert report is not None
@@ -214,7 +192,7 @@ def test_report_prompts_influence_nothing_but_the_figures(
     assert one.metrics["held_out_tokens_per_s"] != other.metrics["held_out_tokens_per_s"]
 
 
-def test_fit_select_and_report_prompts_are_disjoint(arrays: TraceArrays, sides: Sides, full_profile: Profile) -> None:
+def test_fit_select_and_report_prompts_are_disjoint(arrays, sides, full_profile):
     policy = train(sides[0], full_profile, features=FEW).policy
     prompts = policy.metadata.prompts
     fit, select = set(prompts["fit"]), set(prompts["select"])
@@ -242,7 +220,7 @@ ROW_DEPTH = 3
 
 
 @pytest.fixture(scope="module")
-def trace() -> TraceArrays:
+def trace():
     chance = random.Random(1)
     lengths = [[min(chance.choice((0, 1, 1, 2, 3)), n - t) for t in range(n)] for n in (12, 3, 20, 1)]
     return synthetic_trace(lengths, ROW_DEPTH, (("anchor_top1",), ("top1", "depth")))
@@ -278,7 +256,7 @@ def slow_rows(trace: TraceArrays, length: int) -> Iterator[Slow]:
             anchor += min(accepted, length) + 1
 
 
-def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> None:
+def test_rows_are_those_of_a_slow_loop(trace, profile):
     lengths = (1, 2, 3)
     rows = fit_rows(trace, MIXED, visits(trace, [replay(trace, FixedLength(k), profile) for k in lengths]))
     slow = [row for k in lengths for row in slow_rows(trace, k)]
@@ -293,7 +271,7 @@ def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> 
     assert following.tolist() == [row[3] for row in slow if row[4]]
 
 
-def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
+def test_each_fold_is_visited_by_its_own_policy(profile):
     trace = synthetic_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], ROW_DEPTH)
     folds = prompt_folds(trace, 3, 0)
     result = on_policy_rounds(trace, folds, [FixedLength(2), FixedLength(1)], profile)
@@ -305,7 +283,7 @@ def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
         torch.testing.assert_close(result.history[mine], whole.history[expected])
 
 
-def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceArrays, profile: Profile) -> None:
+def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace, profile):
     visited = visits(trace, [replay(trace, FixedLength(2), profile)])
     lengths = trace.accepted[visited.row].tolist()
     expected = [sum(a >= j for a in lengths) / sum(a >= j - 1 for a in lengths) for j in range(1, ROW_DEPTH + 1)]
@@ -322,7 +300,7 @@ OPTIONS: dict[str, Any] = {"depth": ROW_DEPTH, "temperature": 0.7, "max_new_toke
 
 
 @pytest.fixture(scope="module")
-def block(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Sides:
+def block(pair, tmp_path_factory):
     """Traces of block verification to train on and to evaluate on, of two draws each."""
     folder = tmp_path_factory.mktemp("block")
     output = ((24, "fit", 21), (12, "held", 22))
@@ -338,7 +316,7 @@ def rows_of(trace: Trace, chances: bool) -> Any:
     return fit_rows(arrays, ("top1", "drawn_prob"), Visits(row, torch.zeros(len(row), 4)))
 
 
-def test_labels_are_chances_with_the_same_means_and_less_variance(block: Sides) -> None:
+def test_labels_are_chances_with_the_same_means_and_less_variance(block):
     assert fitting_rows.label_columns([block[0].header], False) == fitting_rows.CHANCE_COLUMNS
     soft, hard = rows_of(block[0], True), rows_of(block[0], False)
     assert torch.equal(soft.features, hard.features) and torch.equal(soft.depth, hard.depth)
@@ -350,7 +328,7 @@ def test_labels_are_chances_with_the_same_means_and_less_variance(block: Sides) 
         assert float(np.corrcoef(chance, bit)[0, 1]) > 0.2
 
 
-def test_a_head_is_fitted_under_its_verification(block: Sides, full_profile: Profile) -> None:
+def test_a_head_is_fitted_under_its_verification(block, full_profile):
     policy = train(block[0], full_profile).policy
     assert (policy.metadata.verification, policy.metadata.label) == ("block", "block")
     assert "noisy_margin" not in policy.features and "drawn_prob" in policy.features
@@ -359,7 +337,7 @@ def test_a_head_is_fitted_under_its_verification(block: Sides, full_profile: Pro
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_the_achievable_estimate_is_worth_what_the_features_tell(tells: bool) -> None:
+def test_the_achievable_estimate_is_worth_what_the_features_tell(tells):
     """A draft step takes a quarter of a second, a verification 4 s and half a second for each token beyond one a stream."""
     low = CostTable(1.0, (0.25, 0.25), 0.0, tuple(4.0 + 0.5 * n for n in range(5)))
     many = BatchTable(

@@ -13,14 +13,13 @@ import torch
 import xgboost as xgb
 from conftest import make_prompts
 from contract_policies import DEPTH
-from feature_head import biased
 from specstop.collect import collect
 from specstop.decode import stream_key
 from specstop.policies import InputError, TraceError
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.storage import load_policy_folder
-from specstop.train import HeadEstimator, TraceArrays, TrainResult, head_class, make_head, trace_arrays, train
+from specstop.train import HeadEstimator, head_class, make_head, trace_arrays, train
 from specstop.train.heads import published
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
@@ -29,7 +28,7 @@ from specstop.train.heads.rows import IS_DRAFT_SAMPLE, SOFT_COLUMNS, FitRows, Vi
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 from torch import Tensor
 
-from specstop import Pair, Profile, Settings, Speculator, Trace, replay
+from specstop import Settings, Speculator, replay
 
 DRAFT, TARGET = 8, 6
 LOSS = 0.02  # nats above the truth; a head that learned nothing is 0.1 and more behind
@@ -84,7 +83,7 @@ def fitted(model: HeadEstimator, rows: FitRows, stop_rows: FitRows) -> Head:
     return model.fit(rows, stop_rows=stop_rows).export()
 
 
-def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
+def test_the_residual_head_learns_from_scalars_and_both_states():
     fit, (held, _, truth) = hidden_rows(14_000, 1)[0], hidden_rows(6_000, 2)
     head, blind = fitted(ResNetEstimator(NAMES, epochs=8), fit, held), fitted(LogisticEstimator(NAMES), fit, held)
     assert dict(head.sizes) == {"draft_hidden": DRAFT, "target_hidden": TARGET}
@@ -95,7 +94,7 @@ def test_the_residual_head_learns_from_scalars_and_both_states() -> None:
         assert loss < best + LOSS < without - LOSS, "hidden states hold what scalars do not"
 
 
-def test_dynasds_soft_model_learns_the_ratio() -> None:
+def test_dynasds_soft_model_learns_the_ratio():
     fit, (held, soft) = published_rows(8_000, 4)[0], published_rows(6_000, 5)
     head = fitted(published.DynaSDSoftEstimator(epochs=3), fit, held)
     chance, truth = torch.sigmoid(scored(head, held, 1)[:, 0])[held.drawn], soft[held.drawn]
@@ -105,7 +104,7 @@ def test_dynasds_soft_model_learns_the_ratio() -> None:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft: bool) -> None:
+def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft):
     generator = torch.Generator().manual_seed(0)
     features = torch.rand(9_000, 11, generator=generator)
     chance = torch.sigmoid(4 * features[:, 1] - 2 * features[:, 0] + 1.0)  # 0.87 on average
@@ -124,7 +123,7 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected(soft:
 
 
 @pytest.mark.parametrize("is_published", [False, True])
-def test_the_rejection_weights_bias_stays_in_the_published_head_only(is_published: bool) -> None:
+def test_the_rejection_weights_bias_stays_in_the_published_head_only(is_published):
     """With weight w the least loss is at a / (a + w (1 - a)), the mean of which is known here."""
     fit, (held, soft) = published_rows(10_000, 6)[0], published_rows(6_000, 7)
     build = published.SpecDecPublishedEstimator if is_published else published.SpecDecEstimator
@@ -132,7 +131,7 @@ def test_the_rejection_weights_bias_stays_in_the_published_head_only(is_publishe
     assert head.lag == 1 and (len(head.tensors()["block.weight"]) == 1) == is_published
     use = held.drawn
     output = torch.sigmoid(scored(head, held, 2)[use, 0])
-    expected = torch.from_numpy(biased(soft[use].numpy(), 6.0)) if is_published else soft[use]
+    expected = soft[use] / (soft[use] + (6.0 * (1.0 - soft[use]) if is_published else 1.0 - soft[use]))
     assert float(output.mean()) == pytest.approx(float(expected.mean()), abs=MEAN)
     assert float((output - expected).abs().mean()) < 0.05
 
@@ -140,7 +139,7 @@ def test_the_rejection_weights_bias_stays_in_the_published_head_only(is_publishe
 # Rows
 
 
-def test_soft_labels_are_the_clipped_ratio_and_a_lagging_head_has_no_row_for_the_last_token() -> None:
+def test_soft_labels_are_the_clipped_ratio_and_a_lagging_head_has_no_row_for_the_last_token():
     arrays = synthetic_trace([[1, 0, 2, 3, 1, 0, 0, 0]], 3, ((), ("top1",)))
     generator = torch.Generator().manual_seed(0)
     q, p = (torch.rand(8, 3, generator=generator) for _ in range(2))
@@ -174,7 +173,7 @@ READS = {
 
 
 @pytest.fixture(scope="module")
-def hidden(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace, Trace]:
+def hidden(pair, tmp_path_factory):
     """Traces with hidden states to train on and to evaluate on, and a mixed one of the first prompts."""
     folder = tmp_path_factory.mktemp("hidden")
     both = ("draft_hidden", "target_hidden")
@@ -188,23 +187,19 @@ def hidden(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace,
 
 
 @pytest.fixture(scope="module")
-def costs(profile: Profile) -> Profile:
+def costs(profile):
     return profile.with_decisions(dict.fromkeys(READS, 7.0e-5))
 
 
 @pytest.fixture(scope="module")
-def trained(
-    hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, TrainResult]:
+def trained(hidden, costs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     options = {"params": QUICK, "cross_fit": False}
     return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in READS}
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_a_published_head_decodes_as_it_replays_under_its_rule(
-    pair: Pair, hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, TrainResult], kind: str
-) -> None:
+def test_a_published_head_decodes_as_it_replays_under_its_rule(pair, hidden, costs, trained, kind):
     features, states, rule = READS[kind]
     policy, build = trained[kind].policy, head_class(kind)
     assert (policy.hidden, policy.rule.kind) == (states, rule) and features in (None, policy.features)
@@ -222,9 +217,7 @@ def test_a_published_head_decodes_as_it_replays_under_its_rule(
     assert isinstance(path, Path) and torch.equal(replay(arrays, load_policy_folder(path), costs).log, log)
 
 
-def test_rules_and_hidden_states_can_be_requested(
-    hidden: tuple[Trace, Trace, Trace], sides: tuple[Trace, Trace], costs: Profile
-) -> None:
+def test_rules_and_hidden_states_can_be_requested(hidden, sides, costs):
     options = {"params": QUICK, "cross_fit": False}
     assert train(hidden[0], costs, head="specdec", rule="step", **options).policy.rule.kind == "step"
     policy = train(hidden[0], costs, head="resnet", hidden=["target_hidden"], features=["top1"], **options).policy
@@ -239,11 +232,11 @@ def test_rules_and_hidden_states_can_be_requested(
 
 
 @pytest.fixture(scope="module")
-def mixed(hidden: tuple[Trace, Trace, Trace]) -> TraceArrays:
+def mixed(hidden):
     return mixed_arrays(hidden[2], hidden[0], (), ("draft_hidden",))
 
 
-def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed: TraceArrays) -> None:
+def test_rows_of_mixed_texts_pair_each_own_token_with_the_state_after_it(mixed):
     """By hand: the next place's state, where the draft read its own token there; the label of this place."""
     held = {mixed.clusters[0], mixed.clusters[3]}
     rows = mixed_rows(mixed, held, (), 1, soft=True)
@@ -273,7 +266,7 @@ COEFFICIENT = 0.08  # over 3 standard errors of a coefficient fitted on the fewe
 
 
 @pytest.fixture(scope="module")
-def parts() -> tuple[FitRows, FitRows]:
+def parts():
     return synthetic_rows(24_000, 1), synthetic_rows(8_000, 2)
 
 
@@ -289,7 +282,7 @@ def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float,
     return result
 
 
-def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
+def test_the_linear_head_recovers_known_coefficients(parts):
     head, first = fitted(LogisticEstimator(NAMES), *parts), parts[1].depth == 0
     tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     weight = tensors["weight"] / tensors["scale"]
@@ -302,7 +295,7 @@ def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRo
     assert [head.tensors()[end][2] for end in ("low", "high")] == [seen[:, 2].min(), seen[:, 2].max()]
 
 
-def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
+def test_the_boosted_head_has_the_margins_of_the_booster(parts):
     model = make_head("xgboost").set_params(features=NAMES).fit(parts[0], stop_rows=parts[1])
     head, files = model.export(), model.files_
     tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
@@ -325,7 +318,7 @@ def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, F
     assert np.array_equal(head.scores(within.astype(np.float32), 0), result), "trees know the depth by its feature only"
 
 
-def test_the_mlp_learns_the_truth_and_restores_random_states(parts: tuple[FitRows, FitRows]) -> None:
+def test_the_mlp_learns_the_truth_and_restores_random_states(parts):
     def states() -> list[Any]:
         numbers = np.random.get_state()[1].tolist()  # noqa: NPY002 - the global state is what this is about
         return [torch.get_rng_state().tolist(), random.getstate(), numbers]

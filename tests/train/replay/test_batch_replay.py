@@ -11,9 +11,8 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
+from head_tensors import learned
 from joint_policies import batch_policy
-from learned_policies import learned
-from specstop.collect import collect
 from specstop.decode import stream_key
 from specstop.decode.loop import Request
 from specstop.policies import Confidence, FixedLength, InputError, PolicyError, TraceError
@@ -31,20 +30,19 @@ from specstop.train.replay.batch import BatchRounds, arrive_at_once, poisson_arr
 from specstop.train.replay.bounds import StaticTree, oracle_plan, round_regret
 from synthetic import synthetic_trace, with_batches
 
-from specstop import Pair, Profile, Prompt, Settings, Speculator, StopPolicy, Trace, parse_tree, replay
+from specstop import Profile, Settings, Speculator, StopPolicy, parse_tree, replay
 
 EXACT = SUMS = 1e-9
 COLUMNS = ("anchor", "drafted", "verified", "accepted", "committed", "backlog", "decisions")
-Arrays = dict[float, TraceArrays]
 
 
 @pytest.fixture(scope="module")
-def arrays(traces: dict[float, Trace]) -> Arrays:
+def arrays(traces):
     return {t: trace_arrays(trace) for t, trace in traces.items()}
 
 
 @pytest.fixture(scope="module")
-def timed(profile: Profile) -> Profile:
+def timed(profile):
     return with_batches(profile)
 
 
@@ -75,10 +73,7 @@ def served(arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int
 
 
 @pytest.mark.parametrize(("batch", "temperature", "joins"), [(3, 0.7, False), (4, 0.0, False), (4, 0.7, True)])
-def test_rounds_are_those_of_the_live_batch(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], arrays: Arrays, timed: Profile, batch: int,
-    temperature: float, joins: bool,
-) -> None:  # fmt: skip
+def test_rounds_are_those_of_the_live_batch(pair, prompts, prompt_ids, arrays, timed, batch, temperature, joins):
     """With eight texts, streams are refilled while others are in the middle of a text."""
     trace, compared = arrays[temperature], 0
     ids = {prompt.id: tokens for prompt, tokens in zip(prompts, prompt_ids, strict=True)}
@@ -100,7 +95,7 @@ def test_rounds_are_those_of_the_live_batch(
     assert compared > 200
 
 
-def test_streams_share_a_clock_and_the_cost_of_each_round(arrays: Arrays, timed: Profile) -> None:
+def test_streams_share_a_clock_and_the_cost_of_each_round(arrays, timed):
     """A decision about all streams of the batch is priced once."""
     trace, price = arrays[0.7], 2e-3
     profile = timed.with_decisions({"confidence": price})
@@ -122,7 +117,7 @@ def test_streams_share_a_clock_and_the_cost_of_each_round(arrays: Arrays, timed:
     assert played.rate == pytest.approx(int(played.tokens.sum()) / float(played.ended.max()), rel=EXACT), "never idle"
 
 
-def test_requests_wait_for_their_arrival_and_for_a_stream(arrays: Arrays, timed: Profile) -> None:
+def test_requests_wait_for_their_arrival_and_for_a_stream(arrays, timed):
     trace, policy = arrays[0.0], TEST_POLICIES["trimming"]
     count, now = trace.sequences, served(trace, policy, timed, 2)
     late = replay_batch(trace, policy, timed, 2, np.full(count, 100.0))
@@ -144,7 +139,7 @@ def test_requests_wait_for_their_arrival_and_for_a_stream(arrays: Arrays, timed:
     )
 
 
-def test_unsuitable_replays_are_refused(arrays: Arrays, trees: TraceArrays, timed: Profile, profile: Profile) -> None:
+def test_unsuitable_replays_are_refused(arrays, trees, timed, profile):
     trace, policy = arrays[0.0], FixedLength(2)
     drawn = dataclasses.replace(trees, header=dataclasses.replace(trees.header, verification="rejection"))
     for run, error, noun in (
@@ -160,14 +155,14 @@ def test_unsuitable_replays_are_refused(arrays: Arrays, trees: TraceArrays, time
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_no_batch_is_faster_than_the_bound(arrays: Arrays, timed: Profile, batch: int) -> None:
+def test_no_batch_is_faster_than_the_bound(arrays, timed, batch):
     trace, free = arrays[0.7], dataclasses.replace(timed, decision_s={})
     policies = [*SINGLE, *joint(timed)[:4], *(FixedLength(k) for k in range(DEPTH + 1))]
     fastest = min(float(served(trace, policy, free, batch).seconds.sum()) for policy in policies)
     assert 0.3 * fastest < float(bounds.batch_bound(trace, free, batch).sum()) <= fastest * (1 + EXACT)
 
 
-def test_the_bound_of_streams_that_share_nothing_is_that_of_each_alone(arrays: Arrays, profile: Profile) -> None:
+def test_the_bound_of_streams_that_share_nothing_is_that_of_each_alone(arrays, profile):
     """A draft step takes 1 ms per stream, a verification 3 ms per stream and 1 ms per token."""
     trace = arrays[0.7]
     verify = {n: ((n, 4e-3 * n), (n * (DEPTH + 1), 3e-3 * n + 1e-3 * n * (DEPTH + 1))) for n in (1, 2, 4)}
@@ -181,15 +176,12 @@ def test_the_bound_of_streams_that_share_nothing_is_that_of_each_alone(arrays: A
 
 
 @pytest.fixture(scope="module")
-def trees(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> TraceArrays:
-    folder = tmp_path_factory.mktemp("tree")
-    return trace_arrays(collect(pair, prompts, folder, tree="3,2,1,1,1", temperature=0.7, max_new_tokens=NEW))
+def trees(forest):
+    return trace_arrays(forest[0.7])
 
 
 @pytest.mark.parametrize("is_chain", [True, False])
-def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(
-    arrays: Arrays, trees: TraceArrays, profile: Profile, is_chain: bool
-) -> None:
+def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(arrays, trees, profile, is_chain):
     trace = arrays[0.7] if is_chain else trees
     plan = oracle_plan(trace, profile)
     policies = [*TEST_POLICIES.values(), FixedLength(2), FixedLength(3)]
@@ -210,7 +202,7 @@ def test_no_policy_is_faster_than_the_oracle_and_losses_add_up(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_oracle_is_the_best_of_all_choices_of_lengths(seed: int) -> None:
+def test_the_oracle_is_the_best_of_all_choices_of_lengths(seed):
     """Compare with exhaustive search: at each anchor any k, at the price of k or of any deeper round.
 
     In one case the profile ends before the trace, and in one a noisy profile makes the first draft step with a backlog of
@@ -248,7 +240,7 @@ def test_the_oracle_is_the_best_of_all_choices_of_lengths(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sub_trees_are_the_best_of_all(seed: int) -> None:
+def test_sub_trees_are_the_best_of_all(seed):
     generator = torch.Generator().manual_seed(seed)
     parents = [int(torch.randint(-1, node, (), generator=generator)) if node else -1 for node in range(9)]
     tree = parse_tree("parents:" + ",".join(map(str, parents)))
@@ -266,7 +258,7 @@ def test_sub_trees_are_the_best_of_all(seed: int) -> None:
             assert all(tree.parent[node + 1] == 0 or tree.parent[node + 1] - 1 in nodes for node in nodes)
 
 
-def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees: TraceArrays, profile: Profile) -> None:
+def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees, profile):
     """First siblings come first even if a later sibling was accepted more often."""
     assert trees.path is not None
     first_row, last = torch.arange(len(trees.accepted)) == 0, trees.tree.children[0][-1] - 1
@@ -284,7 +276,7 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees: Tra
     assert replay(bounds.restrict_to_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
 
 
-def test_the_best_static_tree_is_drafted_alone(trees: TraceArrays, profile: Profile) -> None:
+def test_the_best_static_tree_is_drafted_alone(trees, profile):
     """It verifies the same tokens as inside the recorded tree, and pays for no other candidates."""
     costly = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)
     for costs in (profile, costly):

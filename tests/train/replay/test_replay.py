@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 from conftest import NEW, make_prompts
 from contract_policies import DEPTH, TEST_POLICIES, ReadsDraftStates, ReadsStates, SelectingByToken
-from learned_policies import learned as learned_policy
+from head_tensors import learned as learned_policy
 from specstop.collect import Trace, collect, load_trace
 from specstop.decode import Generation, Settings, Speculator, Topology, stream_key
 from specstop.policies import Confidence, FixedLength, PolicyError, State, TraceError
@@ -26,7 +24,7 @@ from specstop.policies.published.kangaroo import MaxProb
 from specstop.policies.published.online import Online
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder
-from specstop.train import Rounds, TraceArrays, trace_arrays, train
+from specstop.train import Rounds, trace_arrays, train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import joined_arrays, policy_features
 from specstop.train.replay.bounds import StaticTree
@@ -35,7 +33,7 @@ from specstop.train.replay.rounds import BY_ROUND, scale_costs
 from specstop.train.replay.run import replay, replay_lengths, replay_many
 from synthetic import synthetic_trace
 
-from specstop import Pair, Profile, Prompt, RoundOutcome, SpecstopWarning, StopPolicy, load_policy
+from specstop import RoundOutcome, SpecstopWarning, StopPolicy, load_policy
 
 Traces = dict[float, Trace]
 TREES = {
@@ -80,12 +78,10 @@ CASES = [
     *((spec, (None, "odd")[at % 2], (0.0, 0.7)[at // 2 % 2]) for at, spec in enumerate(SPECS)),
     *((s, ("odd", None)[at % 2], (0.7, 0.0)[at // 2 % 2]) for at, s in enumerate(SPECS) if s.startswith(FOR_TREES)),
 ]
-Recorded = Callable[[str | None, float], Trace]
-Live = Callable[[StopPolicy, str | None, float], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(pair, prompts, tmp_path_factory):
     """Collect a dense trace with hidden states, once for each tree and temperature."""
     folder = tmp_path_factory.mktemp("recorded")
 
@@ -98,17 +94,14 @@ def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPat
     return run
 
 
-Trees = Callable[[str | None, float], TraceArrays]
-
-
 @pytest.fixture(scope="module")
-def by_tree(recorded: Recorded) -> Trees:
+def by_tree(recorded):
     """The same traces as arrays."""
     return functools.cache(lambda tree, temperature: trace_arrays(recorded(tree, temperature)))
 
 
 @pytest.fixture(scope="module")
-def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile) -> Live:
+def live(pair, prompts, prompt_ids, profile):
     """Run a policy live on the prompts of the trace."""
 
     def run(policy: StopPolicy, tree: str | None, temperature: float) -> list[Generation]:
@@ -130,9 +123,7 @@ def by_text(rounds: Rounds) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(("name", "tree", "temperature"), CASES)
-def test_rounds_and_seconds_are_those_of_the_live_loop(
-    by_tree: Trees, live: Live, profile: Profile, name: str, tree: str | None, temperature: float
-) -> None:
+def test_rounds_and_seconds_are_those_of_the_live_loop(by_tree, live, profile, name, tree, temperature):
     arrays = by_tree(tree, temperature)
     policy = POLICIES.get(name) or load_policy(name).limited(DEPTH)
     played, generations = replay(arrays, policy, profile), live(policy, tree, temperature)
@@ -153,7 +144,7 @@ def test_rounds_and_seconds_are_those_of_the_live_loop(
 
 
 @pytest.mark.parametrize("name", ["fixed:0", "trimming", "adaptive"])
-def test_a_live_policy_observes_the_seconds_of_trees(by_tree: Trees, live: Live, profile: Profile, name: str) -> None:
+def test_a_live_policy_observes_the_seconds_of_trees(by_tree, live, profile, name):
     observed: list[float] = []
 
     class Listening(type(POLICIES[name])):  # type: ignore[misc]
@@ -170,7 +161,7 @@ def test_a_live_policy_observes_the_seconds_of_trees(by_tree: Trees, live: Live,
     torch.testing.assert_close(played.seconds, by_text, rtol=1e-12, atol=0.0)
 
 
-def test_a_static_tree_is_drafted_live_as_in_replay(by_tree: Trees, live: Live, profile: Profile) -> None:
+def test_a_static_tree_is_drafted_live_as_in_replay(by_tree, live, profile):
     arrays = by_tree("widths", 0.7)
     policy, children = StaticTree(arrays.tree, [0, 1, 3, 4, 9]), arrays.tree.children
     assert policy.shape.parent == Topology([-1, 0, 0, 1, 1, 3]).parent
@@ -180,9 +171,7 @@ def test_a_static_tree_is_drafted_live_as_in_replay(by_tree: Trees, live: Live, 
 
 
 @pytest.mark.parametrize("tree", [None, "widths"])
-def test_rounds_of_a_text_do_not_depend_on_the_other_texts(
-    recorded: Recorded, by_tree: Trees, profile: Profile, tree: str | None
-) -> None:
+def test_rounds_of_a_text_do_not_depend_on_the_other_texts(recorded, by_tree, profile, tree):
     """The same in memory and read from files."""
     arrays, from_files = by_tree(tree, 0.7), trace_arrays(load_trace(recorded(tree, 0.7).folder))
     for name in ("reads-history", "adaptive", "randomised", "reads-states", "reads-draft-states"):
@@ -198,7 +187,7 @@ EXACT = 1e-12
 
 
 @pytest.mark.parametrize("tree", [None, "widths"])
-def test_prices_are_linear_in_the_costs_of_a_profile(by_tree: Trees, profile: Profile, tree: str | None) -> None:
+def test_prices_are_linear_in_the_costs_of_a_profile(by_tree, profile, tree):
     rounds = replay(by_tree(tree, 0.7), Confidence(0.3, DEPTH), profile)
     spent = rounds.price(profile)
     costly = profile.with_decisions({"confidence": 2.0 * profile.decision("confidence")})
@@ -215,9 +204,7 @@ def test_prices_are_linear_in_the_costs_of_a_profile(by_tree: Trees, profile: Pr
 
 
 @pytest.mark.parametrize("tree", [None, "widths"])
-def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(
-    by_tree: Trees, profile: Profile, tree: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(by_tree, profile, tree, monkeypatch):
     """A sweep with hidden states is divided into parts."""
     monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MAX_HIDDEN_BYTES", 16 * 4 * 2 * 8)
     arrays, learned = by_tree(tree, 0.7), learned_policy()
@@ -233,7 +220,7 @@ def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(
                 assert getattr(alone, name) is None or torch.equal(getattr(rounds, name), getattr(alone, name)), name
 
 
-def test_known_lengths_have_the_rounds_of_the_policy(by_tree: Trees, profile: Profile) -> None:
+def test_known_lengths_have_the_rounds_of_the_policy(by_tree, profile):
     arrays, thresholds = by_tree(None, 0.7), (0.2, 0.35, 0.6)
     certain = [(arrays.column("top1") >= threshold).long().cumprod(1).sum(1) for threshold in thresholds]
     drafted = torch.stack([(count + 1).clamp_max(DEPTH) for count in certain])
@@ -254,12 +241,12 @@ TEMPERATURES = (0.0, 0.7)
 
 
 @pytest.fixture(scope="module")
-def arrays(traces: Traces) -> TraceArrays:
+def arrays(traces):
     return trace_arrays(traces[0.7])
 
 
 @pytest.fixture(scope="module")
-def both(pair: Pair, sides: tuple[Trace, Trace], tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
+def both(pair, sides, tmp_path_factory):
     """Traces of the training prompts at temperatures 0.7 and 0."""
     folder = tmp_path_factory.mktemp("cold")
     return [sides[0], collect(pair, make_prompts(24, "fit", 21), folder, depth=DEPTH, max_new_tokens=NEW, shards=2)]
@@ -273,9 +260,7 @@ class OtherSize(ReadsDraftStates):
     sizes = MappingProxyType({"draft_hidden": 8})
 
 
-def test_policies_that_a_trace_cannot_replay_are_refused(
-    arrays: TraceArrays, traces: Traces, recorded: Recorded, profile: Profile
-) -> None:
+def test_policies_that_a_trace_cannot_replay_are_refused(arrays, traces, recorded, profile):
     few = trace_arrays(traces[0.7], ["entropy"])
     whole = synthetic_trace([[1, 0, 1], [0, 1]], depth=1)
     mixed = dataclasses.replace(whole, header=dataclasses.replace(whole.header, mix=0.5))
@@ -307,7 +292,7 @@ def test_policies_that_a_trace_cannot_replay_are_refused(
         ("top1", None, "without top1"),
     ],
 )
-def test_an_impossible_trace_is_refused(traces: Traces, column: str, value: int | None, noun: str) -> None:
+def test_an_impossible_trace_is_refused(traces, column, value, noun):
     trace = traces[0.0]
     if column == "anchor":
         rows = trace.rows.select([i for i in range(len(trace.rows)) if i != 3])
@@ -317,7 +302,7 @@ def test_an_impossible_trace_is_refused(traces: Traces, column: str, value: int 
         trace_arrays(Trace(trace.folder, trace.header, rows))
 
 
-def test_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
+def test_shared_prompts_are_refused_or_warned_of(arrays):
     part, other = arrays.subset([0, 1]), arrays.subset([2, 3])
     same_text = dataclasses.replace(part, prompt_ids=["x", "y"])
     require_disjoint("--traces", part, "--train-traces", other.clusters)
@@ -328,7 +313,7 @@ def test_shared_prompts_are_refused_or_warned_of(arrays: TraceArrays) -> None:
             require_disjoint_prompts(trace, part, [], allow=True)
 
 
-def test_joined_traces_are_replayed_as_each_alone(both: list[Trace], profile: Profile) -> None:
+def test_joined_traces_are_replayed_as_each_alone(both, profile):
     joined, alone = joined_arrays(both), [trace_arrays(trace) for trace in both]
     assert joined.sequences == sum(part.sequences for part in alone) > 40
     together, parts = replay(joined, FixedLength(3), profile), [replay(part, FixedLength(3), profile) for part in alone]
@@ -345,9 +330,7 @@ def changed(trace: Trace, **entries: Any) -> Trace:
     return Trace(trace.folder, dataclasses.replace(trace.header, **entries), trace.rows)
 
 
-def test_a_policy_that_reads_the_temperature_decides_live_as_in_replay(
-    pair: Pair, both: list[Trace], full_profile: Profile, tmp_path: Path
-) -> None:
+def test_a_policy_that_reads_the_temperature_decides_live_as_in_replay(pair, both, full_profile, tmp_path):
     options = {"features": ("temperature", "depth"), "rule": "step", "threshold": 0.55}
     train(both, full_profile, **options, out=tmp_path / "p")
     policy = load_policy_folder(tmp_path / "p")

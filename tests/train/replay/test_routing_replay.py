@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,7 @@ from specstop.train import Rounds, TraceArrays, trace_arrays
 from specstop.train.replay.rounds import count_rounds
 from specstop.train.replay.run import replay
 
-from specstop import Pair, Profile, Prompt
-
 DEPTH = 4
-DRAFTERS = ("suffix+model", "lookup+model")
 
 
 class Idle(RoutingPolicy):
@@ -58,11 +55,10 @@ ROUTES: dict[str, Callable[[], StopPolicy]] = {
     "past": lambda: Past(stops(Confidence(0.4)), ["mean_accepted", "prompt_tokens"]),
     "one": lambda: Confidence(0.3, DEPTH),
 }
-Recorded = Callable[..., TraceArrays]
 
 
 @pytest.fixture(scope="module")
-def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(pair, prompts, tmp_path_factory):
     """Collect a trace of a drafter, once for each kind."""
     double = [dataclasses.replace(prompt, text=f"{prompt.text} {prompt.text}") for prompt in prompts]
 
@@ -78,7 +74,7 @@ def recorded(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def costs(profile: Profile) -> Profile:
+def costs(profile):
     return dataclasses.replace(profile, others=(dataclasses.replace(profile, step_s=9e-4),))
 
 
@@ -92,13 +88,9 @@ def by_text(rounds: Rounds) -> list[list[tuple[int, ...]]]:
     return [[row[1:] for row in rows if row[0] == text] for text in range(len(rounds.prompt_tokens))]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("drafter", "temperature"), [("suffix+model", 0.0), ("lookup+model", 0.7)])
 @pytest.mark.parametrize("name", ROUTES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_rounds_are_those_of_the_live_loop(
-    recorded: Recorded, pair: Pair, costs: Profile, prompts: Sequence[Prompt], prompt_ids: list[list[int]], drafter: str,
-    name: str, temperature: float,
-) -> None:  # fmt: skip
+def test_rounds_are_those_of_the_live_loop(recorded, pair, costs, prompts, prompt_ids, drafter, name, temperature):
     policy, arrays = ROUTES[name](), recorded(drafter, temperature)
     rounds = replay(arrays, policy, costs)
     settings = Settings(temperature, NEW, DEPTH, verification="match")
@@ -120,16 +112,14 @@ def test_rounds_are_those_of_the_live_loop(
 
 
 @pytest.mark.parametrize("name", ["match", "idle", "past"])
-def test_a_live_trace_of_a_route_replays_itself(recorded: Recorded, costs: Profile, name: str) -> None:
+def test_a_live_trace_of_a_route_replays_itself(recorded, costs, name):
     dense, live = recorded("suffix+model", 0.7), recorded("suffix+model", 0.7, name)
     assert by_text(replay(live, ROUTES[name](), costs)) == by_text(replay(dense, ROUTES[name](), costs))
 
 
 @pytest.mark.parametrize("tree", [None, "1,1|2,1"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_trace_of_one_drafter_is_that_collected_with_it_alone(
-    recorded: Recorded, temperature: float, tree: str | None
-) -> None:
+def test_the_trace_of_one_drafter_is_that_collected_with_it_alone(recorded, temperature, tree):
     both = recorded("suffix+model", temperature, tree=tree)
     for index, (drafter, own) in enumerate(zip(("suffix", "model"), (tree or "|").split("|"), strict=True)):
         part, alone = both.each_drafter[index], recorded(drafter, temperature, tree=own or None)
