@@ -247,11 +247,9 @@ class Comparison:
 class RouteComparison(Comparison):
     """Suffix and draft model in one loop."""
 
-    depth = ROUTE_DEPTH
-
     def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
         """Return each drafter at its best fixed length, the best tuned rule and the trained route, and the costs."""
-        self.tree, names = None, drafter_names(self.pair.drafter)
+        self.depth, self.tree, names = self.run.choose(ROUTE_DEPTH, 3), None, drafter_names(self.pair.drafter)
         profile, traces = self.profile(), {side: self.traces(side, None, "routes") for side in ("train", "test")}
         arrays = trace_arrays(traces["train"])
         grid = fixed_grid(arrays, profile)

@@ -213,7 +213,7 @@ def sampling_text(temperature: float | str | Sequence[float], sampling: Mapping[
 def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
     """Warn of each condition that differs from those of training; `where` is "these traces" or "this run"."""
     trained = getattr(policy, "metadata", None)
-    if not isinstance(trained, TrainingMetadata):
+    if not isinstance(trained, TrainingMetadata) or trained is getattr(type(policy), "metadata", None):  # a rule
         return
     different: list[tuple[str, Any, Any]] = []  # name, of training, of use
     if used.temperature is not None:

@@ -25,7 +25,8 @@ from specstop.decode.settings import Settings
 from specstop.policies.contract import Array, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.routing import RoutingPolicy, ThresholdRoute
+from specstop.policies.learned import Conditions, TrainingMetadata, warn_other_conditions
+from specstop.policies.routing import RoutingPolicy, ThresholdRoute, agreement, match
 from test_batch import counts
 
 DEPTH = 5
@@ -228,3 +229,16 @@ def test_block_refuses_policies_that_join_drafters(two):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Speculator(two, InTurns(stops()), Settings(0.7, NEW, DEPTH)).mode.name == "match"
+
+
+def test_a_rule_has_no_conditions_of_training():
+    used = Conditions(0.7, verification="block", sampling={"top_k": 5})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rule in (ThresholdRoute("match_prob", 0.6, stops()), agreement(), match()):
+            warn_other_conditions(rule, used, "this run")
+    trained = ThresholdRoute("match_prob", 0.6, stops())
+    trained.metadata = TrainingMetadata(temperature=0.3)
+    with pytest.warns(SpecstopWarning) as caught:
+        warn_other_conditions(trained, used, "this run")
+    assert len(caught) == 3
