@@ -287,7 +287,7 @@ class ThroughVLLM:
         """Return the rows of a batch of prompts, one column chunk per text.
 
         Raises:
-            InputError: the drafter has failed.
+            InputError: a drafter has failed.
         """
         temperature = self._settings.temperature
         if self._engine is None:  # started with the first texts

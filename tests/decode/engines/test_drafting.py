@@ -33,6 +33,7 @@ from specstop.decode.engines.vllm import Proposer
 from specstop.decode.topology import chain
 from specstop.policies import InputError, LearnedPolicy, PairError, PolicyError, SpecstopWarning, load_policy
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.features import HISTORY_FEATURES, ROUTE_FEATURES
 from specstop.policies.learned import TrainingMetadata
 from specstop.policies.routing import RoutingPolicy
@@ -93,10 +94,9 @@ class ByAnchor(RoutingPolicy):
 
     name = "by-anchor"
 
-    def __init__(self, drafters: int = 2) -> None:
-        super().__init__(
-            [load_policy(f"confidence:{LEAST}")] * drafters, [*ROUTE_FEATURES, *HISTORY_FEATURES, "anchor_token"]
-        )
+    def __init__(self) -> None:
+        stops = [load_policy(f"confidence:{LEAST}")] * 2
+        super().__init__(stops, [*ROUTE_FEATURES, *HISTORY_FEATURES, "anchor_token"])
         self.reads_seconds, self.log = True, []
 
     def route(self, features: np.ndarray, state: State) -> tuple[np.ndarray, State]:
@@ -148,6 +148,34 @@ def test_a_policy_that_routes_reads_and_observes_what_it_does_in_the_loop(pair, 
         assert np.allclose(theirs, mine, rtol=1e-4)
         rounds += inside
     assert rounds > 20
+
+
+def test_requests_of_a_step_share_the_modelled_seconds_of_its_batch(pair, profile):
+    """Also if all of them were omitted from the next step, which verifies nothing."""
+    verify = {1: ((1, 1e-3), (9, 2e-3)), 2: ((2, 1e-3), (18, 4e-3))}
+    table = BatchTable(8.0, ((1, 1e-4), (2, 2e-4)), verify)
+    costs = dataclasses.replace(profile, batch=BatchCosts(table, dataclasses.replace(table, context=40.0)))
+    seconds: list[np.ndarray] = []
+
+    class Observing(StopPolicy):
+        name, max_depth = "observing", 2
+
+        def keep(self, step: DraftStep, state: State) -> Any:
+            return step.alive.copy(), state
+
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            seconds.append(outcome.seconds)
+            return state
+
+    tool = Drafting(find_drafters("model", pair), Observing(), Options(2, K, 128, VOCABULARY), costs)
+    texts = [[20, 21, 22], [30, 31, 32]]
+    drafts = tool.propose([np.array(text) for text in texts])
+    tool.propose([np.array([40, 41])])  # in the row of the first text
+    texts[1] += [*drafts[1], 33]
+    tool.propose([np.array(texts[1])])
+    drafted = np.array([len(drafts[1])])
+    expected = costs.batch_seconds(np.array([3]), drafted, drafted, drafted - 1, costs.decision("observing"))
+    assert not seconds[0].any() and seconds[1] == pytest.approx([0.0, expected])
 
 
 def test_a_draft_is_a_chain_of_one_drafter(pair):
