@@ -125,7 +125,7 @@ def summarise_on_device(
     noisy_best, at = _best_array(needs, best), upload(drawn.ids[:, :2], logits.device)
     needed = needs if noisy_best is None else replace(needs, noisy=False)
     launched = launch(needed, logits, at, int(drawn.ids[:, 4].max()), temperature, sampled, scores)
-    return launched.summary(*to_host(launched.values), drawn, noisy_best)
+    return launched.summary(to_host(launched.values)[0], drawn, noisy_best)
 
 
 @dataclass(frozen=True)

@@ -307,9 +307,11 @@ class Rejection(Verification):
         probs = torch.softmax(sampled.double(), -1)  # float64, because residuals are differences
         if is_deferrable(round, sampled):
             drawn = []
-            for (stream, fed), q in zip(rows, probs, strict=True):
-                round.draft_probs[stream, fed[0], drafter] = q
-                drawn.append(token_at(q, round.choices[stream].uniform(round.next_number(stream), Purpose.DRAFT)))
+            for (stream, fed), row_probs in zip(rows, probs, strict=True):
+                round.draft_probs[stream, fed[0], drafter] = row_probs
+                drawn.append(
+                    token_at(row_probs, round.choices[stream].uniform(round.next_number(stream), Purpose.DRAFT))
+                )
             return Draw(torch.cat(drawn))
         tokens: list[list[int]] = []
         for stream, fed in rows:

@@ -88,11 +88,11 @@ class SoftHead(Head):
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
+        values = hidden.get(reduced(DRAFT_HIDDEN))
+        x = self._states(hidden, DRAFT_HIDDEN) if values is None else values
         if depth == 0:
-            return np.full((len(features), 2), float(self._tensors["first"][0]))
-        x = hidden.get(reduced(DRAFT_HIDDEN))
-        if x is None:
-            x = self._states(hidden, DRAFT_HIDDEN)
+            return np.full((len(x), 2), float(self._tensors["first"][0]))
+        if values is None:
             for i, (weight, bias) in enumerate(self._layers):
                 x = (np.maximum(x, 0.0) if i else x) @ weight.T + bias
         return np.repeat(x.astype(np.float64), 2, axis=1)

@@ -117,11 +117,12 @@ class SpecDecHead(Head):
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
+        values = hidden.get(reduced(DRAFT_HIDDEN))
+        x = self._states(hidden, DRAFT_HIDDEN) if values is None else values
         if depth == 0:
-            return np.full((len(features), 2), float(self._tensors["first"][0]))
-        score = hidden.get(reduced(DRAFT_HIDDEN))
-        if score is None:
-            x = self._states(hidden, DRAFT_HIDDEN).copy()  # the blocks work in place
+            return np.full((len(x), 2), float(self._tensors["first"][0]))
+        if values is None:
+            x = x.copy()  # the blocks work in place
             _apply_blocks(x, self._blocks)
-            score = (x @ self._leave + self._bias)[:, None]
-        return np.repeat(score.astype(np.float64), 2, axis=1)
+            x = (x @ self._leave + self._bias)[:, None]
+        return np.repeat(x.astype(np.float64), 2, axis=1)
