@@ -200,7 +200,8 @@ class _Rows:
         if not any(row.part == part for row in self.all):
             return self.step(DRAFT, requests, context) if part == FIRST_DRAFT else np.zeros(1)
         if requests in sizes or not sizes or not sizes[0] <= requests <= sizes[-1]:
-            return self.curves(part, requests).at([1], context)[0]
+            alone: Array = self.curves(part, requests).at([1], context)[0]
+            return alone
         above = next(at for at, size in enumerate(sizes) if size > requests)
         low, high = sizes[above - 1], sizes[above]
         ends = [self.curves(part, size).at([1], context)[0] for size in (low, high)]
@@ -253,10 +254,9 @@ def _read(file: Path) -> Iterator[_Row]:
         mean, error = (float(np.mean([pair[i] for pair in values])) for i in (0, 1))
         if len(values) > 1:
             error = max(error, float(np.std([ms for ms, _ in values], ddof=1)) / math.sqrt(len(values)))
-        ms = np.array([mean])
-        if error:  # errors of different rows are independent
-            ms = mean + error * np.random.default_rng(at).permutation(SCORES)
-        yield _Row(part, requests, tokens, context, ms)
+        # Errors of different rows are independent.
+        scores = np.random.default_rng(at).permutation(SCORES) if error else np.zeros(1)
+        yield _Row(part, requests, tokens, context, mean + error * scores)
 
 
 def _raw_rows(file: Path) -> Iterable[tuple[str, dict[str, str | None]]]:

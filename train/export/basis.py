@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...collect.acceptance import LENGTHS
 from ...collect.schema import draft_of, drafter_of
 from ...collect.store import Trace
+from ...decode.benchmark import Ratio
 from ...policies.contract import Array, StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, TraceError
@@ -31,6 +33,7 @@ from ..replay.bounds import oracle_plan, planned_rounds
 from ..replay.checks import check_fit, require_disjoint, require_disjoint_policies, warn_other_rounds
 from ..replay.rounds import Rounds
 from ..replay.run import replay, replay_lengths
+from ..replay.single_rounds import ROUND_COLUMNS, evaluate_rounds, identified_limit
 
 HELD_OUT = 0.25
 """Share of the prompts that figures are reported on."""
@@ -47,7 +50,7 @@ class Basis:
     """Traces split by prompt, the fixed lengths replayed on both parts, and the policy that is exported.
 
     Args:
-        traces: dense traces of chains.
+        traces: dense traces of chains; or records of an engine, of which single rounds are evaluated, without a policy.
         profile: costs of rounds.
         policy: the policy, of which the loss is reported; None = none.
         held_out: traces of other prompts to report on; None = a quarter of the prompts of `traces`.
@@ -80,16 +83,22 @@ class Basis:
         progress: Progress = silent,
     ) -> None:
         self.header, self.seed, self.progress = traces.header, seed, progress
+        self.has_records = LENGTHS in traces.header.facts and policy is None
         warn_other_rounds(profile, traces.header)
-        arrays, held = trace_arrays(traces), None if held_out is None else trace_arrays(held_out)
+        extra = ROUND_COLUMNS if self.has_records else ()
+        arrays, held = (None if one is None else trace_arrays(one, extra=extra) for one in (traces, held_out))
+        assert arrays is not None
         for option, one in (("--traces", arrays), ("--held-out", held)):
-            if one is not None and not (one.tree.is_chain and one.header.has_every_anchor):
+            is_known = one is not None and (self.has_records or one.header.has_every_anchor)
+            if one is not None and not (one.tree.is_chain and is_known):
                 raise TraceError(f"{option}: expected dense traces of chains, got those of the tree {one.tree.name}, "
                                  f"collector {one.header.collector}; engines draft chains")  # fmt: skip
         if profile.max_depth < 1:
             raise InputError("--profile: expected a depth of at least 1, got 0; measure it deeper")
         self.fit, self.held = _split(arrays, held, seed)
         self.depth = min(arrays.depth, profile.max_depth)
+        if self.has_records:
+            self.depth = min(self.depth, *map(identified_limit, (self.fit, self.held)))
         self.policy, self.adaptation, self.shares_prompts = policy, "", policy is not None and held is None
         if policy is not None:
             if held is not None:
@@ -101,8 +110,10 @@ class Basis:
             self.policy = policy.limited(self.depth)
         self.profile = profile
         self._costs, self._boot = ProfileBootstrap(profile, seed), Resamples(self.held.clusters, seed)
-        self.fit_fixed, self.held_fixed = (fixed_grid(part, profile) for part in (self.fit, self.held))
-        self.best = int(text_seconds(self.fit_fixed).sum(1).argmin())
+        self.fit_fixed, self.held_fixed = (self._fixed(part) for part in (self.fit, self.held))
+        self.best = (
+            self.settings()[0]["length"] if self.has_records else int(text_seconds(self.fit_fixed).sum(1).argmin())
+        )
         self.facts: dict[str, Any] = {
             "specstop": version("specstop"),
             "traces": str(traces.folder),
@@ -115,12 +126,25 @@ class Basis:
             "profile": {k: v for k, v in profile.facts.items() if isinstance(v, (str, int, float))},
         }
 
+    def _fixed(self, arrays: TraceArrays) -> list[Rounds]:
+        """Return the rounds of the fixed lengths 0..K."""
+        if not self.has_records:
+            return fixed_grid(arrays, self.profile)
+        return [evaluate_rounds(arrays, FixedLength(k), self.profile, self.depth) for k in range(self.depth + 1)]
+
     def ratio(self, values: Array) -> dict[str, Any]:
         """Return `value`, `low` and `high` of a statistic [1 + R], of which the first is the value, the others resamples."""
         return dataclasses.asdict(self._boot.interval(values))
 
     def single_request(self, export: Rounds) -> dict[str, Any]:
         """Return the held-out speed of an export at one request, relative to other methods."""
+        if self.has_records:
+            row, one = self.settings()[0], Ratio(1.0)
+            return {
+                "prompts": f"{len(set(self.held.clusters))} held-out requests, single rounds", "to_plain": row["to_plain"],
+                "best_fixed": row["length"], "to_best_fixed": dataclasses.asdict(one),
+                "oracle_bound_to_this": dataclasses.asdict(Ratio(row["headroom"])), "intervals": self._costs.describe(),
+            }  # fmt: skip
         held, plan = self.held, oracle_plan(self.held, self.profile)
         replays = [export, self.held_fixed[0], self.held_fixed[self.best], planned_rounds(held, plan)]
         spent = [one.text_seconds(self.profile) for one in replays]
@@ -169,6 +193,9 @@ class Basis:
         """
         rows: list[dict[str, Any]] = []
         sizes = self.sizes()
+        if self.has_records:
+            short = self.settings()[: len(sizes)]  # at the short context
+            return [{name: row[name] for name in ("batch", "length", "to_plain")} for row in short]
         for done, size in enumerate(sizes):
             self.progress("batches", done, len(sizes))
             spent = self.batch_seconds(self.fit, self.fit_fixed, size).sum(1)

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specstop.collect.engines.records import import_records
 from specstop.decode.engines import vllm_plugin
-from specstop.policies.errors import InputError
+from specstop.policies.errors import InputError, TraceError
 from specstop.policies.profile_table import profile_from_table
+from specstop.train.export.deploy import deploy
 from specstop.train.export.engines import CostCurves, cost_curves, sglang_costs, trtllm_costs, vllm_costs
 
 TABLE = """part,requests,tokens,context,ms
@@ -71,6 +73,26 @@ def test_vllm_gets_the_curves_instead_of_measured_ones(curves: CostCurves, tmp_p
     vllm_plugin.set_curves(manager, *vllm_plugin.read_curves(path))
     manager().set_initial_cost_curves([SimpleNamespace()])
     assert given == [(curves.drafts, curves.calls)]
+
+
+def test_records_of_an_engine_become_its_settings(tmp_path: Path) -> None:
+    """Without models: lengths by batch and context from records with drafts of one length, and from a table of calls."""
+    accepted = (np.random.default_rng(0).random((30, 40, LENGTH)) < 0.7).cumprod(2).sum(2)
+    steps = {f"r{at}": of_text.tolist() for at, of_text in enumerate(accepted)}
+    rows = [{"id": name, "num_spec_tokens": LENGTH, "per_step_accepted": counts} for name, counts in steps.items()]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "calls.csv").write_text(TABLE.replace("target,4,16,,17", "target,4,5,,30\ntarget,4,16,,60"))
+    records = import_records(tmp_path / "r.jsonl", tmp_path / "trace")
+    costs = profile_from_table(tmp_path / "calls.csv", depth=LENGTH)
+    for engine in ("vllm", "sglang", "trtllm"):
+        figures = deploy(engine, tmp_path / engine, traces=records, profile=costs)
+        assert [row["length"] for row in figures["batches"]] == [LENGTH, 0] and figures["off_from"] == {"0": 4}
+        assert figures["batches"][0]["to_plain"]["low"] > 1.0
+        assert "do not draft from a batch of 4 on" in (tmp_path / engine / "README.md").read_text()
+    table = json.loads((tmp_path / "vllm" / "speculative_config.json").read_text())
+    assert table["num_speculative_tokens_per_batch_size"] == [[1, 3, LENGTH], [4, 4, 0]]
+    with pytest.raises(TraceError, match="dense traces"):
+        deploy("vllm", tmp_path / "with a policy", "fixed:2", traces=records, profile=costs)
 
 
 GOOD = {"draft_curve": [[1, 2.0], [4, 3.0]], "verify_curve": [[1, 10.0], [8, 12.0]]}
