@@ -88,6 +88,12 @@ def test_evaluate_compares_the_policies_of_a_trace(place: Path) -> None:
     )
 
 
+def test_evaluate_refuses_what_several_drafters_do_not_have(place: Path) -> None:
+    common = ("evaluate", "--traces", place / "traces", "--profile", place / "profile.json", "--policy", ROUTE)
+    assert "--batch" in refused(*common, "--batch", "1,2")
+    assert "--report-prompts" in refused(*common, "--report-prompts")  # no policy was trained on these prompts
+
+
 def test_a_profile_of_fewer_drafters_is_refused(
     place: Path, pair_folder: Path, profile: Profile, tmp_path: Path
 ) -> None:
