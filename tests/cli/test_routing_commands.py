@@ -79,6 +79,20 @@ def test_decode_and_bench_count_the_rounds_of_each_drafter(place, pair_folder):
     assert sum(lines[ROUTE]["drafters"].values()) > 0 and lines["fixed:2@model"]["drafters"] == {}
 
 
+def test_evaluate_compares_the_policies_of_a_trace(place):
+    common = ("evaluate", "--traces", place / "traces", "--profile", place / "profile.json")
+    answer = cli(*common, "--policy", ROUTE, "--policy", "fixed:2@model", "--json", "--quiet")
+    assert answer.code == 0 and {ROUTE, "fixed:2@model"} <= set(re.findall(r'"name": "([^"]+)"', answer.out)), (
+        answer.err
+    )
+
+
+def test_evaluate_refuses_what_several_drafters_do_not_have(place):
+    common = ("evaluate", "--traces", place / "traces", "--profile", place / "profile.json", "--policy", ROUTE)
+    assert "--batch" in refused(*common, "--batch", "1,2")
+    assert "--report-prompts" in refused(*common, "--report-prompts")  # no policy was trained on these prompts
+
+
 def test_a_profile_of_fewer_drafters_is_refused(place, pair_folder, profile, tmp_path):
     profile.save(tmp_path / "one.json")
     common = ("decode", *model_options(pair_folder), *DRAFTERS, "--max-new-tokens", 9, "w7")

@@ -76,33 +76,39 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> OraclePlan:
     streams, options = arrays.sequences, len(steps)
     value = torch.zeros(streams, longest + arrays.depth + 2, dtype=torch.float64)
     chosen = torch.zeros(streams, longest + 1, dtype=torch.int64)
-    k, sent = steps.expand(streams, -1), verified.repeat(streams)
-    fed = _fed_by_plan(arrays, steps.repeat(streams), drafter.repeat(streams))
-    path = ((k.flatten() == sent) & (sent <= cheap.max_depth)).numpy()  # these can also be drafted as a chain
-    drafted, sizes = k.flatten().numpy(), sent.numpy()
+    k, sent = steps.repeat(streams), verified.repeat(streams)
+    fed = _fed_by_plan(arrays, k, drafter.repeat(streams))
+    path = ((k == sent) & (sent <= cheap.max_depth)).numpy()  # these can also be drafted as a chain
+    drafted, sizes = k.numpy(), sent.numpy()
     none = np.zeros_like(drafted)  # decisions
     one = np.ones((len(drafted), drafters) if drafters > 1 else len(drafted), dtype=np.int64)  # backlog
     accepted = torch.stack([each.accepted for each in arrays.each_drafter], 1)  # [N, D]
     is_chain, by_depth = arrays.tree.is_chain, torch.argsort(steps, stable=True)
+    order = torch.argsort(length, descending=True)  # only texts that reach an anchor are priced there
+    length, offset, last = length[order], arrays.offset[order], (arrays.offset + arrays.rows - 1)[order]
+    begins = (arrays.prompt_tokens + arrays.first_anchor)[order]
     for t in range(longest - 1, -1, -1):
-        row = torch.minimum(arrays.offset + t, arrays.offset + arrays.rows - 1)
-        context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(options).numpy()
-        seconds = cheap.round_seconds(context, drafted, sizes, one, none, 0.0, fed)
+        texts = int((length > t).sum())
+        row, many = torch.minimum(offset + t, last)[:texts], texts * options
+        context = (begins[:texts] + t).repeat_interleave(options).numpy()
+        parts = drafted[:many], sizes[:many], one[:many], none[:many]
+        seconds = cheap.round_seconds(context, *parts, 0.0, None if fed is None else fed[:many])
         if not is_chain and drafters == 1:
-            chain = drafted[path]
-            chains = cheap.round_seconds(context[path], chain, chain, one[path], none[path], 0.0)
-            seconds[path] = np.minimum(seconds[path], chains)
-        cost = torch.from_numpy(seconds).view(streams, -1)
+            is_path = path[:many]
+            chain, _, single, free = (part[is_path] for part in parts)
+            chains = cheap.round_seconds(context[is_path], chain, chain, single, free, 0.0)
+            seconds[is_path] = np.minimum(seconds[is_path], chains)
+        cost = torch.from_numpy(seconds).view(texts, -1)
         if is_chain or drafters > 1:
             # Verifying more tokens can be cheaper: drafting k costs at most as much as any larger round of the drafter.
-            cost = cost.view(streams, drafters, -1).flip(2).cummin(2).values.flip(2).flatten(1)
-        reached = t + torch.minimum(accepted[row][:, drafter], k) + 1
-        total = cost + value.gather(1, torch.minimum(reached, length[:, None].clamp_min(0)))
+            cost = cost.view(texts, drafters, -1).flip(2).cummin(2).values.flip(2).flatten(1)
+        reached = t + torch.minimum(accepted[row][:, drafter], steps) + 1
+        total = cost + value[:texts].gather(1, torch.minimum(reached, length[:texts, None]))
         least = total.min(1).values
+        value[:texts, t] = least
         # argmax returns the first, the smallest depth
-        first = by_depth[(total <= least[:, None] + TIE_S)[:, by_depth].int().argmax(1)]
-        value[:, t] = torch.where(t < length, least, 0.0)
-        chosen[:, t] = torch.where(t < length, first, 0)
+        chosen[:texts, t] = by_depth[(total <= least[:, None] + TIE_S)[:, by_depth].int().argmax(1)]
+    value, chosen = (table[torch.argsort(order)] for table in (value, chosen))
     read = torch.from_numpy(profile.prefill_seconds(arrays.prompt_tokens.numpy()))
     return OraclePlan(value, steps[chosen], drafter[chosen], value[:, 0] + read, cheap)
 

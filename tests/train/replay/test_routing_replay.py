@@ -16,7 +16,7 @@ from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Request
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.contract import Array, State, StopPolicy
-from specstop.policies.routing import RoutingPolicy, ThresholdRoute
+from specstop.policies.routing import RoutingPolicy, ThresholdRoute, ValueRoute
 from specstop.train import Rounds, TraceArrays, trace_arrays
 from specstop.train.replay.rounds import count_rounds
 from specstop.train.replay.run import replay
@@ -53,6 +53,7 @@ ROUTES: dict[str, Callable[[], StopPolicy]] = {
     "match": lambda: ThresholdRoute("match_prob", 0.6, stops(FixedLength(4))),
     "idle": lambda: Idle(stops(Confidence(0.4)), ["agreement_run", "idle_tokens"]),
     "past": lambda: Past(stops(Confidence(0.4)), ["mean_accepted", "prompt_tokens"]),
+    "always": lambda: ValueRoute("always", (), (), 1, [FixedLength(3), FixedLength(2)]),
     "one": lambda: Confidence(0.3, DEPTH),
 }
 
@@ -103,7 +104,8 @@ def test_rounds_are_those_of_the_live_loop(recorded, pair, costs, prompts, promp
         assert by_text(rounds) == live
     if policy.routes:
         used = rounds.drafting.numpy()
-        assert used.any(0).all(), "each drafter is used"
+        assert used.any(0).tolist() == [name != "always", True], "each drafter is used"
+        assert rounds.decisions.any() == (name != "always"), "nothing is to be decided"
         assert (used.sum(1) == 2).any() == (name == "idle") and (name != "past" or not used.any(1).all())
     types, counts = count_rounds(rounds)
     total = types.seconds(rounds.profile, counts).sum(1)
