@@ -134,8 +134,7 @@ def evaluate(
         cluster: what intervals resample: "prompt" (with all its samples) or "group".
         primary: name of the one policy that was chosen before the evaluation. The answer is about it, and its interval
             needs no correction for the number of policies.
-        allow_overlap: warn about prompts that are also in training traces, or that a policy was trained on, instead of
-            raising.
+        allow_overlap: warn about prompts of training traces, or that a policy was trained on, instead of raising.
         report_prompts: evaluate only prompts that all trained policies kept back (`TrainOptions.report_share`).
         overwrite: replace a report in `out`.
         progress: see `Progress`.
@@ -149,10 +148,9 @@ def evaluate(
     """
     training = None if train_traces is None else load_traces(train_traces)
     places = _open_places(traces, profile)
-    is_detailed = out is not None or compare is not None
     options = _Options(
-        training, seed, cluster, primary, allow_overlap, progress, achievable, is_detailed, batch, arrivals, len(places) == 1,
-        report_prompts,
+        training, seed, cluster, primary, allow_overlap, progress, achievable, bool(out or compare), batch, arrivals,
+        len(places) == 1, report_prompts,
     )  # fmt: skip
     candidates = _candidates(policies, primary)
     earlier = _check(candidates, options, compare)
