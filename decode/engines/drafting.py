@@ -439,26 +439,33 @@ class Drafting:
         draft(_Source(self, self._reader), self.host, round)
         self._has_round = True
         self.stats.policy_s += sum(self.timer.laps["policy"])
-        backlog, drafts = round.read_backlog, []
-        for row in rows:
-            index, has_drafter = row.index, bool(round.drafting[row.index].any())
-            # The chain of the first drafter, if a plugin chooses several in spite of `joins`.
-            drafter = int(round.drafting[index].argmax()) if has_drafter else -1
-            path = _path(round, drafter)
-            tokens = round.tokens[index, [node for node in path[1:] if round.sent[index, node]]].tolist()
-            drafted, decisions = int(round.drawn[index, path].sum()), int(round.decisions[index])
-            ran_out = has_drafter and int(round.fed[index, path].sum()) > drafted
-            signals = None if round.signals is None else round.signals[index]
-            row.draft = EngineDraft(
-                index, len(row.text), tokens, drafter, drafted, decisions, int(backlog[index]),
-                bool(round.hit_limit[index]), ran_out, signals, begin_s,
-            )  # fmt: skip
-            row.round = round
-            drafts.append(row.draft)
-            self.stats.drafted += drafted
+        drafts = self._drafts(rows, round, begin_s)
+        self.stats.drafted += sum(one.drafted for one in drafts)
         if self.observer is not None:
             self.observer.on_drafts(drafts, time.perf_counter() - begin_s)
         return {one.row: one.tokens for one in drafts}
+
+    def _drafts(self, rows: Sequence[RequestRow], round: RoundState, begin_s: float) -> list[EngineDraft]:
+        """Set the drafts of texts after a round was drafted, and return them."""
+        # The first drafter, if a plugin chooses several in spite of `joins`.
+        drafter = np.where(round.drafting.any(1), round.drafting.argmax(1), -1)
+        path = np.array([_path(round, index) for index in range(round.topology.drafters)])[drafter]  # [R, K + 1]
+        tokens, drawn, fed, sent = (
+            np.take_along_axis(values, path, 1) for values in (round.tokens, round.drawn, round.fed, round.sent)
+        )
+        drafted, verified, backlog, chains = drawn.sum(1), sent[:, 1:].sum(1), round.read_backlog, tokens.tolist()
+        ran_out, drafts = fed.sum(1) > drafted, []
+        for row in rows:
+            index = row.index
+            signals = None if round.signals is None else round.signals[index]
+            proposed = chains[index][1 : 1 + int(verified[index])]
+            row.draft = EngineDraft(
+                index, len(row.text), proposed, int(drafter[index]), int(drafted[index]), int(round.decisions[index]),
+                int(backlog[index]), bool(round.hit_limit[index]), bool(ran_out[index]), signals, begin_s,
+            )  # fmt: skip
+            row.round = round
+            drafts.append(row.draft)
+        return drafts
 
 
 def _path(round: RoundState, drafter: int) -> list[int]:
