@@ -112,9 +112,8 @@ def run() -> NoReturn:
 
     Exit codes: 0; 1 if results differ or cannot be printed; 2 for errors that a user can correct; 130 after Ctrl-C.
     """
-    gc.set_threshold(
-        100_000, 20, 100
-    )  # collecting garbage during imports takes a tenth of the CPU time of a short `collect`
+    # Collecting garbage during imports takes a tenth of the CPU time of a short `collect`.
+    gc.set_threshold(100_000, 20, 100)
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

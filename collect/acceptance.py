@@ -85,8 +85,8 @@ class AcceptanceByDepth(Table):
         survival = outcomes.survival.tolist()
         observed, accepted = outcomes.observed.sum(0).tolist(), outcomes.accepted.sum(0).tolist()
         super().__init__(
-            {"depth": depth, "accepted": chance, "conditional": taken / seen if seen else None, "rounds": seen}
-            for depth, (chance, seen, taken) in enumerate(zip(survival, observed, accepted, strict=True), 1)
+            {"depth": depth, "accepted": chance, "conditional": hits / rounds if rounds else None, "rounds": rounds}
+            for depth, (chance, rounds, hits) in enumerate(zip(survival, observed, accepted, strict=True), 1)
         )
 
     def plot(self) -> Any:
@@ -161,10 +161,11 @@ def _tried(header: Header, columns: Mapping[str, Array], row: Array) -> Array:
     be an acceptance.
     """
     accepted, observed, sent, tokens = (columns[name][row] for name in ("accepted", "observed", "sent", "tokens"))
-    known = observed.astype(bool) | sent.astype(bool) | (tokens == NO_TOKEN)  # no token at all: the draft ends there
+    # Without any token the draft ends at a node, which counts as a known outcome.
+    has_outcome = observed.astype(bool) | sent.astype(bool) | (tokens == NO_TOKEN)
     tree = header.tree
     parent = np.array(tree.parent[1:])  # of each node, as a row of the tree; row 0 is the anchor
     alive = np.concatenate([np.ones((len(row), 1), dtype=bool), accepted.astype(bool)], 1)[:, parent]
-    unknown = alive & ~known
+    unknown = alive & ~has_outcome
     levels = [np.array(level) - 1 for level in tree.levels[1:]]
     return np.stack([~unknown[:, level].any(1) for level in levels], 1)

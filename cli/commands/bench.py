@@ -97,10 +97,9 @@ def _load(models: options.Models, library: bool, progress: Progress) -> tuple[Pa
     pair = models.open(progress)
     if not library or pair.engines == ("plain", "plain"):
         return pair, pair if library else None
-    drafter = [
-        "lookup" if models.target is not None and models.draft is None else "model"
-    ]  # lookup loads no draft model
-    return pair, replace(models, drafter=drafter).open(engine="plain")
+    # The drafter lookup loads no draft model.
+    drafter = "lookup" if models.target is not None and models.draft is None else "model"
+    return pair, replace(models, drafter=[drafter]).open(engine="plain")
 
 
 def show(lines: list[BenchLine], title: str, wide: bool = False) -> None:

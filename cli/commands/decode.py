@@ -66,11 +66,7 @@ def decode(
         options.print_model_defaults(pair, settings)
     shown = {prompt.id: prompt.text for prompt in prompts}  # without the chat template
     prompts, tokens = source.encode(prompts, pair, max_new_tokens, skip_long=False)
-    names = [f"{prompt.id}, sample {prompt.sample}" if prompt.sample else prompt.id for prompt in prompts]
-    headings = [
-        (f"[{at} of {len(names)}: {printable(name)}]\n" if len(names) > 1 else "") + shown[prompt.id]
-        for at, (name, prompt) in enumerate(zip(names, prompts, strict=True), 1)
-    ]
+    headings = [f"{heading}{shown[prompt.id]}" for heading, prompt in zip(_headings(prompts), prompts, strict=True)]
     streams = batch == 1 and not json  # otherwise texts grow side by side
     write = _writer(headings)
     generations = run(
@@ -128,6 +124,14 @@ def _standard_input() -> str | None:
     except UnicodeDecodeError as error:
         raise InputError(f"standard input: expected UTF-8 text: {error}") from None
     return text.removesuffix("\n") if text.strip() else None
+
+
+def _headings(prompts: list[Prompt]) -> list[str]:
+    """Return a line with number and name above each text; "" if there is only one."""
+    if len(prompts) == 1:
+        return [""]
+    names = [f"{prompt.id}, sample {prompt.sample}" if prompt.sample else prompt.id for prompt in prompts]
+    return [f"[{number} of {len(names)}: {printable(name)}]\n" for number, name in enumerate(names, 1)]
 
 
 def _writer(headings: list[str]) -> Any:

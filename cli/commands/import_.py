@@ -37,7 +37,12 @@ def import_(
         of_others = {"draft": draft, "threshold": threshold, "dtype": dtype != "float32" or None}
         if name := next((name for name, value in of_others.items() if value is not None), None):
             raise InputError(f"--{name}: a table of accepted lengths has none; leave it out")
-        _import_table(source, out, lengths, column, free, bonus, depth, target or "", overwrite)
+        from ...collect.table import import_table
+
+        import_table(
+            source, out, options.key_texts("--lengths", lengths), columns=options.key_texts("--column", column),
+            bonus=bonus, free=free or (), depth=depth, target=target or "", overwrite=overwrite,
+        )  # fmt: skip
         show_artefact(out, json=json)
         return
     if column or free or bonus:
@@ -56,16 +61,18 @@ def import_(
         }  # fmt: skip
         if name := next((name for name, is_set in of_policy.items() if is_set), None):
             raise InputError(f"--{name}: a drafter has none; leave it out, or --target to import a policy")
-        _import_drafter(source, out, options.Models(target, drafter=["lookup"], dtype=dtype), overwrite)
+        from ...train.released import import_medusa
+
+        models = options.Models(target, drafter=["lookup"], dtype=dtype)  # without a draft model
+        import_medusa(source, models.open(engine="plain"), out, overwrite=overwrite)
     elif dtype != "float32":
         raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
     else:
         from ...train.released import import_weights
 
         import_weights(
-            source, out, threshold=threshold, depth=depth, rejection_weight=rejection_weight,
-            overwrite=overwrite,
-        )  # fmt: skip
+            source, out, threshold=threshold, depth=depth, rejection_weight=rejection_weight, overwrite=overwrite
+        )
     values = show_artefact(out, json=json)
     if values["kind"] == "drafter" and not json:
         spec = ("--drafter", f"medusa:{out}", "--depth", values["depth"])
@@ -77,23 +84,3 @@ def _has_weights(source: Path) -> bool:
     if source.is_dir():
         return any(path.suffix in _SUFFIXES for path in source.iterdir())
     return source.suffix in _SUFFIXES or not source.exists()
-
-
-def _import_table(
-    source: Path, out: Path, lengths: list[str], column: list[str] | None, free: list[str] | None, bonus: bool,
-    depth: int | None, target: str, overwrite: bool,
-) -> None:  # fmt: skip
-    """Import a table of accepted lengths."""
-    from ...collect.table import import_table
-
-    import_table(
-        source, out, options.key_texts("--lengths", lengths), columns=options.key_texts("--column", column), bonus=bonus,
-        free=free or (), depth=depth, target=target, overwrite=overwrite,
-    )  # fmt: skip
-
-
-def _import_drafter(weights: Path, out: Path, models: options.Models, overwrite: bool) -> None:
-    """Import Medusa's heads."""
-    from ...train.released import import_medusa
-
-    import_medusa(weights, models.open(engine="plain"), out, overwrite=overwrite)
