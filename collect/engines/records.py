@@ -346,14 +346,12 @@ def _lab_records(path: Path) -> Iterator[_Record]:
     for at, row in enumerate(rounds):
         texts.setdefault(tuple(row.get(name) for name in _KEYS), []).append(at)
     for (*_, config, category, prompt, turn), unsorted in texts.items():
-        at = sorted(unsorted, key=lambda at: int(rounds[at]["round_idx"]))
-        steps, name = (
-            lengths[at].tolist(),
-            "/".join(str(part) for part in (config, category, prompt) if part is not None),
-        )
+        order = sorted(unsorted, key=lambda row: int(rounds[row]["round_idx"]))
+        steps: list[int] = lengths[order].tolist()
+        name = "/".join(str(part) for part in (config, category, prompt) if part is not None)
         yield _Record(
-            "inference-lab", name, str(turn or ""), steps, drawn[at].sum(1).tolist(), 0, 1 + sum(steps) + len(steps),
-            group=str(category or ""), confidence=None if confidence is None else confidence[at],
+            "inference-lab", name, str(turn or ""), steps, drawn[order].sum(1).tolist(), 0, 1 + sum(steps) + len(steps),
+            group=str(category or ""), confidence=None if confidence is None else confidence[order],
         ).checked(f"{path}, {name}")  # fmt: skip
 
 
