@@ -45,31 +45,35 @@ class Timer:
         self._begun = 0.0
 
     def now(self) -> float:
-        """Synchronise the device and return the time."""
+        """Return the time of the host's clock."""
+        return time.perf_counter()
+
+    def wait(self) -> float:
+        """Wait for the device and return the time."""
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return self.now()
 
     def mark(self, on_host: bool = False) -> Any:
         """Return the start of a lap, for `add`. The host's clock times laps `on_host`, which use no device."""
-        return self._event() if self._on_cuda and not on_host else time.perf_counter()
+        return self._event() if self._on_cuda and not on_host else self.now()
 
     def add(self, phase: str, mark: Any) -> None:
         """Add the lap since `mark` to a phase."""
         if not isinstance(mark, float):
             self._pending.append((phase, mark, self._event()))
         elif self._device is not None:
-            self._laps[phase].append(time.perf_counter() - mark)
+            self._laps[phase].append(self.now() - mark)
 
     def restart(self) -> None:
         """Discard all laps and begin a round."""
         self._pending.clear()
         self._laps.clear()
-        self._begun = time.perf_counter()
+        self._begun = self.now()
 
     def elapsed(self) -> float:
         """Return the seconds since `restart`."""
-        return time.perf_counter() - self._begun
+        return self.now() - self._begun
 
     @property
     def laps(self) -> defaultdict[str, list[float]]:

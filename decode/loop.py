@@ -228,9 +228,9 @@ class Speculator:
             if text is not None or not waiting:
                 continue
             number, request = waiting.pop()
-            begin = self._timer.now()
+            begin = self._timer.wait()
             text = self._source.open(stream, request)
-            text.number, text.prefill_s = number, self._timer.now() - begin
+            text.number, text.prefill_s = number, self._timer.wait() - begin
             streams.append(stream)
             keys.append(request.key)
             if on_commit:
