@@ -272,9 +272,6 @@ class Drafting:
             on_replaced=self._read_for,
         )
         self._has_round = False  # the policy has not observed the outcome of its last decisions
-        if any(name in SIGNALS for name in Layout(policy.features).names):
-            for index in range(len(self._drafters)):
-                self._call(index, methodcaller("keep_signals"))
         self._read_for(policy)
         self.host.start(np.arange(self.options.rows, dtype=np.int64))
 
