@@ -199,15 +199,6 @@ def test_a_damaged_shard_is_collected_again(plan, alone, tmp_path):
     assert same_rows(trace, alone) and same_rows(check_trace(out), alone)
 
 
-def test_models_are_not_replaced(pair, pair_folder, many):
-    before = files(pair_folder)
-    for folder in (pair_folder, pair_folder / "target", pair_folder / "draft" / "trace"):
-        for how in ({"overwrite": True}, {"resume": True}):
-            with pytest.raises(InputError, match="which the command reads"):
-                collect(pair, many, folder, **OPTIONS, **how)
-    assert files(pair_folder) == before
-
-
 def test_a_run_is_resumed_with_the_same_settings_only(pair, many, profile, pair_folder, tmp_path):
     live: dict[str, Any] = {"depth": 3, "max_new_tokens": 6, "collector": "live", "policy": Confidence(0.4, 3)}
     out, few = tmp_path / "live", many[:2]
@@ -253,19 +244,6 @@ def test_inputs_of_the_same_name_are_told_apart_by_their_contents(pair, many, pr
     ):  # fmt: skip
         assert one.differences(other) == [f"{name} digest" for name in difference]
     assert "completions digest" in header(completions=texts[0]).differences(header())
-
-
-def test_numpy_numbers_are_numbers(pair, many):
-    def header(whole: type, real: type, path: type) -> Header:
-        sampling = SamplingParams(top_k=whole(9), top_p=real(0.5), suppress_tokens=[whole(3)])
-        return plan_run(
-            pair, many, depth=whole(2), max_new_tokens=whole(6), seed=whole(1), shards=whole(3), memory=whole(64),
-            temperature=real(0.5), sampling=sampling, target=path("models/target"),
-        ).header  # fmt: skip
-
-    one, other = header(np.int64, np.float32, Path), header(int, float, str)
-    assert one.to_json() == dataclasses.replace(other, facts=one.facts).to_json()
-    assert one.facts["memory MiB"] == other.facts["memory MiB"] and not one.differences(other)
 
 
 class Configured(FixedLength):

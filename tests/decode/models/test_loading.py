@@ -389,12 +389,3 @@ def test_a_damaged_or_unsupported_adapter_is_refused_in_one_line(adapters, tmp_p
     if name in OUTSIDE_THE_LAYERS:
         with pytest.raises(PairError, match=f"the target .*{message}"):
             join(adapted(build_model(), OUTSIDE_THE_LAYERS[name]), None)
-
-
-def test_an_adapter_of_offloaded_layers_is_refused_with_the_remedy(pair_folder, adapters):
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"}
-    places |= dict.fromkeys(("model.layers.0", "model.layers.1", "model.norm", "lm_head"), "disk")
-    with pytest.raises(PairError, match=r"target: .*merge_and_unload"):
-        load_pair(adapters / "lora", pair_folder / "draft", device_map=json.dumps(places))
-    pair = load_pair(adapters / "lora", pair_folder / "draft", device_map="cpu")
-    assert text_of(pair) == greedy(base_model(pair_folder), adapters / "lora")
