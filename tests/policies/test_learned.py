@@ -49,20 +49,6 @@ def test_isotonic_steps_are_as_sharp_as_the_fitted_data():
     np.testing.assert_allclose(Calibrator("isotonic", knots=np.stack([x, y]))(x), y, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "temperature", "table"),
-    [
-        ("platt", 1.0, None), ("temperature", 0.0, None), ("temperature", -1.0, None), ("temperature", math.nan, None),
-        ("isotonic", 1.0, None), ("isotonic", 1.0, zeros(2, 1)), ("isotonic", 1.0, zeros(3, 4)),
-        ("isotonic", 1.0, [[1.0, 0.0], [0.0, 1.0]]), ("isotonic", 1.0, [[0.0, 1.0], [1.0, 0.0]]),
-        ("isotonic", 1.0, [[0.0, 1.0], [0.0, math.nan]]), ("isotonic", 1.0, [[0.0, 1.0], [0.0, 1.5]]),
-    ],
-)  # fmt: skip
-def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(kind, temperature, table):
-    with pytest.raises(PolicyError, match="calibration"):
-        Calibrator(kind, temperature, None if table is None else np.array(table, dtype=np.float32))
-
-
 # Survival
 
 

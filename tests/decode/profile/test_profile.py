@@ -23,7 +23,7 @@ from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, missing_decisions
 from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Effort, Seconds, measure as measure_in_turns
-from specstop.decode.profile.scripts import REPEATS, ChainScript
+from specstop.decode.profile.scripts import ChainScript
 from specstop.decode.verify.sampler import Sampler
 from specstop.policies import Confidence, FixedLength, InputError, Profile, load_policy
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
@@ -153,18 +153,6 @@ def test_known_costs_of_batches_are_recovered(pair, monkeypatch):
         assert profile.verify_s(3, tokens, context) == pytest.approx(expected, rel=EXACT)
         assert profile.draft_s(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=EXACT)
         assert (profile.first_draft_s(drafting, context) >= profile.draft_s(drafting, context)).all(), "it reads more"
-
-
-def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair):
-    """The order differs between texts, and between the decks of lengths of a text."""
-    speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
-    orders = set[tuple[int, ...]]()
-    for key in range(3):
-        drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
-        decks = [drafted[at : at + 4 * REPEATS] for at in range(0, len(drafted) - 4 * REPEATS + 1, 4 * REPEATS)]
-        assert all(deck[::REPEATS] == deck[1::REPEATS] and sorted(deck[::REPEATS]) == [0, 1, 2, 3] for deck in decks)
-        orders |= {tuple(deck) for deck in decks[:2]}
-    assert len(orders) >= 5
 
 
 # Turns, warm-up and budget
