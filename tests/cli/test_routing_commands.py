@@ -110,25 +110,17 @@ def test_the_example_of_the_page_routes_and_passes_the_conformance_tests(pair):
 
 def test_a_table_is_imported(tmp_path):
     draw = np.random.default_rng(0)
-    rows = [
-        {
-            "id": f"r{at}",
-            "prompt_tokens": 4,
-            "tokens": [5] * 9,
-            **{name: draw.integers(1, 4, 9).tolist() for name in "ab"},
-        }
-        for at in range(3)
-    ]
+    lengths = [{name: draw.integers(1, 4, 9).tolist() for name in ("1e5", "b")} for _ in range(3)]
+    rows = [{"id": f"r{at}", "prompt_tokens": 4, "tokens": [5] * 9, **row} for at, row in enumerate(lengths)]
     table = tmp_path / "table.jsonl"
-    rows = [{"1e5" if name == "a" else name: value for name, value in row.items()} for row in rows]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lengths = ("--lengths", "ngram=1e5", "--lengths", "eagle=b")  # names of columns are texts, not numbers
-    facts = parsed("import", table, "--out", tmp_path / "out", *lengths, "--free", "ngram", "--bonus")
+    columns = ("--lengths", "ngram=1e5", "--lengths", "eagle=b")  # names of columns are texts, not numbers
+    facts = parsed("import", table, "--out", tmp_path / "out", *columns, "--free", "ngram", "--bonus")
     assert (facts["kind"], facts["draft"], facts["depth"], facts["positions"]) == ("trace", "ngram+eagle", 2, 24)
     for options, noun in (
-        (("--lengths", "ngram"), "--lengths"), (("--bonus",), "--lengths"), ((*lengths, "--free", "x"), "--free"),
-        ((*lengths, "--draft", "d"), "--draft"), ((*lengths, "--column", "id"), "--column"),
-        ((*lengths, "--column", "key=id"), "--column"), ((*lengths, "--threshold", "0.2"), "--threshold"),
+        (("--lengths", "ngram"), "--lengths"), (("--bonus",), "--lengths"), ((*columns, "--free", "x"), "--free"),
+        ((*columns, "--draft", "d"), "--draft"), ((*columns, "--column", "id"), "--column"),
+        ((*columns, "--column", "key=id"), "--column"), ((*columns, "--threshold", "0.2"), "--threshold"),
     ):  # fmt: skip
         assert noun in refused("import", table, "--out", tmp_path / "other", *options)
         assert not (tmp_path / "other").exists()

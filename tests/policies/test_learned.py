@@ -163,15 +163,6 @@ def test_a_dead_branch_has_no_vote():
     assert policy.keep(step, np.ones((2, 3)))[0].tolist() == [[False] * 3, [True] * 3]
 
 
-def test_thresholds_are_multiplied_by_the_factor_of_the_batch_size():
-    rule = Derived([0.2, 0.4], 1, scales=[(2, 1.5), (4, 2.5)])
-    batch = np.array([0, 1, 0, -1, 2, 2, 2, 2, 2, 0])  # 0 has three streams, 1 one, 2 five
-    factors = np.array([2.0, 1.5, 2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.0])
-    assert rule.threshold_at(0, batch)[batch >= 0] == pytest.approx(0.2 * factors)
-    assert rule.threshold_at(3, batch)[:2] == pytest.approx([0.8, 0.6]), "the last threshold holds for greater depths"
-    assert Derived([0.2, 0.4], 1).threshold_at(1, batch).tolist() == [0.4]
-
-
 def altered(rule: Rule, **entries: Any) -> dict[str, Any]:
     return {**json.loads(json.dumps(rule.to_dict())), **entries}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_curve
 from specstop.policies.contract import DraftTree, StopPolicy
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.policies.published.adaedl import AdaEDL
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.published.c2t import C2T
@@ -351,20 +351,6 @@ def test_a_bandit_finds_the_fastest_arm(kind):
     for picked in simulate(Bandit(0.5 if kind == "ucb" else 1.0, kind, ARMS), 600)[0]:
         late = picked[300:]
         assert late.count(1) > 0.6 * len(late)
-
-
-def test_only_the_arm_of_the_round_decides_and_observes():
-    policy = Bandit(0.0, "ucb", [FixedLength(1), Confidence(0.5, 6), Heuristic(1, max_depth=4)])
-    assert (policy.features, policy.first, policy.max_depth) == (("drawn_prob",), 1, 6)
-    state = policy.start(3, np.arange(3))
-    state = type(state)(state.key, np.array([0, 1, 2]), state.sums, state.arms)
-    kept, state = policy.keep(draft_step(1, [[[0.9], [0.2]]] * 3), state)
-    assert kept.tolist() == [[False, False], [True, False], [False, False]]
-    after = policy.observe(round_outcome([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0]), state)
-    assert after.arms[2].tolist() == [1.0, 1.0, 3.0]
-    assert after.sums[:, :, 0].tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    cut = policy.observe(round_outcome([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0], cut=True), state)
-    assert not cut.sums.any()
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])

@@ -20,7 +20,6 @@ from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.sampler import Sampler
 from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
@@ -188,34 +187,6 @@ def test_collect_bench_profile_and_generate_apply_the_defaults_once(plain_pair, 
 
 
 # Logits processors
-
-
-def allowed(batch: int, ids: Tensor) -> list[int]:
-    """Return tokens with another remainder by 3 than the last one: the answer depends on the prefix."""
-    assert batch == 0, "every row is the only text"
-    return [token for token in range(VOCABULARY) if token % 3 != int(ids[-1]) % 3]
-
-
-PREFIX = PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature):
-    """Prefixes of different lengths in one call, as in a tree."""
-    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    prefixes = [[5, 6], [7], [6, 5], [9, 9, 9]]
-    sampling = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX,))
-    for padding in ([], [0, 0, 3]):
-        sampler = Sampler(sampling.build(temperature, [5], (EOS,), CPU), temperature, padding)
-        before = logits.clone()
-        together = sampler(logits, lambda: prefixes)
-        assert torch.equal(logits, before), "raw logits are not modified"
-        for row, prefix in enumerate(prefixes):
-            chain = sampling.build(temperature, [5], (EOS,), CPU)
-            alone = chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0]
-            assert torch.equal(together[row], alone)
-    bare = Sampler(LogitsProcessorList(), 0.5)
-    assert torch.equal(bare(logits, lambda: pytest.fail("no processor needs prefixes")), logits / 0.5)
 
 
 # Processors with state
