@@ -1,7 +1,7 @@
 """Greedy texts of every kind of model and engine, compared with transformers' `generate`.
 
     python benchmarks/architectures.py --check
-    python benchmarks/architectures.py --part classes --classes llama gptj
+    python benchmarks/architectures.py --part classes
 
 - `classes`: every causal language model class of the installed transformers that can be built small, in float64:
   alone, side by side, as a chain and as a tree. Its texts are those of `generate`, or the class is refused with
@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections import Counter
@@ -51,7 +50,7 @@ POLICIES: tuple[StopPolicy, ...] = (FixedLength(4), Confidence(0.2))
 def classes(run: Run) -> None:
     """Compare the classes of transformers."""
     logging.set_verbosity_error()  # small configurations are no checkpoint's
-    chosen = run.options.classes or run.choose(names(), ("llama", "gptj", "mamba"))
+    chosen = run.choose(names(), ("llama", "gptj", "mamba"))
     rows = [sweep_class(name) for name in chosen]
     built = [row for row in rows if row.cells]
     for row in rows:
@@ -67,9 +66,8 @@ def classes(run: Run) -> None:
 def engines(run: Run) -> None:
     """Compare kinds of model by attention, dtype and engine."""
     count, new = run.choose((8, 48), (2, 8))
-    kinds = run.options.kinds or run.choose(list(CONFIGS), ["llama"])
     cells: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for name, attention, dtype, target, pair in pairs(kinds):
+    for name, attention, dtype, target, pair in pairs(run.choose(list(CONFIGS), ["llama"])):
         sample = prompts(count, vocabulary=pair.vocabulary)
         base = [Generation(tuple(plain(target, prompt, new)), (), len(prompt), 0.0, 0.0) for prompt in sample]
         results = []
@@ -107,12 +105,6 @@ def pairs(kinds: Iterable[str]) -> Iterator[tuple[str, str, str, PreTrainedModel
                     yield name, attention, dtype, target, with_engine(join(copy.deepcopy(target), draft))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--classes", nargs="+", metavar="TYPE", help="model types of the part `classes` (default: all)")
-    parser.add_argument("--kinds", nargs="+", choices=CONFIGS, help="kinds of the part `engines` (default: all)")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    raise SystemExit(Run(__doc__, {"classes": classes, "engines": engines}, add_options).execute())
+    raise SystemExit(Run(__doc__, {"classes": classes, "engines": engines}).execute())

@@ -1,7 +1,7 @@
 """Batches: rounds of joint policies, policies by batch size, live speed and memory.
 
     python benchmarks/batch.py --check
-    python benchmarks/batch.py --part sizes live --sizes 1 8
+    python benchmarks/batch.py --part sizes live
 
 Texts of a batch are compared with the same texts alone in `exactness.py --part texts`.
 
@@ -18,7 +18,6 @@ Texts of a batch are compared with the same texts alone in `exactness.py --part 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -74,7 +73,7 @@ class Setup:
     """Traces, costs and the policy of rule `batch`."""
 
     def __init__(self, run: Run) -> None:
-        self.sizes = tuple(run.options.sizes or run.choose(SIZES, (1, 2)))
+        self.sizes = run.choose(SIZES, (1, 2))
         self.options = {
             "temperature": 0.7, "max_new_tokens": run.choose(128, 12), "depth": DEPTH, "verification": "match",
         }  # fmt: skip
@@ -194,12 +193,7 @@ def memory(run: Run) -> None:
     run.bar("memory of 16 streams, late over early, MiB", grown, at_most=MIB)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--sizes", nargs="+", type=int, help="batch sizes of the parts `sizes` and `live`")
-
-
 PARTS = {"rounds": rounds, "sizes": sizes, "live": live, "memory": memory}
 
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS, add_options).execute())
+    raise SystemExit(Run(__doc__, PARTS).execute())

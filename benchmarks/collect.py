@@ -1,7 +1,7 @@
 """Collection: the cost of dense traces, agreement of dense and live traces, memory, and interrupted runs.
 
     python benchmarks/collect.py --check
-    python benchmarks/collect.py --part kills --kills 100
+    python benchmarks/collect.py --part kills
 
 - `speed`: without the target's part, the dense collector labels at least 6 times as many positions per second as the
   live loop, and collection takes at most 1.3 times the time of generation. Under `rejection` and `block` it takes at
@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -197,7 +196,7 @@ def kills(run: Run) -> None:
     """Kill collecting processes at random moments."""
     if run.smoke and run.options.part == list(PARTS):
         return
-    chance, limit = random.Random(0), run.options.kills or run.choose(100, 1)
+    chance, limit = random.Random(0), run.choose(100, 1)
     started = time.perf_counter()
     if _start(run, run.folder("undisturbed"), 0, 1).wait():
         raise RuntimeError("collect ended with an error")
@@ -238,12 +237,7 @@ def _start(run: Run, out: Path, rank: int, world: int) -> subprocess.Popen[bytes
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--kills", type=int, help="killed processes of the part `kills` (default: 100)")
-
-
 PARTS = {"speed": speed, "agreement": agreement, "completions": completions, "memory": memory, "kills": kills}
 
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS, add_options).execute())
+    raise SystemExit(Run(__doc__, PARTS).execute())

@@ -73,7 +73,7 @@ def compare(run: Run) -> None:
     """Train and compare the drafters."""
     names = run.options.drafters or run.choose(DRAFTERS, ("model", "medusa"))
     specs = _trained(run, [name for name in names if name in TRAINED])
-    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
+    for temperature in run.temperatures:
         where, per_call, speeds = f"T={temperature:g}", {}, {}
         for name in names:
             comparison = Comparison(run, with_drafter(run.pair, specs.get(name, name)), name, temperature)
@@ -283,7 +283,7 @@ class RouteComparison(Comparison):
 def routes(run: Run) -> None:
     """Train a route between suffix and draft model, and compare it with each of them."""
     pair = with_drafter(run.pair, "suffix+model")
-    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
+    for temperature in run.temperatures:
         RouteComparison(run, pair, pair.drafter, temperature).compare()
 
 
@@ -291,7 +291,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this script."""
     parser.add_argument("--work", type=Path, help="folder that keeps trained drafters (default: a temporary one)")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, help="default: all")
-    parser.add_argument("--temperatures", nargs="+", type=float, help="default: 0 and 0.7")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from harness import Run
+from harness import Run, same_distribution
 from scipy import stats
 from specstop.decode import plain_texts, stream_key
 from specstop.decode.benchmark import count_differences
@@ -44,6 +43,7 @@ sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
 
 from cases import Case, all_cases, other_cases  # noqa: E402
 from enumeration import EXACT, Proof, prove, prove_within  # noqa: E402
+from random_models import plain as generated  # noqa: E402
 
 FALSE_ALARM, LOSSY = 1e-3, 0.05
 MODES = (
@@ -113,7 +113,7 @@ def texts(run: Run) -> None:
         if temperature:
             plain = [tuple(text) for text in plain_texts(run.pair, tokens, keys, new, temperature).tokens]
         else:
-            plain = [_generate(stock, ids, new) for ids in tokens]
+            plain = [tuple(generated(stock.target, ids, new)) for ids in tokens]
         for tree in run.choose((None, "3,2,1,1"), ("3,2,1,1",)):
             settings = ss.Settings(temperature, new, tree=tree, verification="match")
             for policy in ("fixed:4", "confidence:0.4"):
@@ -130,14 +130,6 @@ def texts(run: Run) -> None:
         "texts that differ from plain decoding", differing / total, at_most=1 / 200, always=True, note=f"of {total}"
     )
     run.bar("greedy texts that differ without a tie", wrong, at_most=0, always=True)
-
-
-def _generate(stock: ss.Pair, prompt: Sequence[int], new: int) -> tuple[int, ...]:
-    """Return the greedy text of transformers."""
-    ids, model = torch.tensor([list(prompt)]), stock.target
-    library: Any = model
-    out = library.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
-    return tuple(out[0, len(prompt) :].tolist())
 
 
 def pair(run: Run) -> None:
@@ -160,22 +152,17 @@ def pair(run: Run) -> None:
                 drawn.append([list(result.tokens) for result in results])
                 shares.append(pit(run.pair, ids, drawn[-1], temperature, seed=23 + at))
             fit = float(stats.kstest(np.concatenate(shares), "uniform").pvalue)
-            same = min(1.0, 2 * min(_same_tokens(drawn, plain, place) for place in (1, 2)))
+            counts = [
+                [Counter((at, text[place]) for at, row in enumerate(side) for text in row) for side in (drawn, plain)]
+                for place in (1, 2)
+            ]
+            same = min(1.0, 2 * min(same_distribution(*sides) for sides in counts))
             name = f"p-value, {mode} {tree}, T={temperature:g}"
             note = f"conditionals {fit:.2g}, plain sampling {same:.2g}"
             if mode == "typical":
                 run.bar(f"{name} (lossy)", min(fit, same), at_most=alarm, note=note)
             else:
                 run.bar(name, min(fit, same), at_least=alarm, always=True, note=note)
-
-
-def _same_tokens(one: Sequence[Any], other: Sequence[Any], place: int) -> float:
-    """Return the p-value of a chi-square test that tokens at a place have one distribution; rare tokens are merged."""
-    counts = [Counter((at, text[place]) for at, row in enumerate(side) for text in row) for side in (one, other)]
-    frequent = sorted(key for key in {*counts[0], *counts[1]} if counts[0][key] + counts[1][key] >= 10)
-    table = np.array([[c[key] for key in frequent] + [c.total() - sum(c[key] for key in frequent)] for c in counts])
-    table = table[:, table.sum(0) > 0]
-    return float(stats.chi2_contingency(table).pvalue) if table.shape[1] > 1 else 1.0
 
 
 def lossy(run: Run) -> None:

@@ -7,6 +7,7 @@ options:
 - `--pair DIR`: a pair with `target/`, `draft/`, `prompts-train.jsonl` and `prompts-test.jsonl` (default: the shipped
   one).
 - `--part NAME`: only these parts.
+- `--temperatures T`: of the parts that compare temperatures (default: 0 and 0.7).
 - `--smoke`: small sizes, to see that the script runs. Its figures mean nothing, and only bars on correctness are
   decided.
 - `--check`: exit with 1 if a bar is missed.
@@ -23,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cached_property
@@ -31,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 from specstop.decode import Generation
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile.measuring import Effort
@@ -59,6 +62,7 @@ class Run:
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--pair", type=Path, help="folder of a pair (default: the shipped pair)")
         parser.add_argument("--part", nargs="+", choices=parts, default=list(parts), help="parts to run (default: all)")
+        parser.add_argument("--temperatures", nargs="+", type=float, help="of texts (default: 0 and 0.7)")
         parser.add_argument("--smoke", action="store_true", help="small sizes: shows that the script runs")
         parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
         parser.add_argument("--out", type=Path, help="JSON file for table and bars")
@@ -77,6 +81,11 @@ class Run:
     def choose(self, full: Any, smoke: Any) -> Any:
         """Return the first value, or the second one in a smoke run."""
         return smoke if self.smoke else full
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Temperatures that are compared."""
+        return tuple(self.options.temperatures or self.choose((0.0, 0.7), (0.7,)))
 
     @cached_property
     def pair_folder(self) -> Path:
@@ -248,6 +257,16 @@ def ratio_of_sums(
     drawn = np.random.default_rng(0).integers(0, len(index), (REPLICATES, len(index)))
     low, high = np.quantile(sums[0][drawn].sum(1) / sums[1][drawn].sum(1), (0.025, 0.975))
     return Ratio(value, float(low), float(high))
+
+
+def same_distribution(one: Counter[Any], other: Counter[Any], least: int = 10) -> float:
+    """Return the p-value of a chi-square test that two counts have one distribution; values below `least` are merged."""
+    frequent = [key for key in one | other if one[key] + other[key] >= least]
+    table = np.array(
+        [[c[key] for key in frequent] + [c.total() - sum(c[key] for key in frequent)] for c in (one, other)]
+    )
+    table = table[:, table.sum(0) > 0]
+    return float(stats.chi2_contingency(table).pvalue) if table.shape[1] > 1 else 1.0
 
 
 def compare_rounds(

@@ -1,7 +1,7 @@
 """Intervals and verdicts on simulated data with known truth.
 
     python benchmarks/intervals.py --check
-    python benchmarks/intervals.py --part worlds --worlds 100
+    python benchmarks/intervals.py --part worlds
 
 - `worlds`: worlds with true costs in closed form. A world draws prompts of random difficulty and length. A token
   shows the policy one of three confidences and is accepted with a probability that depends on both. `evaluate`
@@ -10,7 +10,6 @@
   intervals cover as well, and its error falls with the root of the number of prompts.
 - `families`: false "deploy" (at most 2.5%), simultaneous coverage and power (at least 80% for a gain of 5%) for 1 to
   100 policies on prompts, samples, duplicates, groups, heavy tails and one giant prompt.
-- `labels`: the AUC of a head that is fitted to noise is 0.5 within two standard errors.
 - `machines`: profiles on simulated machines. Those that stall, slow down in phases or drift are called noisy, quiet
   ones are not. Intervals with the profile of a noisy machine cover the truth as well, and at most 2.5% of the
   verdicts are a false "deploy".
@@ -18,7 +17,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from itertools import chain
 from pathlib import Path
@@ -32,8 +30,6 @@ from specstop.train.evaluate.records import DEPLOY, TOO_FEW
 from specstop.train.evaluate.statistics import Resamples, form_clusters
 from specstop.train.evaluate.verdict import verdict
 
-import specstop as ss
-
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from simulated_machines import NOISY, QUIET, profiled
@@ -43,7 +39,6 @@ from simulated_worlds import (
     LOGGING,
     SIZES,
     Array,
-    World,
     compared,
     dense_world,
     draw_world,
@@ -62,7 +57,7 @@ SHRINK_SLACK = 0.25
 
 def worlds(run: Run) -> None:
     """Count how often the intervals of `evaluate` and `importance_estimate` cover the truth."""
-    count = run.choose(run.options.worlds, 2)
+    count = run.choose(500, 2)
     estimates = list(chain(*run.map(dense_world, range(count)), *run.map(live_world, range(count))))
     if count < 2:
         return
@@ -169,28 +164,6 @@ def families(run: Run) -> None:
     run.bar("power for a gain of 5%, 200 prompts, 5 policies", power, at_least=POWER)
 
 
-def labels(run: Run) -> None:
-    """Fit heads to labels that are independent of everything that was observed."""
-    for head in run.choose(("logistic", "mlp", "xgboost"), ("logistic",)):
-        scores = []
-        for seed in range(run.choose(12, 2)):
-            chance = np.random.default_rng(seed)
-            world = draw_world(chance)
-            ones = np.ones((1, 3))
-            world = World(np.ones(1), ones / 3, 0.6 * ones, ones / 3, world.profile)
-            trace = sample_dense(world, run.choose(120, 60), chance)
-            trained = ss.train(
-                trace, world.profile, head=head, features=["drawn_prob"], rule="survival", threshold=0.5, seed=seed,
-                report_share=0.4,
-            )  # fmt: skip
-            scores.append(float(trained.metrics["accept_auc"]))
-        error = float(np.std(scores, ddof=1)) / len(scores) ** 0.5
-        away = abs(float(np.mean(scores)) - 0.5) / error
-        run.bar(
-            f"AUC of noise, {head}: standard errors from 0.5", away, at_most=2.0, note=f"mean {np.mean(scores):.4f}"
-        )
-
-
 def machines(run: Run) -> None:
     """Check which simulated machines are called noisy, and the intervals and verdicts with their profiles."""
     budget_s, seeds = run.choose((90.0, 3), (5.0, 1))
@@ -217,13 +190,8 @@ def noisy_world(seed: int) -> tuple[bool, bool]:
     return compared(line.to_best_fixed, truth)[0], line.verdict == DEPLOY and truth <= 1.0
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--worlds", type=int, default=500, help="number of the part `worlds` (default: 500)")
-
-
-PARTS = {"worlds": worlds, "families": families, "labels": labels, "machines": machines}
+PARTS = {"worlds": worlds, "families": families, "machines": machines}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    raise SystemExit(Run(__doc__, PARTS, add_options).execute())
+    raise SystemExit(Run(__doc__, PARTS).execute())

@@ -18,7 +18,6 @@ length.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from harness import Run, ratio_of_sums
@@ -90,7 +89,7 @@ def _with_decisions(
 
 def replayed(run: Run) -> None:
     """Compare rules and heads by replay."""
-    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
+    for temperature in run.temperatures:
         where = f"T={temperature:g}"
         names = list(HEADS) if not run.smoke else ["logistic"]
         rules = RULES if not run.smoke else {"confidence": RULES["confidence"]}
@@ -185,12 +184,7 @@ def filters(run: Run) -> None:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--temperatures", nargs="+", type=float, help="of the part `replayed` (default: 0 and 0.7)")
-
-
 PARTS = {"replayed": replayed, "sampled": sampled, "filters": filters}
 
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS, add_options).execute())
+    raise SystemExit(Run(__doc__, PARTS).execute())

@@ -1,7 +1,7 @@
 """Replay compared with the live loop: the same rounds, predicted speeds, and the speed of replay itself.
 
     python benchmarks/replay.py --check
-    python benchmarks/replay.py --part rounds --pair DIR --temperatures 0 --shapes chain
+    python benchmarks/replay.py --part rounds --pair DIR --temperatures 0
 
 - `rounds`: policies of every kind decode test prompts live, in alternation with measurements of the costs. Replay of
   a dense trace has the same rounds, except for ties (at most 1 round in 2,000), and predicts the speed relative to
@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +44,9 @@ ERROR, ROUNDS_PER_S, SWEEP_S, GIB = 0.05, 100_000, 60.0, 1.0
 
 def rounds(run: Run) -> None:
     """Compare rounds and speeds, by temperature and shape."""
-    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
-        for shape in run.options.shapes or run.choose(("chain", TREE), ("chain",)):
-            _live(run, temperature, None if shape == "chain" else shape)
+    for temperature in run.temperatures:
+        for tree in run.choose((None, TREE), (None,)):
+            _live(run, temperature, tree)
 
 
 def _live(run: Run, temperature: float, tree: str | None) -> None:
@@ -145,11 +144,5 @@ print(trace.row_count, int(peak) / 2**20)
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--temperatures", nargs="+", type=float, help="of the part `rounds` (default: 0 and 0.7)")
-    parser.add_argument("--shapes", nargs="+", help=f"`chain` or trees (default: chain and {TREE})")
-
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, {"rounds": rounds, "rate": rate}, add_options).execute())
+    raise SystemExit(Run(__doc__, {"rounds": rounds, "rate": rate}).execute())

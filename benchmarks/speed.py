@@ -1,4 +1,4 @@
-"""Speed on the CPU: the loop compared with assisted generation, decisions, verification modes, memory and start-up.
+"""Speed on the CPU: the loop compared with assisted generation, decisions, memory and start-up.
 
     python benchmarks/speed.py --check
     python benchmarks/speed.py --part loop --pair DIR --temperatures 0
@@ -10,14 +10,12 @@
   and the same forward passes with nothing between them take at least 85% of the time of the loop.
 - `decisions`: microseconds of one decision with its features, by policy, size of the vocabulary and state of the
   caches.
-- `modes`: block efficiency and speed of the verification modes by width, relative to `match`.
 - `memory`: a text of many rounds takes at most 1% more memory than a text of few rounds.
 - `startup`: seconds of commands, of imports, and of the numba kernels with an empty and with a full cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -60,7 +58,6 @@ DECISION_US, RULE_US, ROUND_US = {3072: 18.0, 32000: 60.0}, 12.0, 15.0
 MEGABYTES = {"warm": 0, "cold": 9, "colder": 45}
 """Megabytes of a matrix product between two decisions: none, a small draft step, a target call."""
 
-WIDTHS, DEPTH = (1, 2, 4, 8), 4
 LONG = 2048
 Prompts = Sequence[tuple[str, Sequence[int]]]
 
@@ -76,7 +73,7 @@ def loop(run: Run) -> None:
                 ss.load_pair(where / "target", where / "draft", engine=engine) for engine in ("auto", "plain")
             )
             prompts = encode_prompts(pair, run.prompts("test", run.choose(40, 2)))
-            for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.0,)):
+            for temperature in run.temperatures:
                 _contest(run, f"{name}, T={temperature:g}", pair, stock, prompts, temperature, required)
 
 
@@ -285,27 +282,6 @@ def round_us(policy: ss.StopPolicy, count: int) -> float:
     return 1e6 * statistics.median(seconds)
 
 
-def modes(run: Run) -> None:
-    """Compare verification modes by width."""
-    count, new = run.choose((40, 128), (2, 12))
-    prompts = encode_prompts(run.pair, run.prompts("test", count))
-    for temperature in run.choose((0.7, 1.0), (0.7,)):
-        for width in run.choose(WIDTHS, WIDTHS[:1]):
-            names = ("match", "rejection", "block" if width == 1 else "rejection_replace")
-            tree, policy = f"fork:{width}x{DEPTH}", ss.load_policy(f"fixed:{DEPTH}")
-            methods = [
-                ss.Speculator(run.pair, policy, ss.Settings(temperature, new, DEPTH, verification=name, tree=tree))
-                for name in names
-            ]
-            texts = dict(zip(names, run_alternating(methods, prompts), strict=True))
-            base = Tally(texts["match"]).block_efficiency
-            for name, row in texts.items():
-                efficiency = Tally(row).block_efficiency
-                note = f"{efficiency:.2f} tokens per target call, {efficiency / base:.3f} of match"
-                speed = speed_ratio(row, texts["match"])
-                run.row(f"T={temperature:g}, width {width}, {name}: speed of match", speed, note)
-
-
 def memory(run: Run) -> None:
     """Compare the peak memory of a long text of many rounds with that of few rounds."""
     (_, ids), *_ = encode_prompts(run.pair, run.prompts("test", 1))
@@ -347,12 +323,7 @@ def _process(words: Sequence[str], **environment: str) -> Callable[[], object]:
     return lambda: subprocess.run([sys.executable, *words], capture_output=True, env={**os.environ, **environment})
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--temperatures", nargs="+", type=float, help="of the part `loop` (default: 0 and 0.7)")
-
-
-PARTS = {"loop": loop, "decisions": decisions, "modes": modes, "memory": memory, "startup": startup}
+PARTS = {"loop": loop, "decisions": decisions, "memory": memory, "startup": startup}
 
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS, add_options).execute())
+    raise SystemExit(Run(__doc__, PARTS).execute())

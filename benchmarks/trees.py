@@ -1,7 +1,7 @@
 """The learned tree policy compared with the best static tree and with the best chain.
 
     python benchmarks/trees.py --check
-    python benchmarks/trees.py --temperatures 0.7 --machines gpu
+    python benchmarks/trees.py --temperatures 0.7
 
 Dense traces of a large tree and of chains are collected. The tree policy (rule `gain`) chooses its sub-tree on
 training prompts. On test prompts it is replayed beside the best static tree and the best chain, fixed or learned,
@@ -12,7 +12,6 @@ decode live, in alternation.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 from dataclasses import replace
 
@@ -63,7 +62,7 @@ def compare(run: Run) -> None:
     sizes = run.choose(NODES, (4, 8))
     tree = likely_tree(sizes[-1], run.choose(DEPTH, 4))
     depth = ss.parse_tree(tree).deepest
-    for temperature in run.options.temperatures or run.choose((0.0, 0.7), (0.7,)):
+    for temperature in run.temperatures:
         where = f"T={temperature:g}"
         options = {"temperature": temperature, "max_new_tokens": new, "verification": "match"}
         prompts = {side: run.prompts(side, count) for side, count in counts.items()}
@@ -81,7 +80,7 @@ def compare(run: Run) -> None:
             tree=tree, new_tokens=run.choose(48, 8), verification="match",
         )  # fmt: skip
         ids = [tokens for _, tokens in encode_prompts(run.pair, prompts["train"][: run.choose(8, 2)])]
-        for machine in run.options.machines or run.choose(("cpu", "gpu"), ("cpu",)):
+        for machine in run.choose(("cpu", "gpu"), ("cpu",)):
             profile = gpu_profile(measured) if machine == "gpu" else measured
             at = f"{where}, {machine}"
             for _ in range(run.choose(2, 1)):  # the second fit knows the price of the decisions of the first one
@@ -120,11 +119,5 @@ def compare(run: Run) -> None:
                 run.row(f"{at}, live: tree over the best chain", speed_ratio(texts, base))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--temperatures", nargs="+", type=float, help="default: 0 and 0.7")
-    parser.add_argument("--machines", nargs="+", choices=("cpu", "gpu"), help="costs (default: both)")
-
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, {"compare": compare}, add_options).execute())
+    raise SystemExit(Run(__doc__, {"compare": compare}).execute())

@@ -14,8 +14,7 @@ interrupted run continues.
   1 and 4 requests, and above the best drafter of vLLM.
 - `overhead`: at most 10% of the time is outside of the draft model. Memory grows by at most 16 MiB more than that of
   plain vLLM.
-- `traces`: no round of a live trace is lost or repeated, also after kills, and accepted counts are those of the
-  texts.
+- `traces`: no round of a live trace is lost or repeated, and accepted counts are those of the texts.
 - `predict`: tokens/s at 1 request is predicted within 10% from a trace and the profile of the engine.
 """
 
@@ -26,8 +25,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +35,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from harness import Run, ratio_of_sums
+from harness import Run, ratio_of_sums, same_distribution
+from specstop.decode import Generation
+from specstop.decode.benchmark import count_differences
+
+import specstop as ss
 
 HERE = str(Path(__file__).parent)
 sys.path[:] = [path for path in sys.path if path != HERE]  # `import vllm` has to find the library, not this file
@@ -53,7 +54,7 @@ COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run;
 CLASS = "specstop.decode.engines.vllm.Proposer"
 SUFFIX = "suffix"
 SIZES, PROMPTS, TOKENS, DEPTH, LENGTHS = (1, 4, 8, 16), 40, 128, 8, (1, 2, 3, 4, 5)
-TIE, SAMPLES, FIRST, KILLS, ERROR = 1e-3, 20_000, 3, 10, 0.1
+SAMPLES, FIRST, ERROR = 20_000, 3, 0.1
 
 
 def ours(folder: Path, policy: str, depth: int = DEPTH, **more: Any) -> dict[str, Any]:
@@ -156,9 +157,7 @@ def serve(
     waiting, running, texts, number = list(enumerate(prompts)), {}, {}, time.monotonic_ns()
     drafting = drafting_of(llm)
     if policy:
-        from specstop import load_policy
-
-        drafting.use(load_policy(policy))
+        drafting.use(ss.load_policy(policy))
     spent = drafting.stats if drafting else None
     before, shares = (spent.total_s - spent.drafter_s) if spent else 0.0, [0.0] * len(prompts)
     started = last = time.perf_counter()
@@ -265,7 +264,9 @@ class Workspace:
 
 def texts(run: Run) -> None:
     """Compare texts with those of plain vLLM."""
+
     space = Workspace(run)
+    ids = [run.pair.tokenizer(text).input_ids for text in space.prompts()]  # type: ignore[misc]
     options = {
         "plain": {},
         "fixed:4": ours(space.pair, "fixed:4"),
@@ -279,32 +280,20 @@ def texts(run: Run) -> None:
         for name, engine in running.items():
             if name == "plain":
                 continue
-            different = set()
+            ties = wrong = 0
             for size in SIZES:
                 answer = engine.call("serve", prompts=space.prompts(), tokens=TOKENS, size=size, abort=True)
-                for at, (one, other) in enumerate(zip(answer["texts"], plain, strict=True)):
-                    if one != other:
-                        pairs = enumerate(zip(one, other, strict=False))
-                        different.add((at, next((place for place, (a, b) in pairs if a != b), len(other))))
-            wrong = [gap for gap in (_gap(run, space, plain, *where) for where in sorted(different)) if gap >= TIE]
-            note = f"{len(different)} of {len(SIZES) * PROMPTS} differ"
-            run.bar(f"{name}: texts that differ without a tie", len(wrong), at_most=0, note=note)
-
-
-def _gap(run: Run, space: Workspace, plain: Sequence[list[int]], at: int, place: int) -> float:
-    """Return the difference of the target's two best logits at a place of a plain text."""
-    import torch
-
-    ids = run.pair.tokenizer(space.prompts()[at]).input_ids + plain[at][:place]  # type: ignore[misc]
-    with torch.inference_mode():
-        best = run.pair.target(input_ids=torch.tensor([ids])).logits[0, -1].topk(2).values
-    return float(best[0] - best[1])
+                texts, base = (
+                    [Generation(tuple(t), (), 0, 0.0, 0.0) for t in side] for side in (answer["texts"], plain)
+                )
+                counts = count_differences(run.pair, ss.Settings(0.0, TOKENS), ids, texts, base)
+                ties, wrong = ties + counts[0], wrong + counts[1]
+            note = f"{ties} of {len(SIZES) * PROMPTS} after a tie"
+            run.bar(f"{name}: texts that differ without a tie", wrong, at_most=0, note=note)
 
 
 def sampling(run: Run) -> None:
     """Compare the distribution of sampled tokens with that of plain vLLM."""
-    from scipy.stats import chi2_contingency
-
     space = Workspace(run)
     options = {"plain": {}, "fixed:4": ours(space.pair, "fixed:4", temperature=0.7)}
     with engines(space.pair, options, expand=True) as running:
@@ -317,12 +306,7 @@ def sampling(run: Run) -> None:
             drawn.append(rows)
     for count in range(1, FIRST + 1):
         counts = [Counter(tuple(text[:count]) for text in rows) for rows in drawn]
-        frequent = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 20]
-        table = [
-            [side[key] for key in frequent] + [side.total() - sum(side[key] for key in frequent)] for side in counts
-        ]
-        columns = [column for column in zip(*table, strict=True) if sum(column)]
-        p_value = float(chi2_contingency(list(zip(*columns, strict=True))).pvalue) if len(columns) > 1 else 1.0
+        p_value = same_distribution(*counts)
         run.bar(f"first {count} tokens at 0.7: p-value", p_value, at_least=0.001, note=f"{SAMPLES} samples each")
 
 
@@ -392,36 +376,26 @@ def overhead(run: Run) -> None:
 
 
 def traces(run: Run) -> None:
-    """Check the rounds of live traces, of an undisturbed run and of a killed and resumed run."""
-    space, chance = Workspace(run), random.Random(0)
-    options = ("--collector", "vllm", "--prompts", space.train, "--limit", 96, "--depth", 6, "--extra", "shards=24",
-               "--max-new-tokens", 48, "--policy", "confidence:0.4")  # fmt: skip
-    started = time.perf_counter()
-    undisturbed = _rounds(space.command("live", "collect", *options))
-    seconds, done, out = time.perf_counter() - started, 0, space.folder / "killed"
-    models = ("--target", space.pair / "target", "--draft", space.pair / "draft")
-    words = [*COMMAND, "collect", *options, *models, "--out", out, "--quiet", "--resume"]
-    while True:
-        process = subprocess.Popen([*map(str, words)], env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL)
-        if done < KILLS:
-            time.sleep(seconds * (0.3 + 0.7 * chance.random()))
-            done += process.poll() is None
-            process.kill()
-        code = process.wait()
-        if code == 0:
-            break
-        if code != -signal.SIGKILL:
-            raise RuntimeError(f"collect --resume ended with {code}")
-    killed = _rounds(out)
-    run.bar("rounds that do not follow the one before", _gaps(undisturbed), at_most=0, note=f"of {len(undisturbed)}")
-    lost = len(set(undisturbed) ^ set(killed)) + len(killed) - len(set(killed))
-    run.bar("rounds lost, repeated or other after kills", lost, at_most=0, note=f"{done} kills")
+    """Check the rounds of a live trace."""
+    space = Workspace(run)
+    options = (
+        "--prompts",
+        space.train,
+        "--limit",
+        96,
+        "--depth",
+        6,
+        "--max-new-tokens",
+        48,
+        "--policy",
+        "confidence:0.4",
+    )
+    rounds = _rounds(space.command("live", "collect", "--collector", "vllm", *options))
+    run.bar("rounds that do not follow the one before", _gaps(rounds), at_most=0, note=f"of {len(rounds)}")
 
 
 def _rounds(folder: Path) -> list[tuple[Any, ...]]:
     """Return (prompt, anchor, tokens, accepted, committed, length of the text) of each round."""
-    import specstop as ss
-
     names = ["prompt_id", "anchor", "tokens", "accepted_length", "committed", "text_tokens"]
     table = ss.load_trace(folder).to_pandas(names).sort_values(["prompt_id", "anchor"])
     return [(row[0], row[1], tuple(row[2]), *row[3:]) for row in table.itertuples(index=False)]
@@ -440,8 +414,6 @@ def _gaps(rounds: Sequence[tuple[Any, ...]]) -> int:
 
 def predict(run: Run) -> None:
     """Predict the tokens/s of policies from a trace and the profile of the engine."""
-    import specstop as ss
-
     space = Workspace(run)
     specs = ("fixed:2", "confidence:0.4", space.policy())
     options = {spec: ours(space.pair, spec) for spec in specs}

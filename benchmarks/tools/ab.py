@@ -3,10 +3,9 @@
     python benchmarks/tools/ab.py main . speed.py --rounds 10 --key '*warm*' -- --part decisions
     python benchmarks/tools/ab.py v0.1.0 HEAD speed.py --bar '*outside*<=0.5' -- --part loop
 
-BEFORE and AFTER are folders of checkouts or git revisions. Each is installed once, without dependencies, into a
-virtual environment that shares the packages installed here. In each round a script runs once with AFTER and twice
-with BEFORE, in separate processes and in an order that changes from round to round; the first run of each state is a
-warm-up. For each number of the last lines (`--key` selects) the table has
+BEFORE and AFTER are folders of checkouts or git revisions, which are copied once. In each round a script runs once with
+AFTER and twice with BEFORE, in separate processes and in an order that changes from round to round. The first run of
+each state is a warm-up. For each number of the last lines (`--key` selects) the table has
 
 - AFTER over BEFORE, a geometric mean over rounds with its 95% interval (Student's t on the logarithms of the ratios);
   BEFORE is the geometric mean of its two runs;
@@ -39,11 +38,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mutants import link_packages
 from scipy import stats
 from specstop.decode.benchmark import Ratio
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("policies", "decode", "collect", "train", "cli")
 BAR = re.compile(r"(?P<key>.+?)\s*(?P<sign><=|>=)\s*(?P<limit>[-+.\deE]+)$")
 ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))
 """Order of BEFORE, AFTER and BEFORE by round: each order is followed by its reverse, and each state comes first as often."""
@@ -52,16 +51,16 @@ Figures = dict[str, float]
 
 
 class CheckoutError(Exception):
-    """A state of the project that cannot be located, installed or measured."""
+    """A state of the project that cannot be located or measured."""
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A copy of a state of the project, and the Python of the environment in which it is installed."""
+    """A copy of a state of the project, and the folder from which its packages are imported."""
 
     name: str
     folder: Path
-    python: Path
+    site: Path
 
     def run(self, script: Path, options: Sequence[str]) -> dict[str, Any]:
         """Run a script in a process and return the object of its last line.
@@ -69,8 +68,7 @@ class Checkout:
         Raises:
             CheckoutError: the script failed, or its last line is not a JSON object.
         """
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        command = [str(self.python), str(script), *options]
+        command, environment = [sys.executable, str(script), *options], {**os.environ, "PYTHONPATH": str(self.site)}
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         lines = done.stdout.splitlines()
         if done.returncode:
@@ -83,49 +81,28 @@ class Checkout:
 
 
 def prepare(name: str, folder: Path, repository: Path = ROOT) -> Checkout:
-    """Return a state installed in an empty folder; the original is not changed.
+    """Return a copy of a state in an empty folder.
 
     Args:
         name: folder of a checkout, or a revision of `repository`.
-        folder: for the copy and its environment.
+        folder: for the copy.
         repository: a git repository.
 
     Raises:
-        CheckoutError: there is no such state, or it cannot be installed.
+        CheckoutError: there is no such state.
     """
-    copy, python = folder / "checkout", folder / "env" / "bin" / "python"
+    copy = folder / "checkout"
     if (Path(name) / "pyproject.toml").is_file():
-        skipped = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "venv")
-        shutil.copytree(name, copy, ignore=skipped)
+        shutil.copytree(name, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "venv"))
     else:
-        problem = f"expected the folder of a checkout or a git revision, got {name}"
-        revision = f"{name}^{{commit}}"
-        commit = _call(["git", "-C", str(repository), "rev-parse", "--verify", "--quiet", revision], problem).strip()
-        packed = subprocess.run(["git", "-C", str(repository), "archive", commit], capture_output=True, check=True)
+        command = ["git", "-C", str(repository), "archive", name]
+        packed = subprocess.run(command, capture_output=True)
+        if packed.returncode:
+            raise CheckoutError(f"expected the folder of a checkout or a git revision, got {name}")
         with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
             archive.extractall(copy, filter="data")
-    _call([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], "venv")
-    # Paths of a `.pth` file come after the packages of the environment, and `.pth` files in them are not read: a package
-    # that is installed here as editable is not visible there.
-    packages = next((folder / "env" / "lib").glob("python*/site-packages"))
-    shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "shared.pth").write_text("\n".join(shared) + "\n")
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    _call([sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(copy)], f"{name}: install")
-    installed = [path.parent.name for path in copy.glob("*/__init__.py") if path.parent.name in PACKAGES]
-    where = "import importlib.util, sys\nfor name in sys.argv[1:]: print(importlib.util.find_spec(f'specstop.{name}').origin)"
-    for path in _call([str(python), "-c", where, *installed], f"{name}: import").splitlines():
-        if not Path(path).is_relative_to(folder / "env"):
-            raise CheckoutError(f"{name}: expected its package in {folder / 'env'}, got {path}")
-    return Checkout(name, copy, python)
-
-
-def _call(command: Sequence[str], problem: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = (done.stderr or done.stdout).splitlines()
-        raise CheckoutError("\n    ".join([f"{problem} (exit code {done.returncode})", *lines[-20:]]))
-    return done.stdout
+    link_packages(copy, folder / "site")
+    return Checkout(name, copy, folder / "site")
 
 
 def numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import platform
 import random
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ import lightning
 import torch
 import transformers
 from safetensors.torch import save_file
+from specstop.collect import collect, read_prompts
+from specstop.decode import load_pair
 from specstop.policies.errors import InputError, SpecstopError
 from specstop.policies.files import prepare_output_dir, read_json, staged_folder, write_manifest
 from specstop.train.shipped_pair import WEIGHTS, expand_weights, quantize_weights
@@ -36,7 +38,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_DEPTH = 8
@@ -412,38 +414,23 @@ def make_pair(documents: Sequence[Document], recipe: Recipe, out: Path) -> None:
 # Measuring
 
 
-def acceptance(pair: Path, prompts: int, tokens: int) -> dict[str, Any]:
-    """Measure greedy acceptance on the test prompts, with a round from every position of the target's text.
+def acceptance(pair: Path, prompts: int, tokens: int) -> list[dict[str, Any]]:
+    """Measure greedy acceptance by depth on test prompts, with a round from every position of the target's text.
 
-    While all drafted tokens are accepted the draft continues the target's text. One pass of the draft over that text
-    is therefore exact.
+    Returns:
+        A row per depth k: P(A >= k), P(A >= k | A >= k - 1), and the number of rounds.
     """
-    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
-    target: Any = AutoModelForCausalLM.from_pretrained(pair / "target")
-    draft: Any = AutoModelForCausalLM.from_pretrained(pair / "draft")
-    lengths: list[int] = []
-    for line in (pair / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:prompts]:
-        ids = tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids  # [1, prompt]
-        with torch.inference_mode():
-            text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
-            guess = draft(text[:, :-1]).logits[0, ids.shape[1] - 1 :].argmax(-1)
-        same = (guess == text[0, ids.shape[1] :]).tolist()
-        for start in range(len(same) - MAX_DEPTH + 1):
-            window = same[start : start + MAX_DEPTH]
-            lengths.append(window.index(False) if False in window else MAX_DEPTH)
-    reached = [sum(length >= depth for length in lengths) / len(lengths) for depth in range(MAX_DEPTH + 1)]
-    conditional = [after / max(before, 1e-9) for before, after in itertools.pairwise(reached)]
-    return {
-        "rounds": len(lengths),
-        "reached": [round(value, 4) for value in reached[1:]],
-        "given": [round(value, 4) for value in conditional],
-    }
+    models = load_pair(pair / "target", pair / "draft")
+    with tempfile.TemporaryDirectory() as folder:
+        texts = read_prompts(pair / "prompts-test.jsonl", prompts)
+        trace = collect(models, texts, Path(folder) / "trace", depth=MAX_DEPTH, max_new_tokens=tokens)
+        return list(trace.acceptance_by_depth())
 
 
 # Shipping
 
 
-def ship(pair: Path, out: Path, command: str, rates: dict[str, Any]) -> None:
+def ship(pair: Path, out: Path, command: str, rates: Sequence[dict[str, Any]]) -> None:
     """Write a pair as package data: int8 weights, one tokenizer, prompts and a model card."""
     with staged_folder(out) as stage:
         for name in ("target", "draft"):
@@ -496,16 +483,15 @@ Seed {0[recipe][seed]}; {versions}; {0[seconds]} s on two CPU cores. Final losse
 {rows}"""
 
 
-def card(described: dict[str, Any], command: str, rates: dict[str, Any]) -> str:
+def card(described: dict[str, Any], command: str, rates: Sequence[dict[str, Any]]) -> str:
     """Return the model card of a pair."""
-    rows = "".join(
-        f"| {depth} | {reached:.3f} | {given:.3f} |\n"
-        for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1)
-    )
+    rows = "".join(f"| {row['depth']} | {row['accepted']:.3f} | {row['conditional']:.3f} |\n" for row in rates)
     versions, losses = (
         ", ".join(f"{name} {value}" for name, value in described[key].items()) for key in ("versions", "losses")
     )
-    return CARD.format(described, command=command, versions=versions, losses=losses, rounds=rates["rounds"], rows=rows)
+    return CARD.format(
+        described, command=command, versions=versions, losses=losses, rounds=rates[0]["rounds"], rows=rows
+    )
 
 
 def main() -> int:
@@ -538,15 +524,15 @@ def main() -> int:
         return 2
     rates = acceptance(options.out, prompts=4 if options.smoke else 100, tokens=32 if options.smoke else 160)
     print(f"{'depth':>5} {'P(A >= depth)':>14} {'given the depth before':>23}")
-    for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1):
-        print(f"{depth:>5} {reached:>14.3f} {given:>23.3f}")
+    for row in rates:
+        print(f"{row['depth']:>5} {row['accepted']:>14.3f} {row['conditional'] or 0.0:>23.3f}")
     files = [path.relative_to(options.out).as_posix() for path in options.out.rglob("*") if path.is_file()]
     write_manifest(options.out, files)
     if options.ship is not None:
         ship(options.out, options.ship, f"python benchmarks/tools/make_pair.py --seed {recipe.seed} --out pair", rates)
-    first, sixth = rates["reached"][0], rates["reached"][5]
+    first, sixth = rates[0]["accepted"], rates[5]["accepted"]
     met = 0.6 <= first <= 0.85 and 1 - first > 0.15 and sixth > 0.15
-    print(json.dumps({"out": str(options.out), "met": met, **rates}))
+    print(json.dumps({"out": str(options.out), "met": met, "acceptance": rates}))
     return int(options.check and not met)
 
 

@@ -193,6 +193,13 @@ class Selection:
         return chosen, total
 
 
+def link_packages(root: Path, site: Path) -> None:
+    """Create a folder from which the packages of a checkout are imported, instead of installed ones."""
+    (site / "specstop").mkdir(parents=True)
+    for path in [*(root / "src" / "specstop").iterdir(), *(init.parent for init in root.glob("*/__init__.py"))]:
+        (site / "specstop" / path.name).symlink_to(path)
+
+
 class Worker:
     """A copy of a checkout in which mutants are tested one after the other."""
 
@@ -203,9 +210,7 @@ class Worker:
         shutil.copytree(root, self.root, ignore=ignore)
         shutil.rmtree(self.root / "tests", ignore_errors=True)
         shutil.copytree(tests, self.root / "tests", ignore=ignore)
-        (self.site / "specstop").mkdir(parents=True)
-        for path in [*(self.root / "src" / "specstop").iterdir(), *(p.parent for p in self.root.glob("*/__init__.py"))]:
-            (self.site / "specstop" / path.name).symlink_to(path)
+        link_packages(self.root, self.site)
         self.environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.environment["PYTHONPATH"] = os.pathsep.join([str(self.site), os.environ.get("PYTHONPATH", "")])
         self.environment.setdefault("NUMBA_CACHE_DIR", str(folder / "numba"))

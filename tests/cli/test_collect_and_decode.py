@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,24 +137,6 @@ def test_every_mode_is_named_with_its_label_and_the_seed_decides(models, mode):
     options = ["--verification", mode, *(["--tree", "3,2"] if mode != "block" else []), "--temperature", 0.7]
     first, second = (decoded(models, *options) for _ in range(2))
     assert first["verification"] == f"{mode} ({label})" and first["texts"] == second["texts"]
-
-
-def test_sampling_defaults_of_the_target(pair_folder, tmp_path):
-    target = shutil.copytree(pair_folder / "target", tmp_path / "target")
-    raw = json.loads((target / "generation_config.json").read_text())
-    (target / "generation_config.json").write_text(json.dumps(raw | {"repetition_penalty": 1.7, "top_k": 5}))
-    models = ["--target", target, "--draft", pair_folder / "draft", "--dtype", "float64"]
-    (tmp_path / "p.txt").write_text("w7 w8 w9\nw20 w8\n")
-    texts, sampling = [], []
-    for more in ([], ["--sampling", "model_defaults=false"], ["--sampling", "repetition_penalty=1.0"]):
-        answer = cli("decode", "w7 w8 w9", "w20 w8", *models, "--max-new-tokens", 20, "--json", *more)
-        assert ("repetition_penalty=1.7 (" in answer.err) == (not more), answer.err
-        texts.append(json.loads(answer.out)["texts"])
-        collect = ["collect", *models, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 8, "--depth", 2, "--out"]
-        assert cli(*collect, tmp_path / f"t{len(texts)}", *more).code == 0
-        sampling.append(load_trace(tmp_path / f"t{len(texts)}").header.sampling)
-    assert texts[0] != texts[1] == texts[2]
-    assert sampling == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
 
 
 def test_structured_output(tmp_path):

@@ -89,19 +89,16 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("collect", "--prompts {none.jsonl}", "none.jsonl does not exist"), ("collect", "--column turn", '"turn"'),
     ("collect", "--prompts {broken.jsonl}", "line 3: invalid JSON"),
     ("collect", "--chat", "--chat: the tokenizer has no chat template"),
-    ("collect", "--max-new-tokens 126", "no room for a prompt"),
     # numbers
     ("collect", "--depth 0", "--depth: expected"), ("collect", f"--depth {'9' * 5000}", "'--depth'"),
-    ("collect", "--temperature warm", "'--temperature'"), ("profile", "--budget inf", "--budget: expected"),
+    ("profile", "--budget inf", "--budget: expected"),
     # rounds and sampling
     ("decode", "--policy fixed:x", "expected a number after the colon"), ("decode", "--tree 4;2", "--tree: expected widths"),
     ("decode", "--verification block --tree 2,2 --temperature 1", "block: expected a chain"),
     ("decode", "--sampling top_k=1 --sampling top_k=2", "each key once"),
     ("decode", "--sampling json_schema={few.json} --sampling grammar={few.json}", "not both"),
     ("decode", "--sampling grammar=5", "expected a text file"),
-    ("decode", "--sampling json_schema=true", "expected a text file"),
     ("collect", "--extra profile=5", "expected the file 5"), ("collect", "--extra completions=[1]", '"[1]"'),
-    ("collect", "--extra hidden=null", "not 'null'"), ("collect", f"--target {'t' * 300}", "does not exist"),
     ("collect", "--extra shards=100000", "--extra shards: expected"), ("collect", "--extra explore=0.2", "--collector live"),
     # training
     ("train", "--profile {infinite.json}", "not finite"), ("train", "--traces {policy}", "header.json"),

@@ -170,20 +170,8 @@ def test_a_drafter_is_trained_and_used_by_every_command(pair_folder, tmp_path, m
     texts = parsed("decode", "w7 w8 w9", *few, *spec)
     assert texts["texts"] == parsed("decode", "w7 w8 w9", *target, *few, "--drafter", "suffix")["texts"]
     assert texts["drafted"] > 0
-    bench = (
-        "bench",
-        *few,
-        *spec,
-        "--prompts",
-        "test.jsonl",
-        "--policy",
-        "fixed:2",
-        "--tree",
-        "2,2",
-        "--temperature",
-        0.7,
-    )
-    lines = json.loads(cli(*bench, "--json").out)["lines"]
+    bench = ("--prompts", "test.jsonl", "--policy", "fixed:2", "--tree", "2,2", "--temperature", 0.7)
+    lines = json.loads(cli("bench", *few, *spec, *bench, "--json").out)["lines"]
     assert [line["same_text"] for line in lines][:2] == [6, 6], "match"
     assert not any("assist" in line["name"] for line in lines)
     for side in ("train", "test"):

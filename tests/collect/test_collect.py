@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -24,7 +22,7 @@ from head_tensors import FACTS, learned
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, PromptTask, stream_name
-from specstop.collect.shards import DistributedRank, Plan, policy_digest, record
+from specstop.collect.shards import DistributedRank, Plan, record
 from specstop.collect.store import Trace, check_trace, shard_path
 from specstop.decode.drafters import with_drafter
 from specstop.decode.models.pair import load_pair
@@ -199,15 +197,6 @@ def test_a_damaged_shard_is_collected_again(plan, alone, tmp_path):
     assert same_rows(trace, alone) and same_rows(check_trace(out), alone)
 
 
-def test_models_are_not_replaced(pair, pair_folder, many):
-    before = files(pair_folder)
-    for folder in (pair_folder, pair_folder / "target", pair_folder / "draft" / "trace"):
-        for how in ({"overwrite": True}, {"resume": True}):
-            with pytest.raises(InputError, match="which the command reads"):
-                collect(pair, many, folder, **OPTIONS, **how)
-    assert files(pair_folder) == before
-
-
 def test_a_run_is_resumed_with_the_same_settings_only(pair, many, profile, pair_folder, tmp_path):
     live: dict[str, Any] = {"depth": 3, "max_new_tokens": 6, "collector": "live", "policy": Confidence(0.4, 3)}
     out, few = tmp_path / "live", many[:2]
@@ -253,47 +242,6 @@ def test_inputs_of_the_same_name_are_told_apart_by_their_contents(pair, many, pr
     ):  # fmt: skip
         assert one.differences(other) == [f"{name} digest" for name in difference]
     assert "completions digest" in header(completions=texts[0]).differences(header())
-
-
-def test_numpy_numbers_are_numbers(pair, many):
-    def header(whole: type, real: type, path: type) -> Header:
-        sampling = SamplingParams(top_k=whole(9), top_p=real(0.5), suppress_tokens=[whole(3)])
-        return plan_run(
-            pair, many, depth=whole(2), max_new_tokens=whole(6), seed=whole(1), shards=whole(3), memory=whole(64),
-            temperature=real(0.5), sampling=sampling, target=path("models/target"),
-        ).header  # fmt: skip
-
-    one, other = header(np.int64, np.float32, Path), header(int, float, str)
-    assert one.to_json() == dataclasses.replace(other, facts=one.facts).to_json()
-    assert one.facts["memory MiB"] == other.facts["memory MiB"] and not one.differences(other)
-
-
-class Configured(FixedLength):
-    """A policy with any attribute."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(2)
-        self.value = value
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slots:
-    limit: float
-
-
-def test_a_digest_depends_on_every_attribute_of_a_policy() -> None:
-    circular: list[Any] = [1]
-    circular.append(circular)
-    objects = np.array([{"a": 1}, None], dtype=object)
-    values = [{(1, 2): 0.3}, {(1, 2): 0.4}, {1: 0.3, "a": 2}, circular, Slots(0.1), Slots(0.2), FixedLength(3), objects]
-    digests = [policy_digest(Configured(value)) for value in values]
-    assert len(set(digests)) == len(values)
-    assert digests == [policy_digest(Configured(copy.deepcopy(value))) for value in values]
-    unordered = (Configured({"a": 1, "b": 2}), Configured({"b": 2, "a": 1}))
-    assert policy_digest(unordered[0]) == policy_digest(unordered[1])
-    itself = Configured(None)
-    itself.value = itself
-    assert policy_digest(itself) not in digests
 
 
 def samples_of(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

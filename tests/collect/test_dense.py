@@ -129,13 +129,6 @@ def test_rows_do_not_depend_on_chunks_nor_on_the_batch(pair, prompts, prompt_ids
     assert_close(chunks, [chunk for rows in reversed(alone) for chunk in rows])
 
 
-def test_a_text_of_one_token_has_no_row(pair, prompt_ids):
-    first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
-    ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
-    settings = Settings(0.0, NEW, 3, verification="match")
-    assert DenseCollector(ends_at_once, settings).rows([PromptTask(0, "a", "", prompt_ids[0])]) == []
-
-
 @pytest.mark.parametrize("tree", [None, "2,2"])
 @pytest.mark.parametrize("collector", ["dense", "live"])
 def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(tokenizer, prompts, tmp_path, tree, collector):

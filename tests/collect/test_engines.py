@@ -34,11 +34,10 @@ from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import SIGNALS
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
-from specstop.train.evaluate.analysis import trace_outcomes
 from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
 from specstop.train.replay.arrays import trace_arrays
@@ -272,20 +271,6 @@ def response(accepted: list[int], drafted: list[int] | None = None, name: str = 
     return {"id": name, "usage": usage, "metrics": {"speculative_decoding": metrics}}
 
 
-def test_steps_become_rounds_that_fixed_lengths_are_evaluated_on(tmp_path: Path, profile: Profile) -> None:
-    file = write(tmp_path / "r.jsonl", [response([0, 3, 1, 2]), response([2, 2], name="b")])
-    trace = import_records(file, tmp_path / "out")
-    rows = trace.rows.with_format("numpy")
-    assert list(rows["anchor"][:]) == [1, 2, 6, 8, 1, 4]
-    assert list(rows["prompt_id"][:]) == ["a"] * 4 + ["b"] * 2
-    arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
-    for k, tokens in ((0, 4), (1, 4 + 0 + 1 + 1 + 1), (2, 4 + 0 + 2 + 1 + 2), (3, 4 + 0 + 3 + 1 + 2)):
-        values = evaluate_rounds(arrays, FixedLength(k), profile)
-        assert (len(values.committed), float(values.committed.sum())) == (4, tokens), "without each last round"
-    with pytest.raises(TraceError, match="drawn_prob"):
-        evaluate_rounds(arrays, Confidence(0.4, 3), profile)
-
-
 def test_drafts_that_could_reach_the_end_of_a_text_are_left_out_whatever_they_accept(tmp_path: Path) -> None:
     """The last step accepts more than others, since long steps are more likely to be last."""
     record = response([3, 0, 0, 3])  # anchors 1, 5, 6, 7: drafts reach to 4, 8, 9, 10
@@ -296,19 +281,6 @@ def test_drafts_that_could_reach_the_end_of_a_text_are_left_out_whatever_they_ac
     del record["usage"]
     trace = import_records(write(tmp_path / "s.jsonl", [record]), tmp_path / "other")
     assert list(trace.rows.with_format("numpy")["cut"][:]) == [False, False, False, True]
-
-
-def test_equal_lengths_identify_all_shorter_ones(tmp_path: Path, profile: Profile) -> None:
-    records, length = simulated(CHOICES["full"], requests=400)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SpecstopWarning)
-        trace = import_records(write(tmp_path / "r.jsonl", records), tmp_path / "out")
-    arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
-    truth = [float((length >= k).mean()) for k in range(1, DEPTH + 1)]
-    assert trace_outcomes(arrays).survival == pytest.approx(truth, rel=0.04)
-    for k in range(1, DEPTH + 1):
-        values = evaluate_rounds(arrays, FixedLength(k), profile)
-        assert float(values.committed.mean()) == pytest.approx(1.0 + np.minimum(length, k).mean(), rel=0.02)
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -362,12 +334,3 @@ def test_records_may_name_prompt_and_sample(tmp_path: Path) -> None:
     records[1]["sample"] = "\ud800"
     with pytest.raises(InputError, match="line 2: the id"):
         import_records(write(tmp_path / "r.jsonl", records), tmp_path / "other")
-
-
-@pytest.mark.parametrize("content", [b"\xff\n", b"", None, b'{"num_spec_tokens": 3, "per_step_accepted": []}'])
-def test_files_without_a_draft_are_refused_before_anything_is_written(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "r.jsonl").write_bytes(content)
-    with pytest.raises(InputError, match=r"^path: "):
-        import_records(tmp_path / "r.jsonl", tmp_path / "out")
-    assert not (tmp_path / "out").exists()

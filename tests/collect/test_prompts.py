@@ -23,7 +23,6 @@ from pyarrow import parquet
 from specstop.collect.prompts import (
     Prompt,
     apply_chat_template,
-    as_prompts,
     prompts_json,
     read_prompts,
     stored_prompts,
@@ -167,17 +166,6 @@ def test_pipes_are_read_and_their_form_recognised(text, expected, monkeypatch, t
     writer.start()
     assert [p.text for p in read_prompts(tmp_path / "pipe")] == expected
     writer.join(10)
-
-
-@pytest.mark.parametrize("field", ["id", "text", "group", "system", "sample"])
-def test_fields_of_a_prompt_are_texts(field):
-    for value in (5, None, b"w7"):
-        with pytest.raises(InputError, match=f"text as the {field}"):
-            Prompt(**{"id": "a", "text": "w7", field: value})
-    for prompts in (None, 5, [5], []):
-        with pytest.raises(InputError, match="at least one text"):
-            as_prompts(prompts)  # type: ignore[arg-type]
-    assert as_prompts(Prompt("a", "w7")) == as_prompts([Prompt("a", "w7")])
 
 
 def test_folders_are_read_as_data_sets(tmp_path, monkeypatch):

@@ -9,11 +9,10 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies
 from specstop.collect.schema import SCHEMA_VERSION, Header, arrow_schema, parents
-from specstop.collect.store import Trace, check_trace, load_trace, shard_path, write_shard
+from specstop.collect.store import check_trace, load_trace, shard_path, write_shard
 from specstop.decode.topology import chain
 from specstop.policies.errors import TraceError
 from trace_helpers import HEADER, random_rows, write_random_trace
@@ -95,19 +94,6 @@ def test_rows_are_read_as_they_were_written(tmp_path, monkeypatch, streaming):
         np.testing.assert_array_equal(
             [row[name] for row in rows], np.concatenate([np.asarray(c[name]) for c in chunks])
         )
-
-
-def test_columns_are_read_in_batches_of_rows(tmp_path):
-    write_random_trace(tmp_path)
-    trace = load_trace(tmp_path)
-    table = trace.table(["anchor", "cut"])
-    assert (trace.header, trace.complete, trace.row_count, table.column_names) == (HEADER, True, 9, ["anchor", "cut"])
-    part = Trace(trace.folder, trace.header, trace.rows.select(range(5)))
-    for one, sizes in ((load_trace(tmp_path), [4, 3, 2]), (part, [4, 1])):
-        batches = list(one.batches(["anchor", "cut"], 4))
-        assert [len(batch) for batch in batches] == sizes and one.row_count == sum(sizes)
-        assert pa.Table.from_batches(batches).equals(table.slice(0, sum(sizes))) and one.table().num_rows == sum(sizes)
-    assert trace.to_pandas(["anchor"])["anchor"].tolist() == table["anchor"].to_pylist()
 
 
 def test_one_bit_anywhere_is_noticed_or_changes_no_value(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_model
-from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
+from contract_policies import TEST_POLICIES, SelectingByToken
 from deciders import DECIDERS
 from specstop.decode.benchmark import bench
 from specstop.decode.drafters.lookup import LookupDrafter
@@ -161,14 +161,6 @@ def test_the_records_add_up_and_on_commit_receives_the_tokens(pair, prompt_ids, 
         assert [r.cut for r in generation.rounds[-1:]] in ([True], [])
 
 
-def test_decisions_are_counted_from_the_first_depth(endless_pair, prompt_ids):
-    for policy, expected in (
-        (FixedLength(3), 0), (TEST_POLICIES["selecting"], DEPTH - 1), (Confidence(0.0, 3), 2), (Confidence(1.0, 3), 1),
-    ):  # fmt: skip
-        rounds = [r for g in generate(endless_pair, policy, prompt_ids[:3]) for r in g.rounds if not r.cut]
-        assert {r.decisions for r in rounds} == {expected}, policy.name
-
-
 # Policies that fail or change their arguments
 
 
@@ -300,16 +292,6 @@ def test_settings_are_validated_at_construction(name, value):
     with pytest.raises(InputError, match=name) as caught:
         Settings(**{name: value})
     assert "--" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_prompt_is_a_text_or_token_ids_where_each_is_expected(pair, prompts):
-    settings, text = Settings(0.0, 8), prompts[5].text
-    one = decode(pair, text, FixedLength(3), settings=settings)
-    assert decode(pair, text, FixedLength(3), settings=settings, ids="a").tokens == one.tokens
-    for several in ([text], prompts[5:6]):
-        assert decode(pair, several, FixedLength(3), settings=settings)[0].tokens == one.tokens
-    with pytest.raises(InputError, match=r"^ids: "):
-        decode(pair, [text, text], FixedLength(3), settings=settings, ids=["a"])
 
 
 def test_a_policy_may_be_a_spec_or_a_folder(pair, prompts, learned, tmp_path):

@@ -75,23 +75,3 @@ def test_other_prompts_are_refused(pair, kind):
     for function in functions:
         with pytest.raises(InputError, match=r"^prompts: expected"):
             function(prompt)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "keys", "options"),
-    [
-        ([], [], {}),
-        ([[]], [0], {}),
-        ([[7], []], [0, 1], {}),
-        ([[7], [8]], [0], {}),
-        ([[7]], [0, 1], {}),
-        ([[7]], [0], {"max_new_tokens": 0}),
-        ([[7]], [0], {"max_new_tokens": -1}),
-        ([[7]], [0], {"temperature": -1.0}),
-        ([[7]], [0], {"temperature": float("nan")}),
-    ],
-)
-def test_plain_decoding_refuses_invalid_arguments(pair, prompts, keys, options):
-    """With too few keys all texts had the noise of the first one; without new tokens a variable was undefined."""
-    with pytest.raises(InputError, match="expected"):
-        plain_texts(pair, prompts, keys, **{"max_new_tokens": 4, "temperature": 0.7, **options})

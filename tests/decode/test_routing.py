@@ -191,13 +191,6 @@ def test_a_policy_that_does_not_route_decodes_as_with_its_one_drafter(two, pair,
     assert [counts(text) for text in routed] == [counts(text) for text in alone]
 
 
-def test_a_policy_that_names_another_drafter_is_refused(two):
-    policy = FixedLength(2)
-    policy.drafter = "lookup"
-    with pytest.raises(PolicyError, match="suffix, model"):
-        Speculator(two, policy)
-
-
 class Raising(InTurns):
     name = "raising"
 

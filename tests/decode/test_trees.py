@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from specstop.decode.records import Generation, Round, Tally
-from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology, from_parents, parse_tree
 from specstop.policies.arguments import MAX_ROWS
 from specstop.policies.errors import InputError
@@ -82,24 +80,6 @@ def test_a_list_of_parents_is_renumbered_by_depth_and_stays_the_same_tree(offset
 
 
 # The state of a round
-
-
-def round_of(tree: str, streams: int = 1, **marks: list[list[int]]) -> RoundState:
-    """Return a round with rows marked, by stream."""
-    ones = np.ones(streams, dtype=np.int64)
-    round = RoundState(parse_tree(tree), ones > 0, ones, ones)
-    for name, rows in marks.items():
-        for stream, marked in enumerate(rows):
-            getattr(round, name)[stream, marked] = True
-    round.count()
-    return round
-
-
-def test_candidates_below_a_dropped_one_are_not_sent():
-    round = round_of("2,2", 3, drawn=[[1, 2, 3, 4, 6]] * 3, dropped=[[], [1], [1, 6]])
-    assert [np.flatnonzero(row).tolist() for row in round.sent] == [[0, 1, 2, 3, 4, 6], [0, 2, 6], [0, 2]]
-    assert round.drafted.tolist() == [5, 5, 5]
-    assert round.verified.tolist() == [5, 2, 1]
 
 
 # Records

@@ -85,11 +85,11 @@ def residual(columns: int = WIDTH, **hidden: int) -> dict[str, Array]:
     return fill(shapes)
 
 
-def specdec(*order: int) -> dict[str, Array]:
+def specdec(*order: int, size: int = DRAFT) -> dict[str, Array]:
     """Return SpecDec++'s head with these blocks in this order."""
     count = len(set(order))
-    shapes = {"block.weight": (count, DRAFT, DRAFT), "block.bias": (count, DRAFT)}
-    shapes |= {"leave.weight": (2, DRAFT), "leave.bias": (2,), "first": (1,)}
+    shapes = {"block.weight": (count, size, size), "block.bias": (count, size)}
+    shapes |= {"leave.weight": (2, size), "leave.bias": (2,), "first": (1,)}
     return {**fill(shapes), "order": np.array(order, dtype=np.int64)}
 
 

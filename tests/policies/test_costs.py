@@ -16,7 +16,6 @@ from damage import damage_json
 from hypothesis import given, settings, strategies as st
 from specstop.policies.costs import MIN_SHARE, BatchCosts, BatchTable, interpolate, read_curve
 from specstop.policies.errors import InputError
-from specstop.policies.fixed import Confidence
 from specstop.policies.measurements import Key, Measurements, Noise, measure_noise, merge_repetitions
 from specstop.policies.profile import Profile
 from timed import timed_profile
@@ -82,13 +81,6 @@ def test_chain_costs_are_the_rounds_of_each_length(profile, first, depth):
         decisions = len([j for j in range(first, deepest) if j <= k]) if k >= first else 0
         expected.append(seconds(profile, 27.5, k, k, 1, decisions))
     assert profile.chain_costs(27.5, DECISION_S, first, depth).tolist() == pytest.approx(expected, rel=1e-9)
-
-
-def test_prefill_and_decisions_have_their_measured_prices(profile):
-    assert profile.prefill_seconds(np.array([0, 7])).tolist() == pytest.approx([5e-3, 5.7e-3])
-    more = profile.with_decisions({"mine": 1e-3})
-    assert [more.decision(name) for name in (Confidence(0.25).cost_name, "mine", "other")] == [6e-5, 1e-3, 0.0]
-    assert "mine" not in profile.decision_s
 
 
 SECONDS = st.floats(1e-6, 1.0)
@@ -164,15 +156,6 @@ def test_costs_of_draws_scatter_as_students_t(profile, repetitions):
     assert np.std(values) / measured.low.verify_s[2] == pytest.approx(expected, rel=0.15)
 
 
-def test_a_phase_of_several_repetitions_is_drawn_in_one_piece(profile):
-    """Slow for 5 repetitions of 10: draws of single repetitions would treat the phases as luck that evens out."""
-    slow, mixed = (timed_profile(profile, paces=([2.0] * n + [1.0] * n) * (20 // n)) for n in (5, 1))
-    assert slow.noise is not None and slow.noise.block >= 3
-    assert mixed.noise is not None and mixed.noise.block == 1
-    scatter = [np.std([draw.low.verify_s[0] for draw in draws(p, 80)]) for p in (slow, mixed)]
-    assert scatter[0] > 1.4 * scatter[1]
-
-
 def test_only_measured_costs_are_drawn(profile):
     """Costs that were edited stay; the decisions of the same profile are drawn."""
     rng = np.random.default_rng
@@ -210,16 +193,6 @@ def noise(repetitions: Sequence[Sequence[float]], outside: Sequence[Sequence[flo
     result = measure_noise(merge_repetitions(texts))
     assert result is not None
     return result
-
-
-def test_timings_that_agree_are_quiet_and_few_have_no_noise():
-    different_counts = noise([[5.0] * 4, [5.0] * 9, [5.0]], [[], [0.1], [0.1] * 7])
-    for quiet in (noise([[5.0] * 4] * 6), different_counts):
-        assert (quiet.spread, quiet.stalls, quiet.block, quiet.is_noisy) == (0.0, 0.0, 1, False)
-        assert (quiet.phases, quiet.drift) == pytest.approx((0.0, 0.0), abs=1e-12)
-    assert measure_noise(Measurements()) is None
-    for few in ([1.0, 2.0, 3.0], [0.0] * 9):
-        assert measure_noise(merge_repetitions([{Key(m.VERIFY, "short", (1,)): few}])) is None
 
 
 def test_each_kind_of_noise_has_its_closed_form():

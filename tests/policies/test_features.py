@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-
 import numpy as np
 import pytest
 import specstop.policies.features as f
@@ -187,10 +185,3 @@ def test_custom_features_are_the_same_live_in_evaluation_and_in_training(plain_p
     assert train(trace, profile, out=tmp_path / "policy", features=names).policy.features == names
     texts = decode(plain_pair, ["w7 w8 w9"], tmp_path / "policy", settings=Settings(0.0, 16, verification="match"))
     assert texts[0].failure is None
-
-
-@pytest.mark.parametrize("value", ["no_such_module:x", "math:missing"])
-def test_a_damaged_plugin_of_a_feature_is_named(value, monkeypatch):
-    monkeypatch.setattr(f, "entry_points", lambda group: [EntryPoint("damaged", value, group)])
-    with pytest.raises(PolicyFailure, match="'damaged'"):
-        feature("damaged")

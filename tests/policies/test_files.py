@@ -119,13 +119,6 @@ def test_a_folder_is_accepted_if_it_is_new_empty_or_holds_leftovers_of_killed_wr
             prepare_output_dir(tmp_path / "out" / "x", **options)
 
 
-def test_a_link_to_a_folder_stays_and_its_target_is_replaced(tmp_path):
-    write_result(tmp_path / "real" / "out")
-    (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
-    write_result(prepare_output_dir(tmp_path / "link", overwrite=True), text="new")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "out" / "x").read_text() == "new"
-
-
 @pytest.mark.parametrize(
     ("out", "source"),
     [
@@ -274,13 +267,3 @@ def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(work, replaces
         assert {path.name for path in folder.iterdir()} <= {"a", "out"}, f"line {at}"
     assert not raised and at > 10
     assert read_files(folder) in states
-
-
-@pytest.mark.usefixtures("handler")
-def test_a_signal_waits_for_the_outermost_block():
-    inner = False
-    with pytest.raises(KeyboardInterrupt), uninterrupted:
-        with uninterrupted:
-            signal.raise_signal(signal.SIGINT)
-        inner = True
-    assert inner

@@ -10,7 +10,7 @@ import head_tensors as ht
 import numpy as np
 import pytest
 import torch
-from head_tensors import HIGH, LOW, NAMES, RANDOM_HEADS, TENSORS, draw, features, random_head, scalars, zeros
+from head_tensors import HIGH, LOW, NAMES, RANDOM_HEADS, TENSORS, draw, random_head, scalars, zeros
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES, Kind
 from specstop.policies.heads import build_head
@@ -242,17 +242,6 @@ WRONG: list[tuple[Any, str]] = [
 def test_an_invalid_head_is_refused(head, noun):
     with pytest.raises(PolicyError, match=noun):
         build_head(*head)
-
-
-def test_rows_of_another_width_or_type_are_refused():
-    """A kernel would read beyond a row that is too short."""
-    for kind in ("logistic", "mlp", "xgboost"):
-        head = build_head(kind, NAMES, TENSORS[kind])
-        with pytest.raises(ValueError, match="number of features"):
-            head.scores(zeros(2, len(NAMES) - 1), 1)
-        for rows in (features(2).astype(np.float64), features(4)[::2], np.asfortranarray(features(2))):
-            with pytest.raises(TypeError):
-                head.scores(rows, 1)
 
 
 @pytest.mark.parametrize("name", HIDDEN)

@@ -13,7 +13,7 @@ import torch
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.host import PolicyHost, is_trusted, put, take, validate_policy
+from specstop.policies.host import PolicyHost, is_trusted, take, validate_policy
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.testing import keys, make_step, make_tree
 from steps import draft_step, round_outcome
@@ -189,12 +189,6 @@ def test_streams_are_refilled_and_taken(carries):
     assert host.state[0].tolist() == [keys([5])[0] if carries else 9, keys([4])[0]]
     host.restart()
     assert len(host.history.record) == (2 if carries else 0)
-
-
-def test_a_memory_that_grew_is_padded_with_zeros():
-    wide = put(np.ones((2, 1)), np.array([1]), np.full((1, 3), 5.0))
-    assert wide.tolist() == [[1.0, 0.0, 0.0], [5.0, 5.0, 5.0]]
-    assert put(np.ones((2, 1)), np.array([1]), None).tolist() == [[1.0], [0.0]]
 
 
 # Validation of plugins

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
-from specstop.policies.batch_rules import Batches, BatchPolicy, BatchStop, CostGrid, for_batches
+from specstop.policies.batch_rules import Batches, CostGrid, for_batches
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.kernels.trees import best_budgets, draft_on
@@ -16,9 +16,7 @@ from specstop.policies.published.adaptive_verification import AdaptiveVerificati
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
-from specstop.policies.registry import load_policy
 from specstop.policies.rules import BatchRule
-from specstop.policies.storage import save_policy
 from steps import draft_step, round_outcome
 
 
@@ -215,19 +213,6 @@ def test_drafting_begins_only_where_it_pays_for_verification_and_decisions(token
     assert priced.keep(root, priced.start(4, np.arange(4)))[0].sum() == drafts
 
 
-def test_rates_and_lengths_hold_for_their_batch_sizes():
-    policy, rates = batch_policy(), [(2, 1.5), (4, 2.0)]
-    rated = for_batches(policy, rule=BatchRule("best", rates))
-    with np.errstate(invalid="ignore"):
-        assert (rated._rates(5) / policy._rates(5))[1:] == pytest.approx([1.5, 1.5, 1.75, 2.0])
-    settled = for_batches(policy, rule=BatchRule("best", rates, 1, [(2, 0), (8, 3)]))
-    # A size counts as the next listed one, unless that is more than twice as large; the rule decides at size 4.
-    assert settled.unasked == {1: 0, 2: 0, 5: 3, 6: 3, 7: 3, 8: 3}
-    assert for_batches(settled).unasked == settled.unasked and not for_batches(settled, profile=settled.profile).unasked
-    far = for_batches(policy, rule=BatchRule("best", [], 1, [(1, 2), (9, 0)]))
-    assert far.unasked == {1: 2, **dict.fromkeys(range(5, 10), 0)}
-
-
 @pytest.mark.parametrize("first", [1, 2])
 def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first):
     policy = for_batches(batch_policy(), rule=BatchRule("best", first=first))
@@ -238,18 +223,3 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
     assert state.survivals[0].tolist() == pytest.approx([*mean[:-1], (mean[-2] if first > 1 else 1.0) * accept])
     assert state.survivals[2].tolist() == pytest.approx(mean), "drafted, but its text has ended: not read"
     assert policy.select(chains([first] * 3, first), policy.start(3, np.arange(3))) is None, "no decision: all is sent"
-
-
-def test_a_folder_is_used_with_the_batch_rule(tmp_path):
-    policy, profile = batch_policy("stepped"), tmp_path / "profile.json"
-    synthetic_profile(LINEAR).save(profile)
-    folder = save_policy(policy, tmp_path / "mine")
-    for options, kind in (("rule=batch", BatchPolicy), ("rule=batch&send=all", BatchStop)):
-        loaded = load_policy(f"{folder}?{options}&profile={profile}")
-        assert type(loaded) is kind and loaded.joint and loaded.label.endswith(str(profile))
-    with pytest.raises(PolicyError, match="send"):
-        load_policy(f"{folder}?rule=batch&send=some")
-    bare = for_batches(policy)
-    bare.metadata = type(bare.metadata)(acceptance=(0.5,) * 3)
-    with pytest.raises(PolicyError, match="latency profile"):
-        for_batches(bare)

@@ -49,20 +49,6 @@ def test_isotonic_steps_are_as_sharp_as_the_fitted_data():
     np.testing.assert_allclose(Calibrator("isotonic", knots=np.stack([x, y]))(x), y, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "temperature", "table"),
-    [
-        ("platt", 1.0, None), ("temperature", 0.0, None), ("temperature", -1.0, None), ("temperature", math.nan, None),
-        ("isotonic", 1.0, None), ("isotonic", 1.0, zeros(2, 1)), ("isotonic", 1.0, zeros(3, 4)),
-        ("isotonic", 1.0, [[1.0, 0.0], [0.0, 1.0]]), ("isotonic", 1.0, [[0.0, 1.0], [1.0, 0.0]]),
-        ("isotonic", 1.0, [[0.0, 1.0], [0.0, math.nan]]), ("isotonic", 1.0, [[0.0, 1.0], [0.0, 1.5]]),
-    ],
-)  # fmt: skip
-def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(kind, temperature, table):
-    with pytest.raises(PolicyError, match="calibration"):
-        Calibrator(kind, temperature, None if table is None else np.array(table, dtype=np.float32))
-
-
 # Survival
 
 
@@ -175,15 +161,6 @@ def test_a_dead_branch_has_no_vote():
     hidden[:, 1:, 0] = 9.0  # a score of sigmoid(-8); zeros have sigmoid(1)
     step = draft_step(2, zeros(2, 3, 0), [[False, True, True], [True] * 3], hidden={"draft_hidden": hidden})
     assert policy.keep(step, np.ones((2, 3)))[0].tolist() == [[False] * 3, [True] * 3]
-
-
-def test_thresholds_are_multiplied_by_the_factor_of_the_batch_size():
-    rule = Derived([0.2, 0.4], 1, scales=[(2, 1.5), (4, 2.5)])
-    batch = np.array([0, 1, 0, -1, 2, 2, 2, 2, 2, 0])  # 0 has three streams, 1 one, 2 five
-    factors = np.array([2.0, 1.5, 2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.0])
-    assert rule.threshold_at(0, batch)[batch >= 0] == pytest.approx(0.2 * factors)
-    assert rule.threshold_at(3, batch)[:2] == pytest.approx([0.8, 0.6]), "the last threshold holds for greater depths"
-    assert Derived([0.2, 0.4], 1).threshold_at(1, batch).tolist() == [0.4]
 
 
 def altered(rule: Rule, **entries: Any) -> dict[str, Any]:

@@ -107,20 +107,6 @@ def suffix_index(text: Sequence[int], shared: Sequence[int] = (), vocabulary: in
     return index
 
 
-def test_frequencies_are_mixed_by_the_escape_estimate():
-    """After 5 came 8, 9, 9; after 4 5 came 9 alone: computed by hand, PPM-C."""
-    text = (5, 8, 4, 5, 9, 5, 9, 4, 5)
-    share = 0.5 * (2 / 5)
-    expected = {token: share * times / (9 + 4) for token, times in Counter(text).items()}
-    expected[9] += 1 / 2 + 0.5 * 2 / 5
-    expected[8] += 0.5 * 1 / 5
-    index = suffix_index(text)
-    followers = index.followers(())
-    assert followers == pytest.approx(expected)
-    assert next(iter(followers)) == 9, "the most likely first"
-    assert index.signals()[:3] == pytest.approx((2, expected[9] / sum(expected.values()), 1))
-
-
 def mixed(text: Sequence[int], shared: Sequence[int], path: Sequence[int] = ()) -> tuple[int, int, dict[int, float]]:
     """Return length and count of the longest match, and the weights of what follows it, by a plain search."""
     context = [*text, *path]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import specstop.train.export.deploy as deploy_module
 import torch
 import transformers as hub
 from conftest import EOS, NEW, build_model
@@ -31,7 +29,7 @@ from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request
 from specstop.decode.verify.noise import stream_key
-from specstop.policies import Confidence, FixedLength, InputError, PairError, PolicyError, save_policy
+from specstop.policies import Confidence, FixedLength, InputError, PolicyError, save_policy
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.rules import Threshold
 from specstop.train.export.deploy import deploy
@@ -197,22 +195,6 @@ def test_unsupported_arguments_are_refused_by_name(pair, prompt_ids, options, me
     with pytest.raises(InputError, match=message) as error:
         ours(pair, prompt_ids[: 2 if message == "batch of one" else 1], **options, **more)
     assert "\n" not in str(error.value)
-
-
-def test_unsupported_caches_and_models_are_refused_by_name(pair, prompt_ids):
-    for cache in (
-        hub.StaticCache(config=pair.target.config, max_cache_len=64),
-        hub.DynamicCache(config=pair.target.config),
-    ):
-        with torch.no_grad():
-            pair.target(torch.tensor([[3, 4]]), past_key_values=cache)
-        cache.offloading = True
-        with pytest.raises(InputError, match="past_key_values: expected a DynamicCache"):
-            ours(pair, prompt_ids[4:5], past_key_values=cache)
-    sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    t5 = hub.T5ForConditionalGeneration(hub.T5Config(**sizes, decoder_start_token_id=0))
-    with pytest.raises(PairError, match="T5ForConditionalGeneration"):
-        t5.generate(torch.ones(1, 3, dtype=torch.long), custom_generate=specstop_generate, drafter="lookup")
 
 
 @pytest.mark.parametrize(("setting", "batch"), [(PLAIN, 1), (PLAIN, 2), (SETTINGS[0], 1), (SETTINGS[-1], 1)])
@@ -383,30 +365,3 @@ def test_a_head_drafter_is_exported_with_the_policy_trained_on_its_drafts(
     for name in ("draft_model", "assistant_model"):
         with pytest.raises(InputError, match="takes no draft model"):
             exported(pair, prompt, out, **{name: pair.draft})
-
-
-def test_a_drafter_without_a_folder_is_stored_by_name_and_can_be_replaced(pair, prompt_ids, out, tmp_path):
-    policy, prompt = trained_with("suffix", tmp_path / "policy", draft="suffix"), prompt_ids[3]
-    assert deploy("hf", out, policy)["drafter"] == "suffix"
-    assert torch.equal(exported(pair, prompt, out, drafter="model", draft_model=pair.draft), stock(pair, [prompt]))
-    deploy("hf", out, policy, drafter="lookup+model", overwrite=True)
-    with pytest.raises(InputError, match="expected draft_model= or assistant_model="):
-        exported(pair, prompt, out)
-    with pytest.raises(InputError, match="both draft_model= and assistant_model="):
-        exported(pair, prompt, out, draft_model=pair.draft, assistant_model=pair.target)
-    exported(pair, prompt, out, draft_model=pair.draft, assistant_model=pair.draft)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "message"),
-    [
-        ("hydra:nowhere", "nowhere"), ("suffix?path=words.txt", "reads the file words.txt"),
-        ("suffix+hydrra:heads", "expected one of model, lookup"), (None, "plugin"),
-    ],
-)  # fmt: skip
-def test_drafters_with_files_and_policies_of_plugins_are_refused(drafter, message, out, monkeypatch):
-    if drafter is None:
-        monkeypatch.setattr(deploy_module, "as_policy", lambda _: FixedLength(2))
-    with pytest.raises((InputError, PolicyError), match=re.escape(message)):
-        deploy("hf", out, "fixed:3" if drafter else "plugin?key=1", drafter=drafter)
-    assert not out.exists()

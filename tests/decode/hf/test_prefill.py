@@ -194,14 +194,6 @@ def test_a_prompt_with_images_is_read_by_the_target():
     assert torch.equal(ours(model, text), plain(model, text))
 
 
-def test_adapters_of_single_rows_are_refused_by_name():
-    arguments = {"input_ids": ids(2, 11)}
-    with pytest.raises(InputError, match=r"adapter_names.*set_adapter"):
-        ours(copy.deepcopy(small_model("llama+lora")), {**arguments, "adapter_names": ["default", "__base__"]})
-    row, model = one_row(arguments, 0), small_model("llama+lora")  # peft leaves its hooks behind an error
-    assert torch.equal(ours(model, {**row, "adapter_names": ["default"]}), plain(model, row))
-
-
 def test_a_model_that_computes_its_mask_is_padded_on_the_left_and_continues_from_a_cache():
     model = copy.deepcopy(small_model("bloom")).float()  # in float64 the library's mask of padding leaves NaN
     for name, row in (("left", 0), ("a cache and the rest", 1)):

@@ -18,14 +18,13 @@ from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator, join, parse_tree
 from specstop.decode.loop import Request
 from specstop.decode.models import cuda as cuda_module
-from specstop.decode.models.attention import PACKED, Part, TreeRows, divided_attention
+from specstop.decode.models.attention import PACKED, Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
 from specstop.decode.models.view import open_view
 from specstop.policies import Confidence, InputError, SpecstopWarning
 from tape import record_calls, recorder, simulate_graphs
-from torch.nn import functional
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention computes its softmax in float32 in every dtype
 FLOAT32 = 2e-4
@@ -188,21 +187,6 @@ def test_the_fastest_engine_is_chosen_and_others_are_refused_with_the_reason():
         with pytest.raises(InputError, match=reason):
             choose_engine(model, engine)
     assert choose_engine(llama) == "plain"
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize(("queries", "visible"), [(1, 4096), (1, 700), (3, 4000), (9, 5)])
-def test_attention_in_parts_equals_the_whole(queries, visible, device):
-    """Parts without visible keys add nothing."""
-    generator, dtype = torch.Generator().manual_seed(3), torch.float32
-    query, key, value = (torch.randn(1, 2, n, 32, generator=generator).to(device) for n in (queries, 4096, 4096))
-    mask = torch.full((1, 1, queries, 4096), torch.finfo(dtype).min / 2)
-    for row in range(queries):
-        mask[..., row, : max(visible - row, 1)] = 0.0
-    mask = mask.to(device)
-    whole = functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask.double())
-    parts = divided_attention(query, key, value, mask, None)
-    torch.testing.assert_close(parts, whole.to(dtype), atol=2e-5, rtol=2e-5)
 
 
 # Recorded calls

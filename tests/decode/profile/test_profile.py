@@ -5,9 +5,7 @@ Measurements take turns, and clocks of noisy machines are recognised.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,13 @@ from specstop.decode.hooks import Timer
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, missing_decisions
-from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Effort, Seconds, measure as measure_in_turns
-from specstop.decode.profile.scripts import REPEATS, ChainScript
+from specstop.decode.profile import loop_decisions, measure_decision
+from specstop.decode.profile.measuring import MIN_QUIET, Effort
+from specstop.decode.profile.scripts import ChainScript
 from specstop.decode.verify.sampler import Sampler
-from specstop.policies import Confidence, FixedLength, InputError, Profile, load_policy
+from specstop.policies import FixedLength, Profile
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.measurements import Key, Measurements, decision_prices
+from specstop.policies.measurements import Measurements, decision_prices
 
 Patch = pytest.MonkeyPatch
 
@@ -129,17 +127,6 @@ def test_predicted_seconds_of_rounds_equal_the_measured_ones(pair, calibrated, c
             assert calibrated.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
 
 
-def test_invalid_arguments_are_refused(pair):
-    too_long = {"prompts": [[6] * 60], "new_tokens": 80}
-    for options, message in (
-        ({"prompts": [[6, 7], []]}, "at least one token in each"),
-        (too_long, "cannot read the prompts"),
-        ({"batch": (0, 2)}, "batch"),
-    ):
-        with pytest.raises(InputError, match=message):
-            measure(pair, 1, **options)
-
-
 def test_known_costs_of_batches_are_recovered(pair, monkeypatch):
     known_clock(pair, monkeypatch, streams=True)
     profile = measure(pair, batch=(3,))
@@ -155,52 +142,7 @@ def test_known_costs_of_batches_are_recovered(pair, monkeypatch):
         assert (profile.first_draft_s(drafting, context) >= profile.draft_s(drafting, context)).all(), "it reads more"
 
 
-def test_scripted_chains_have_every_length_equally_often_and_twice_in_a_row(pair):
-    """The order differs between texts, and between the decks of lengths of a text."""
-    speculator = Speculator(pair, ChainScript(3), Settings(0.7, 90, ignore_eos=True, verification="match"))
-    orders = set[tuple[int, ...]]()
-    for key in range(3):
-        drafted = [r.drafted for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
-        decks = [drafted[at : at + 4 * REPEATS] for at in range(0, len(drafted) - 4 * REPEATS + 1, 4 * REPEATS)]
-        assert all(deck[::REPEATS] == deck[1::REPEATS] and sorted(deck[::REPEATS]) == [0, 1, 2, 3] for deck in decks)
-        orders |= {tuple(deck) for deck in decks[:2]}
-    assert len(orders) >= 5
-
-
 # Turns, warm-up and budget
-
-
-def timed(effort: Effort, **seconds: tuple[float, ...]) -> tuple[Measurements, str, float]:
-    """Measure cases that advance a clock by 5 durations in each call: their seconds by repetition; the last one is repeated.
-
-    Returns:
-        The measurements, the names of the calls in order, and the clock.
-    """
-    now, calls = [0.0], list[str]()
-
-    def call(name: str, number: int) -> Seconds:
-        calls.append(name)
-        duration = seconds[name][min(number, len(seconds[name]) - 1)]
-        now[0] += 5 * duration
-        return {Key("call", name): [duration] * 5}
-
-    cases = {name: partial(call, name) for name in seconds}
-    return measure_in_turns(cases, effort, clock=lambda: now[0]), "".join(calls), now[0]
-
-
-def test_cases_take_turns_until_they_agree_or_the_budget_is_spent():
-    measured, calls, _ = timed(Effort(repetitions=3), a=(9.0, 1.0), b=(9.0, 1.0), c=(9.0, 1.0))
-    assert calls == "abc" + "bca" + "cab" + "abc"
-    assert measured.series == {Key("call", name): ((10**9,) * 5,) * 3 for name in "abc"}, "without the warm-up"
-    _, calls, now = timed(Effort(60.0), q=(0.01,), n=(*[0.01] * 5, *[0.02] * 5))
-    assert calls.count("q") == MIN_QUIET + 1 < 10 * MIN_QUIET < calls.count("n") and 59.0 < now <= 60.0
-    for effort, seconds, repetitions in (
-        (Effort(1e6), (1.0,), MIN_QUIET),
-        (Effort(1.0), (100.0,), MIN_REPETITIONS),  # a machine slower than the budget
-        (Effort(1.0, repetitions=5), (1.0, 9.0, 1.0, 9.0, 1.0), 5),
-        (Effort(47.0), (1.0, 1.0, 2.0), 4),  # ends before the budget is exceeded
-    ):
-        assert timed(effort, a=seconds)[1] == "a" * (1 + repetitions)
 
 
 @pytest.mark.parametrize(
@@ -243,14 +185,3 @@ def test_known_prices_of_decisions_are_recovered(pair, clock, depth):
         assert seconds == pytest.approx(2e-4 + 5e-5 * key.counts[0], abs=EXACT)
         rounds, total, calls = rounds + 1, total + seconds.sum(), calls + len(seconds) * key.counts[0]
     assert rounds >= min(depth, 2) and price(timed, policy) == pytest.approx(total / calls, abs=EXACT)
-
-
-def test_only_missing_decisions_are_measured(profile):
-    never_called = [*(FixedLength(k) for k in (0, 1, 9)), load_policy("load?table=1:3,4:1")]
-    assert add_decisions(profile, [Confidence(0.9), *never_called], VOCABULARY) == profile
-    more = add_decisions(profile, [*never_called, TEST_POLICIES["from-anchor"], Confidence(0.1)], VOCABULARY)
-    assert set(more.decision_s) - set(profile.decision_s) == {"from-anchor"}
-    assert more.decision_s["confidence"] == profile.decision_s["confidence"]
-    assert more.same_costs(profile.to_dict())
-    unpriced = dataclasses.replace(profile, decision_s={})
-    assert list(missing_decisions(unpriced, [*never_called, Confidence(0.4)])) == ["confidence"]

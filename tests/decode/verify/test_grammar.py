@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 
 import pytest
@@ -94,12 +93,6 @@ def test_an_invalid_schema_or_grammar_is_refused_in_one_line(tokenizer, method, 
     with pytest.raises(InputError, match=noun) as error:
         getattr(Grammar, method)(source, tokenizer)
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tokenizer, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"specstop\[grammar\]"):
-        Grammar.from_json_schema(PERSON, tokenizer)
 
 
 def test_options_that_leave_no_token_or_no_end_are_refused(pair, tokenizer, questions, person):

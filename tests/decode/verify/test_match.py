@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import VOCABULARY
-from hypothesis import given, settings, strategies as st
 from scipy import stats
 from specstop.collect.given_text import best_candidates
 from specstop.decode.topology import parse_tree
@@ -79,13 +78,6 @@ def test_a_number_depends_on_its_key_position_and_token_only():
     assert len(uniform(keys, torch.full((6,), 3), 900).unique()) == 6 * 900
 
 
-def test_keys_differ_with_seed_prompt_and_sample():
-    keys = {stream_key(s, p, n) for s in range(20) for p in ("a", "b", "1", "") for n in range(20)}
-    assert len(keys) == 20 * 4 * 20
-    assert stream_key(1, "2", 3) != stream_key(12, "", 3)
-    assert all(-(2**63) <= key < 2**63 for key in keys)
-
-
 def independence(first: Tensor, second: Tensor) -> float:
     """Return the p-value of a chi-square test over 8 x 8 cells of pairs."""
     cells = (first * 8).long() * 8 + (second * 8).long()
@@ -137,17 +129,6 @@ def test_extreme_bits_give_finite_noise(monkeypatch, bits, dtype):
     noise = gumbel(0, positions(0), 2, dtype)
     assert bool(noise.isfinite().all())
     assert abs(float(noise[0, 0])) < 40
-
-
-@given(window=st.integers(0, 21), calls=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 22)), max_size=40))
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_a_source_returns_the_noise_of_its_key_in_any_order(window, calls):
-    source = KeyedSource(KEYS[2], 7, window, torch.float64)
-    at = 13
-    for jump, count in calls:
-        at = jump if jump > 900 else max(0, at + jump % (2 * window + 4) - window)  # mostly near the last position
-        expected = gumbel(KEYS[2], torch.arange(at, at + min(count, window + 1)), 7, torch.float64)
-        assert torch.equal(source.gumbel(at, min(count, window + 1)), expected)
 
 
 def test_the_best_perturbed_token_is_a_sample():

@@ -148,14 +148,11 @@ BOTH = {"device": "cpu", "drafter": "suffix+medusa:here"}
     [
         ({"verification": "match"}, 0.7, "model", {"verification": "block"}, "block"),
         ({"verification": "match"}, 0.7, "model", {"verification": "match"}, ""),
-        ({"verification": "match"}, 0.0, "model", {}, ""),
         ({"verification": "match"}, 0.7, "model", {"verification": "rejection", "tree": "2,2"}, ""),  # chains only
         ({}, 0.7, "model", {}, ""),
-        ({"facts": {"device": "cpu"}}, 0.0, "model", {}, ""),
         ({"facts": {"device": "cpu"}}, 0.0, "suffix:file.txt", {}, "suffix"),
         ({"facts": HYDRA}, 0.0, "model", {}, "hydra"),
         ({"facts": HYDRA}, 0.0, "hydra:folder/b", {}, ""),
-        ({"facts": HYDRA}, 0.0, "hydra:/models/llama+hydra-v2", {}, ""),  # a plus sign of the path
         ({"facts": HYDRA}, 0.0, "suffix:/a/b+hydra:/models/llama+hydra-v2", {}, "suffix"),
         ({"facts": BOTH}, 0.0, "suffix+medusa:there", {}, ""),
         ({"facts": BOTH}, 0.0, "suffix", {}, "medusa"),

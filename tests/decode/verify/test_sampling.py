@@ -14,14 +14,12 @@ from specstop.collect.run import collect
 from specstop.decode.benchmark import bench
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.pair import Pair, load_pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampler import Sampler
 from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
@@ -188,50 +186,7 @@ def test_collect_bench_profile_and_generate_apply_the_defaults_once(plain_pair, 
         collect(plain_pair, prompts[:3], tmp_path / "t", resume=True, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", [0.01, 100.0])
-def test_the_ends_of_the_temperatures_give_the_targets_text(temperature, dtype, pair_folder):
-    pair = load_pair(pair_folder / "target", pair_folder / "draft", dtype=str(dtype).removeprefix("torch."))
-    assert pair.tokenizer is not None
-    ids = [list(pair.tokenizer("w7 w8 w9")["input_ids"])]
-    plain = plain_texts(pair, ids, [stream_key(0, "a")], 12, temperature).tokens
-    for verification in ("match", "rejection"):
-        settings = Settings(temperature, 12, verification=verification)
-        (result,) = decode(pair, ["w7 w8 w9"], FixedLength(3), settings=settings, ids=["a"])
-        assert result.tokens
-        if verification == "match" and dtype == torch.float32:  # half precision rounds a single row differently
-            assert list(result.tokens) == plain[0]
-
-
 # Logits processors
-
-
-def allowed(batch: int, ids: Tensor) -> list[int]:
-    """Return tokens with another remainder by 3 than the last one: the answer depends on the prefix."""
-    assert batch == 0, "every row is the only text"
-    return [token for token in range(VOCABULARY) if token % 3 != int(ids[-1]) % 3]
-
-
-PREFIX = PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature):
-    """Prefixes of different lengths in one call, as in a tree."""
-    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    prefixes = [[5, 6], [7], [6, 5], [9, 9, 9]]
-    sampling = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX,))
-    for padding in ([], [0, 0, 3]):
-        sampler = Sampler(sampling.build(temperature, [5], (EOS,), CPU), temperature, padding)
-        before = logits.clone()
-        together = sampler(logits, lambda: prefixes)
-        assert torch.equal(logits, before), "raw logits are not modified"
-        for row, prefix in enumerate(prefixes):
-            chain = sampling.build(temperature, [5], (EOS,), CPU)
-            alone = chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0]
-            assert torch.equal(together[row], alone)
-    bare = Sampler(LogitsProcessorList(), 0.5)
-    assert torch.equal(bare(logits, lambda: pytest.fail("no processor needs prefixes")), logits / 0.5)
 
 
 # Processors with state

@@ -1,4 +1,4 @@
-"""Reports: the comparison of policies in one place and in several, as object, page, CSV and JSON."""
+"""Reports: policies in one place and in several, their files and sections, and the comparison with an earlier report."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ import json
 import re
 import shutil
 from typing import Any
+from unittest import mock
 
 import pytest
-from contract_policies import DEPTH
+from contract_policies import DEPTH, TEST_POLICIES
 from specstop.decode.benchmark import Ratio
 from specstop.policies import Confidence, FixedLength, InputError, TraceError
-from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.batch_rules import for_batches
 from specstop.policies.rules import Threshold
-from specstop.train import oracle_seconds, read_report, trace_arrays
+from specstop.train import TraceArrays, compare_reports, oracle_seconds, read_report, trace_arrays
+from specstop.train.evaluate import pricing as prices
+from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, time_share
+from specstop.train.evaluate.pricing import TIMED, PricedReplays, ProfileBootstrap, ResampleSource, with_prices
 from specstop.train.evaluate.records import TOO_FEW
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.evaluate.verdict import verdict
-from specstop.train.fit.achievable import achievable_estimate
 from specstop.train.fit.rules import fixed_grid
+from specstop.train.replay.bounds import oracle_plan, round_regret
 from specstop.train.replay.rounds import scale_costs
+from timed import timed_profile
 
 from specstop import Trace, evaluate, replay, save_policy
 
@@ -93,17 +99,6 @@ def test_the_rate_of_a_policy_is_solved_again_for_another_profile_only(sides, fu
     assert line.note == "" and line.tokens_per_s == pytest.approx(replay(sides[1], threshold, costs).rate, rel=EXACT)
 
 
-def test_a_policy_that_decides_by_costs_uses_those_of_the_profile(sides, full_profile):
-    """With expensive drafts it drafts nothing."""
-    steep = dataclasses.replace(full_profile, step_s=10 * full_profile.low.verify_s[0])
-    steep = steep.with_decisions({"smartspec": 1e-6, "confidence": 1e-6})
-    bare = evaluate(sides[1], steep, [SmartSpec(max_depth=DEPTH)])["smartspec:0.7"]
-    priced = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)])["smartspec:0.7"]
-    assert dataclasses.replace(bare, note="") == priced and bare.note == "decides by the costs of this profile"
-    cheap = evaluate(sides[1], steep, [SmartSpec(draft=0.11, max_depth=DEPTH)])["smartspec:0.7"]
-    assert bare.drafted == 0.0 < cheap.drafted
-
-
 def test_texts_of_cut_anchors_give_a_report_without_nan(sides, full_profile, tmp_path):
     trace = sides[1]
     rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
@@ -144,19 +139,6 @@ def test_the_figures_of_page_csv_and_json_are_the_same(data, written):
                 assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page
 
 
-@pytest.mark.usefixtures("report")
-def test_the_page_loads_nothing_and_its_links_have_targets(written):
-    """No code but the script of the page runs."""
-    page = (written / "report.html").read_text()
-    loads = r"<(iframe|object|embed|img|base|form)\b|\son\w+=|@import|url\((?!#)|https?://|javascript:"
-    assert not re.search(loads, page) and re.findall(r"<script[^>]*>", page) == ["<script>"]
-    assert "default-src 'none'" in page and "connect-src" not in page
-    links = re.findall(r'(?:\s|:)(?:src|href|action|data|srcset|poster)="([^"]*)"', page)
-    assert {link for link in links if link[0] != "#"} <= {"data:,", "report.json", "report.csv", "report.md"}
-    ids = re.findall(r'\sid="([^"]*)"', page)
-    assert len(ids) == len(set(ids)) and {link[1:] for link in links if link[0] == "#"} <= set(ids)
-
-
 @pytest.fixture
 def one_prompt(sides):
     trace = sides[1]
@@ -177,15 +159,6 @@ def test_one_prompt_gives_no_verdict_and_no_interval(one_prompt, full_profile, t
     assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + (tmp_path / "a" / "report.html").read_text())
     again = evaluate(one_prompt, full_profile, [policy], compare=tmp_path / "a")
     assert again.details["comparison"]["rows"][1] == ("best fixed", "-", {"value": 1.0, "low": None, "high": None})
-
-
-def test_an_achievable_estimate_is_a_line_of_the_report(sides, full_profile):
-    report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True, batch=[1])
-    names = [line["name"] for line in report.details["batch"]["lines"]]
-    assert names[-2:] == ["achievable estimate", "oracle bound of the batch"]
-    expected = achievable_estimate(trace_arrays(sides[1]), full_profile).rate
-    assert report["achievable estimate"].tokens_per_s == pytest.approx(expected)
-    assert expected <= report["oracle bound"].tokens_per_s
 
 
 @pytest.mark.filterwarnings("ignore:logistic was trained for another temperature")
@@ -241,3 +214,168 @@ def test_conflicting_arguments_are_refused(sides, one_prompt, full_profile, lear
     ):
         with pytest.raises(error, match=noun):
             evaluate(traces, profiles, policies, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def chains(traces):
+    return trace_arrays(traces[0.7])
+
+
+@pytest.fixture(scope="module")
+def trees(forest):
+    return trace_arrays(forest[0.7])
+
+
+@pytest.fixture(scope="module", params=["chains", "trees"])
+def arrays(request):
+    result: TraceArrays = request.getfixturevalue(request.param)
+    return result
+
+
+def test_parts_of_the_time_and_losses_to_the_bound_add_up(arrays, profile):
+    played = replay(arrays, Confidence(0.4, DEPTH), profile)
+    share = time_share("x", arrays, played, profile)
+    parts = [share[f"{part}_ms"] for part in ("draft", "verify", "decision", "outside", "prompt")]
+    tokens = int(arrays.text_tokens.sum())
+    assert min(parts) > 0 and sum(parts) == pytest.approx(share["total_ms"], rel=1e-9)
+    assert share["total_ms"] == pytest.approx(1e3 * float(played.seconds.sum()) / tokens, rel=1e-9)
+    assert share["decision_ms"] == pytest.approx(1e3 * 6.0e-5 * int(played.decisions.sum()) / tokens)
+    plain = time_share("plain", arrays, replay(arrays, FixedLength(0), profile), profile)
+    assert plain["draft_ms"] == pytest.approx(0.0, abs=1e-9) and plain["decision_ms"] == 0.0
+    plan = oracle_plan(arrays, profile)
+    lost = stop_cost("x", round_regret(arrays, played, plan, profile), tokens)
+    assert lost["total_s"] == pytest.approx(float((played.seconds - plan.seconds).sum()), abs=1e-9)
+    assert sum(lost["ms_per_token"]) == pytest.approx(1e3 * lost["total_s"] / tokens, abs=1e-6)
+
+
+def test_groups_and_prompts_are_ratios_of_sums(chains, profile):
+    fixed = [replay(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
+    played, best = replay(chains, Confidence(0.4, DEPTH), profile), max(fixed, key=lambda one: one.rate)
+    replays = Replays(chains, ProfileBootstrap(profile), {"mine": played}, fixed, best, oracle_plan(chains, profile))
+    groups = by_group(replays, 0)
+    assert sorted(group["name"] for group in groups) == ["g0", "g1"]
+    for group in groups:
+        at = [i for i, name in enumerate(chains.groups) if name == group["name"]]
+        fastest = min(float(one.seconds[at].sum()) for one in fixed)
+        expected = fastest / float(played.seconds[at].sum())
+        assert group["ratios"]["best fixed"]["value"] == pytest.approx(fastest / float(best.seconds[at].sum()))
+        assert group["ratios"]["oracle bound"]["value"] == pytest.approx(
+            fastest / float(replays.plan.seconds[at].sum())
+        )
+        ratio = group["ratios"]["mine"]
+        assert ratio["value"] == pytest.approx(expected)
+        assert ratio["low"] <= expected <= ratio["high"]
+        assert (group["prompts"], group["tokens"]) == (4, int(chains.text_tokens[at].sum()))
+    points = by_prompt(replays, played, 0)
+    assert [point["prompt"] for point in points] == chains.prompt_ids
+    assert points[2]["policy"] == pytest.approx(float(fixed[0].seconds[2] / played.seconds[2]))
+
+
+@pytest.mark.parametrize("rule", ["derived", "batch"])
+def test_calibration_counts_accepted(sides, full_profile, learned, rule):
+    arrays = trace_arrays(sides[1])
+    policy = for_batches(learned, profile=full_profile) if rule == "batch" else learned
+    played = replay(arrays, policy, full_profile)
+    result = reliability("x", arrays, played, 0)
+    row = arrays.find(played.sequence.numpy(), played.anchor.numpy())
+    length = arrays.accepted[row][~arrays.cut[row]]
+    assert result["rounds"] == len(length)
+    for depth in result["depths"]:
+        known = length >= max(policy.first, 1) - 1
+        total, bins = depth["all"], depth["bins"]
+        assert total["count"] == int(known.sum()) == sum(b["count"] for b in bins)
+        assert total["observed"] == pytest.approx(float((length[known] >= depth["depth"]).double().mean()))
+        assert sum(b["count"] * b["predicted"] for b in bins) == pytest.approx(total["count"] * total["predicted"])
+        assert all(b["low"] <= b["observed"] <= b["high"] for b in bins)
+
+
+def test_a_report_on_trees_has_their_best_static_tree(forest, profile, tmp_path):
+    report = evaluate(forest[0.7], profile, [Confidence(0.4, DEPTH)], out=tmp_path / "out")
+    static = report["best static tree"]
+    assert static.kind == "static" and static.to_best_fixed.value >= 1.0
+    assert report["oracle bound"].tokens_per_s >= max(line.tokens_per_s for line in report.lines)
+    assert report.answer is not None and not report.answer.deploy
+    fixed = f"fixed:{report.fixed.index(max(report.fixed))}"
+    assert report.answer.use == ("best static tree" if static.tokens_per_s > max(report.fixed) else fixed)
+    assert {stop["name"] for stop in report.details["stops"]} >= {"best static tree", "confidence:0.4", "best fixed"}
+
+
+REPLICATES, DRAWS = 30, 7
+
+
+def test_every_resample_is_priced_by_its_profile(arrays, full_profile):
+    """The resamples share D draws of the profile in turn. Prompts and profile are also resampled alone."""
+    noisy = timed_profile(full_profile, ["confidence", "trimming"], pace=0.1, jitter=0.2, seed=1)
+    depth = min(arrays.depth, noisy.max_depth)
+    policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), TEST_POLICIES["trimming"].limited(depth)]
+    replays = [replay(arrays, policy, noisy) for policy in policies]
+    boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
+    priced = PricedReplays(boot, draws, replays, arrays.prompt_tokens)
+    spent, prompts, profile = map(priced.seconds, ResampleSource)
+    assert spent.shape == (1 + REPLICATES, len(policies)) and profile.shape == (1 + DRAWS, len(policies))
+    for at, rounds in enumerate(replays):
+        assert prompts[:, at] == pytest.approx(boot.total(rounds.seconds), rel=EXACT)
+        seconds = [rounds.text_seconds(costs) for costs in (noisy, *draws.profiles)]
+        assert profile[:, at] == pytest.approx([float(one.sum()) for one in seconds], rel=EXACT)
+        assert spent[0, at] == pytest.approx(float(seconds[0].sum()), rel=EXACT)
+        for row in (1, DRAWS, DRAWS + 1, REPLICATES):
+            assert spent[row, at] == pytest.approx(boot.total(seconds[1 + (row - 1) % DRAWS])[row], rel=EXACT)
+
+
+def test_noise_of_a_profile_widens_intervals_and_is_shown(sides, full_profile, tmp_path):
+    reports, widths = [], []
+    for noise in (0.001, 0.6):
+        profile = timed_profile(full_profile, ["confidence"], pace=noise, jitter=noise, seed=2)
+        reports.append(evaluate(sides[1], profile, [Confidence(0.7, DEPTH)], out=tmp_path / str(noise)))
+        line = reports[-1]["confidence:0.7"]
+        assert line.parts["all"] == line.to_best_fixed
+        widths.append({part: ratio.high - ratio.low for part, ratio in line.parts.items()})
+    assert widths[0]["profile"] < 0.1 * widths[0]["prompts"]
+    assert widths[1]["all"] > widths[1]["profile"] > 10 * widths[0]["profile"]
+    assert reports[0].findings == () and "this machine was busy" in reports[1].findings[0]
+    assert "this machine was busy" in (tmp_path / "0.6" / "report.md").read_text()
+
+
+def test_measured_decisions_are_cached_by_profile_and_policy(full_profile, sides, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path))
+    bare = timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
+    header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
+    first, unpriced = with_prices(bare, policies, header)
+    assert unpriced == {"confidence": ("confidence:0.4", TIMED), "trimming": ("trimming", TIMED)}
+    assert len(list((tmp_path / "decisions").iterdir())) == 2 and "fixed" not in first.decision_s
+    assert first.decision("confidence") > 0
+    monkeypatch.setattr(prices, "measure_decision", mock.Mock(side_effect=AssertionError("measured")))
+    assert with_prices(bare, policies, header) == (first, unpriced)
+    assert with_prices(first, policies, header) == (first, {})
+    other_costs = dataclasses.replace(bare, step_s=2 * bare.step_s)
+    other_device = dataclasses.replace(bare, facts={"device": "another"})
+    for profile, policy in ((other_costs, policies[1]), (other_device, policies[1]), (bare, Confidence(0.5, DEPTH))):
+        with pytest.raises(AssertionError, match="measured"):
+            with_prices(profile, [policy], header)
+
+
+def test_reports_are_compared_over_their_common_prompts(sides, full_profile, tmp_path, few_draws):
+    """Reports on one profile share its draws: equal lines differ in nothing. Errors of two profiles do not cancel."""
+    held, policy = sides[1], Confidence(0.6, DEPTH)
+    machine = full_profile.with_decisions({"confidence": 5e-5})
+    profiles = [timed_profile(machine, ["confidence"], pace=0.06, jitter=0.1, seed=seed) for seed in (1, 2)]
+    names = sorted(set(held.rows["prompt_id"]))
+
+    def part(kept: list[str], **changes: Any) -> Trace:
+        rows = held.rows.filter(lambda name: name in kept, input_columns="prompt_id")
+        return Trace(held.folder, dataclasses.replace(held.header, **changes), rows)
+
+    few, others = part(names[:8]), part(names[8:], temperature=0.9)
+    runs = ((held, profiles[0]), (held, profiles[0]), (few, profiles[1]), (others, profiles[0]))
+    for seed, (trace, profile) in enumerate(runs):
+        evaluate(trace, profile, [policy], out=tmp_path / str(seed), seed=seed)
+    one, again, other_profile, other_prompts = (read_report(tmp_path / str(seed)) for seed in range(4))
+    for _, ratio, _ in compare_reports(one, again)["rows"]:
+        assert tuple(ratio.values()) == pytest.approx((1.0, 1.0, 1.0), abs=1e-8)
+    change = next(row[1] for row in compare_reports(one, other_profile)["rows"] if row[0] == policy.name)
+    before, after = (replay(few, policy, profile).rate for profile in profiles)
+    assert change["value"] == pytest.approx(after / before)
+    assert change["low"] < change["value"] < change["high"] and change["high"] / change["low"] > 1.05
+    section = compare_reports(other_profile, other_prompts)
+    assert all(ratio == "-" for _, ratio, _ in section["rows"])
+    assert "no common prompts" in section["text"] and "temperature (0.7" in section["text"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import cli
 from specstop.collect.engines.records import import_records
 from specstop.collect.store import Trace
 from specstop.policies.profile import Profile
@@ -71,12 +70,6 @@ def test_lengths_and_gains_are_those_of_the_closed_form(
     assert best[256][0] > best[256][-1] == 0 and best[4096][-1] >= best[256][-1]
     assert "drafting pays below a batch of 64" in report.details["serving"]["text"]
     assert "Settings of a server" in (tmp_path / "report" / "report.md").read_text()
-
-
-def test_the_command_prints_the_settings(records: Trace, profile: Profile, tmp_path: Path) -> None:
-    profile.save(tmp_path / "profile.json")
-    answer = cli("evaluate", "--traces", records.folder, "--profile", tmp_path / "profile.json")
-    assert answer.code == 0 and "Settings of a server" in answer.out and "head-room" in answer.out
 
 
 def row(batch: int, length: int, low: float) -> Setting:

@@ -17,7 +17,7 @@ from head_tensors import Certain, learned, with_head
 from joint_policies import batch_policy, linear_head
 from specstop.collect import Trace, collect
 from specstop.decode import SamplingParams, decode, stream_key
-from specstop.policies import Confidence, FixedLength, PolicyError, save_policy
+from specstop.policies import Confidence, FixedLength, save_policy
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.display import silent
 from specstop.policies.features import TREE_FEATURES
@@ -104,16 +104,6 @@ def test_rules_are_tuned_on_other_prompts(arrays, learned, full_profile):
         assert played[2].drafted.double().mean() <= 1.0 < played[1].drafted.double().mean()
         tokens, seconds = (sum(float(getattr(one, of).sum()) for one in played) for of in ("tokens", "seconds"))
         assert rate == pytest.approx(tokens / seconds, rel=1e-6)  # sums of float32
-
-
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(arrays, learned, full_profile, before):
-    acceptance = [*learned.metadata.acceptance[:before], *[0.0] * (DEPTH - before)]
-    solved, rate = solve_rate(learned, arrays, full_profile, acceptance)
-    assert rate == replay(arrays, solved, full_profile).rate > 0.0
-    assert solved.rule.first <= before + 1
-    with pytest.raises(PolicyError, match="mean acceptance"):
-        solve_rate(learned, arrays, full_profile, acceptance[:1])
 
 
 EXACT = 1e-9
@@ -268,21 +258,6 @@ def test_rows_are_the_children_of_accepted_nodes(forest):
                 assert rows.features[at, 1:].tolist() == [tree.children[parent].index(node), tree.depth[node]]
             at += 1
     assert at == len(rows)
-
-
-def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest):
-    """A head that knows nothing: the shifts by depth and rank are the log-odds of the mean."""
-    arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
-    head = linear_head(("depth",), np.zeros((3, 1)))
-    accept, next_ = fit_paths([(head, TreeRounds.of(arrays, ("depth",), visited))])
-    accepted = arrays.accepted_nodes(visited.row)
-    there = ~arrays.ends[visited.row]
-    ranks = np.array([0, 1, 2])
-    chance = accept.of(np.ones(3), np.zeros(3), 1, ranks)
-    for rank in range(3):
-        assert chance[rank] == pytest.approx(float(accepted[:, rank][there[:, rank]].double().mean()), abs=0.05)
-    first = next_.of(np.ones(1), np.zeros(1), 0, np.zeros(1, dtype=int))[0]
-    assert first == pytest.approx(float(accepted[:, 0].double().mean()), abs=0.02)
 
 
 def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest):

@@ -16,7 +16,6 @@ from commands import files
 from conftest import NEW, make_prompts
 from contract_policies import DEPTH
 from specstop.collect import collect
-from specstop.collect.schema import NO_TOKEN
 from specstop.decode import join
 from specstop.policies import FixedLength, InputError, PolicyError
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
@@ -32,7 +31,7 @@ from specstop.train.fit.run import fit_policy
 from specstop.train.fit.tune import search
 from specstop.train.heads import rows as fitting_rows
 from specstop.train.heads.crossfit import on_policy_rounds, prompt_folds
-from specstop.train.heads.rows import Visits, conditional_acceptance, fit_rows, visits
+from specstop.train.heads.rows import Visits, fit_rows, visits
 from synthetic import synthetic_trace, telling_trace, with_signal
 
 from specstop import LearnedPolicy, Profile, Trace, evaluate, replay
@@ -281,19 +280,6 @@ def test_each_fold_is_visited_by_its_own_policy(profile):
         assert len(result.row[mine]) > 2
         torch.testing.assert_close(result.row[mine], whole.row[expected])
         torch.testing.assert_close(result.history[mine], whole.history[expected])
-
-
-def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace, profile):
-    visited = visits(trace, [replay(trace, FixedLength(2), profile)])
-    lengths = trace.accepted[visited.row].tolist()
-    expected = [sum(a >= j for a in lengths) / sum(a >= j - 1 for a in lengths) for j in range(1, ROW_DEPTH + 1)]
-    assert conditional_acceptance(trace, visited) == pytest.approx(expected)
-    never = synthetic_trace([[1] * 9], ROW_DEPTH)
-    assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (1.0, 0.0, 0.0)
-    lookup = synthetic_trace([[1, 0, 2, 0, 1, 0]], ROW_DEPTH)
-    lookup.tokens[1::2] = NO_TOKEN
-    every = Visits.without_history(torch.arange(6))
-    assert conditional_acceptance(lookup, every)[:2] == (1.0, pytest.approx(1 / 3)), "of rounds that have a token"
 
 
 OPTIONS: dict[str, Any] = {"depth": ROW_DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from scipy.special import expit, logit
-from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss as sklearn_loss, roc_auc_score
 from sklearn.utils.estimator_checks import parametrize_with_checks
-from specstop.decode.engines.settings import check_engine_policy
-from specstop.policies import InputError, TraceError
-from specstop.policies.heads import HEADS as INFERENCE_HEADS
+from specstop.policies import InputError
 from specstop.policies.learned import Calibrator, SurvivalMaps
 from specstop.policies.rules import Threshold
-from specstop.train import head_class, make_head, train
-from specstop.train.heads import HEADS, calibration
+from specstop.train import make_head
+from specstop.train.heads import calibration
 from specstop.train.heads.calibration import (
     MIN_ROWS,
     Outputs,
@@ -32,16 +27,14 @@ from specstop.train.heads.calibration import (
 )
 from specstop.train.heads.crossfit import fit_head
 from specstop.train.heads.linear import TokensEstimator
-from specstop.train.heads.networks import MLPEstimator
 from specstop.train.heads.rows import FitRows
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows
 
-from specstop import DraftStep, LearnedPolicy, Trace
+from specstop import DraftStep, LearnedPolicy
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 Array = np.ndarray[Any, Any]
-Parts = tuple[FitRows, FitRows]
 # The checks have 20 to 300 rows. The defaults, which are for hundreds of thousands, would learn nothing from them.
 SMALL: dict[str, dict[str, Any]] = {
     "logistic": {},
@@ -80,40 +73,7 @@ def test_a_policy_decides_as_the_estimator_predicts(name):
 # The registry
 
 
-@pytest.mark.parametrize("name", HEADS.builtin)
-def test_every_head_has_a_form_that_policies_run_and_a_search_space(name):
-    build = head_class(name)
-    assert build.form in INFERENCE_HEADS
-    heads: list[Any] = []
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
-    study.optimize(lambda trial: heads.append(make_head(name, build.search_space(trial))) or 0.0, n_trials=3)
-    assert len(heads) == 3 and all(isinstance(clone(one), build) for one in heads)
-    assert set(study.trials[0].params) == {f"{build.form} {key}" for key in build.space}
-
-
 # Networks
-
-
-def fit_mlp(parts: Parts, **params: Any) -> tuple[dict[str, Array], list[tuple[int, int]]]:
-    """Return the tensors of a small network and its progress."""
-    calls: list[tuple[int, int]] = []
-    model = MLPEstimator(NAMES, **{"width": 8, **params})
-    model.fit(parts[0], stop_rows=parts[1], progress=lambda task, *done: calls.append(done))
-    return model.tensors_, calls
-
-
-def test_training_stops_early_or_at_a_limit_of_lightning(parts):
-    """Labels are noise: the held-out loss rises once the network memorises them."""
-    noise = []
-    for seed in (0, 1):
-        rows = synthetic_rows(60)
-        labels = (torch.rand(60, 2, generator=torch.Generator().manual_seed(seed)) < 0.5).float()
-        noise.append(FitRows(rows.features, rows.depth.clamp_min(1), labels, torch.ones(60, 2).bool()))
-    _, calls = fit_mlp((noise[0], noise[1]), width=64, epochs=100, learning_rate=0.05, batch_size=16)
-    done, total = calls[-1]
-    assert done == total < calls[0][1] / 2, "the task ends there"
-    tensors, calls = fit_mlp(parts, width=5, layers=3, trainer={"max_steps": 2})
-    assert calls[-1] == (2, 2) and [tensors[f"weight.{i}"].shape[0] for i in range(4)] == [5, 5, 5, 2]
 
 
 @pytest.mark.parametrize(
@@ -154,30 +114,6 @@ def test_rare_tokens_are_fitted_as_far_as_frequent_ones():
 
 
 # Engines
-
-
-@pytest.fixture(scope="module")
-def sampled(traces):
-    """A trace at temperature 0.7 with labels as of a greedy draft."""
-    return Trace(traces[0.7].folder, dataclasses.replace(traces[0.7].header, label="point"), traces[0.7].rows)
-
-
-def test_a_policy_for_vllm_reads_features_of_vllm(traces, sampled, profile):
-    policy = train(sampled, profile, host="vllm", folds=2, cross_fit=False).policy
-    assert check_engine_policy(policy) is policy and policy.hidden == ()
-    assert "noisy_margin" not in policy.features and {"margin", "entropy", "top1"} <= set(policy.features)
-    greedy = traces[0.0]
-    for trace, options, noun in (
-        (greedy, {"host": "vlm"}, "did you mean 'vllm'"),
-        (greedy, {"features": ["top1", "anchor_entropy"]}, "anchor_entropy"),
-        (greedy, {"hidden": ["draft_hidden"]}, "draft_hidden"),
-        (greedy, {"head": "specdec"}, "draft_hidden"),
-        (greedy, {"rule": "gain"}, "host"),
-        (traces[0.7], {}, "labels"),
-        (sampled, {"features": ["top1", "noisy_margin"]}, "noisy_margin"),
-    ):
-        with pytest.raises((InputError, TraceError), match=noun):
-            train(trace, profile, **{"host": "vllm", **options})
 
 
 # Calibration

@@ -15,7 +15,6 @@ from conftest import make_prompts
 from contract_policies import DEPTH
 from specstop.collect import collect
 from specstop.decode import stream_key
-from specstop.policies import InputError, TraceError
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.storage import load_policy_folder
@@ -215,17 +214,6 @@ def test_a_published_head_decodes_as_it_replays_under_its_rule(pair, hidden, cos
     assert log.tolist() == live and len(log) > 15
     path = trained[kind].path
     assert isinstance(path, Path) and torch.equal(replay(arrays, load_policy_folder(path), costs).log, log)
-
-
-def test_rules_and_hidden_states_can_be_requested(hidden, sides, costs):
-    options = {"params": QUICK, "cross_fit": False}
-    assert train(hidden[0], costs, head="specdec", rule="step", **options).policy.rule.kind == "step"
-    policy = train(hidden[0], costs, head="resnet", hidden=["target_hidden"], features=["top1"], **options).policy
-    assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
-    with pytest.raises(InputError, match="draft_hidden"):
-        head_class("mlp").hidden_states([hidden[0]], ["draft_hidden"])
-    with pytest.raises(TraceError, match="draft_hidden"):
-        train(sides[0], costs, head="specdec")
 
 
 # Mixed texts

@@ -165,16 +165,6 @@ def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path, case):
     assert not (tmp_path / "p").exists()
 
 
-def test_invalid_options_are_refused(tmp_path):
-    path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
-    for weights, options, noun in (
-        (path, {"threshold": 1.5}, "threshold"), (tmp_path / "none.pt", {}, "does not exist"),
-        (path, {"rejection_weight": 6.0}, "rejection_weight: .* layout dynasd-hard"),
-    ):  # fmt: skip
-        with pytest.raises((InputError, PolicyError), match=noun):
-            import_weights(weights, tmp_path / "p", **options)
-
-
 HEADS = 3
 
 

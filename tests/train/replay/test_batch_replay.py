@@ -258,24 +258,6 @@ def test_sub_trees_are_the_best_of_all(seed):
             assert all(tree.parent[node + 1] == 0 or tree.parent[node + 1] - 1 in nodes for node in nodes)
 
 
-def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(trees, profile):
-    """First siblings come first even if a later sibling was accepted more often."""
-    assert trees.path is not None
-    first_row, last = torch.arange(len(trees.accepted)) == 0, trees.tree.children[0][-1] - 1
-    only_last = dataclasses.replace(trees, path=first_row[:, None] & (torch.arange(trees.tree.nodes) == last))
-    for arrays in (trees, only_last):
-        for count in range(trees.tree.nodes + 1):
-            chosen = bounds.likeliest_nodes(arrays, count, DEPTH)
-            assert len(chosen) == bounds.restrict_to_subtree(arrays, chosen).tree.nodes == count
-    assert bounds.likeliest_nodes(trees, 1, DEPTH) == [0]
-    with pytest.raises(InputError, match="nodes"):
-        bounds.likeliest_nodes(trees, trees.tree.nodes, 1)
-    for later_sibling_or_orphan in ([1], [0, 5]):
-        with pytest.raises(TraceError, match="smaller tree"):
-            bounds.restrict_to_subtree(trees, later_sibling_or_orphan)
-    assert replay(bounds.restrict_to_subtree(trees, []), FixedLength(0), profile).block_efficiency == 1.0
-
-
 def test_the_best_static_tree_is_drafted_alone(trees, profile):
     """It verifies the same tokens as inside the recorded tree, and pays for no other candidates."""
     costly = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)

@@ -20,7 +20,6 @@ from specstop.collect import Trace, collect, load_trace
 from specstop.decode import Generation, Settings, Speculator, Topology, stream_key
 from specstop.policies import Confidence, FixedLength, PolicyError, State, TraceError
 from specstop.policies.features import HIDDEN_STATES
-from specstop.policies.published.kangaroo import MaxProb
 from specstop.policies.published.online import Online
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder
@@ -28,9 +27,9 @@ from specstop.train import Rounds, trace_arrays, train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import joined_arrays, policy_features
 from specstop.train.replay.bounds import StaticTree
-from specstop.train.replay.checks import check_fit, require_disjoint, require_disjoint_prompts
+from specstop.train.replay.checks import check_fit
 from specstop.train.replay.rounds import BY_ROUND, scale_costs
-from specstop.train.replay.run import replay, replay_lengths, replay_many
+from specstop.train.replay.run import replay, replay_many
 from synthetic import synthetic_trace
 
 from specstop import RoundOutcome, SpecstopWarning, StopPolicy, load_policy
@@ -220,21 +219,6 @@ def test_policies_replayed_side_by_side_have_the_rounds_of_each_alone(by_tree, p
                 assert getattr(alone, name) is None or torch.equal(getattr(rounds, name), getattr(alone, name)), name
 
 
-def test_known_lengths_have_the_rounds_of_the_policy(by_tree, profile):
-    arrays, thresholds = by_tree(None, 0.7), (0.2, 0.35, 0.6)
-    certain = [(arrays.column("top1") >= threshold).long().cumprod(1).sum(1) for threshold in thresholds]
-    drafted = torch.stack([(count + 1).clamp_max(DEPTH) for count in certain])
-    for threshold, rounds in zip(thresholds, replay_lengths(arrays, drafted, drafted, profile), strict=True):
-        policy = replay(arrays, MaxProb(threshold, max_depth=DEPTH), profile)
-        assert torch.equal(rounds.log, policy.log) and torch.equal(rounds.backlog, policy.backlog)
-        torch.testing.assert_close(rounds.seconds, policy.seconds, rtol=EXACT, atol=0.0)
-    # Tokens that are drafted and not verified: the draft has read the accepted one.
-    arrays = synthetic_trace([[3] * 7], depth=3)
-    (rounds,) = replay_lengths(arrays, torch.full((1, 7), 2), torch.full((1, 7), 1), profile)
-    assert rounds.log[:, 2:].tolist() == [[2, 1, 1]] * 4 and rounds.committed.tolist() == [2, 2, 2, 1]
-    assert rounds.backlog[1:].tolist() == [1, 1, 1]
-
-
 # Traces as arrays: what is read, joined and removed, and what is refused.
 
 TEMPERATURES = (0.0, 0.7)
@@ -300,17 +284,6 @@ def test_an_impossible_trace_is_refused(traces, column, value, noun):
         rows = trace.rows.map(lambda row, at: {column: value if at == 3 else row[column]}, with_indices=True)
     with pytest.raises(TraceError, match=f"traces.*{noun}"):
         trace_arrays(Trace(trace.folder, trace.header, rows))
-
-
-def test_shared_prompts_are_refused_or_warned_of(arrays):
-    part, other = arrays.subset([0, 1]), arrays.subset([2, 3])
-    same_text = dataclasses.replace(part, prompt_ids=["x", "y"])
-    require_disjoint("--traces", part, "--train-traces", other.clusters)
-    for trace in (part, same_text):
-        with pytest.raises(TraceError, match="2 of 2 prompts"):
-            require_disjoint_prompts(trace, part, [])
-        with pytest.warns(SpecstopWarning, match="not held-out"):
-            require_disjoint_prompts(trace, part, [], allow=True)
 
 
 def test_joined_traces_are_replayed_as_each_alone(both, profile):
