@@ -145,49 +145,6 @@ def test_texts_are_those_of_the_host(pairs, kind, mode, tree, batch):
         assert device.count["reads"] <= 8 + levels + 2 * len(texts[0].rounds)
 
 
-<<<<<<< HEAD
-def test_rounds_are_timed_without_a_wait(monkeypatch):
-    """Events of a finished stream are read; only a prompt's end is waited for."""
-    waits: list[str] = []
-
-    class Event:
-        def __init__(self, **options: Any) -> None:
-            self.at = 0.0
-
-        def record(self, stream: Any) -> None:
-            self.at = time.perf_counter()
-
-        def query(self) -> bool:
-            return True
-
-        def synchronize(self) -> None:
-            waits.append("event")
-
-        def elapsed_time(self, other: Any) -> float:
-            return 1e3 * (other.at - self.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append("device"))
-    timer = Timer(torch.device("cuda"))
-    timer.restart()
-    for phase, on_host in (("draft", False), ("policy", True)):
-        timer.add(phase, timer.mark(on_host))
-    laps, seconds = timer.laps, timer.elapsed()
-    assert not waits and 0 < sum(laps["draft"]) + sum(laps["policy"]) < seconds
-    assert timer.wait() > 0 and waits == ["device"]
-
-
-def test_transfers_keep_the_values():
-    with Accelerator() as device:
-        tokens, scores = upload([[2**31 + 1, 5]], DEVICE), upload([0.1, -3.5e30], DEVICE)
-        assert download(tokens, scores) == [[[2**31 + 1, 5]], torch.tensor([0.1, -3.5e30]).tolist()]
-    assert device.count["reads"] == 1
-    assert download(torch.tensor([1, 2]), torch.tensor([[0.5]])) == [[1, 2], [[0.5]]]
-
-
-=======
->>>>>>> h/cut2
 def texts(pair: Pair, batch: int = 1, tree: str | None = None, length: int = 10) -> list[list[int]]:
     speculator = Speculator(pair, FixedLength(3), Settings(0.7, length, tree=tree, verification="match"), batch=batch)
     return [list(text.tokens) for text in speculator.run([Request(PROMPT, key) for key in range(3)])]
