@@ -60,7 +60,7 @@ def test_1_a_simulation_of_another_mechanism_is_refused(profile: Profile) -> Non
         warn_other_rounds(dataclasses.replace(profile, verification="match"), header())
     with pytest.MonkeyPatch.context() as patch:
         arrays = SimpleNamespace(tree=tree.header.tree, header=tree.header)
-        patch.setattr("specstop.train.export.basis.trace_arrays", lambda trace: arrays)
+        patch.setattr("specstop.train.export.basis.trace_arrays", lambda trace, extra: arrays)
         with pytest.raises(TraceError, match="engines draft chains"):
             Basis(cast(Trace, tree), profile)
 
