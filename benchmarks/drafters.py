@@ -1,7 +1,7 @@
 """Drafters side by side: a draft model, lookup, suffix, heads on the target's hidden states.
 
     python benchmarks/drafters.py --check
-    python benchmarks/drafters.py --work drafters --drafters medusa hydra --temperatures 0
+    python benchmarks/drafters.py --work drafters --temperatures 0
 
 The head drafters (Medusa, Hydra, CTC, one layer) are trained on the training prompts, or read from `--work`; on two
 cores each is trained within 10 minutes. For each drafter and temperature:
@@ -71,7 +71,7 @@ class Calibrations(list[CalibrationRun]):
 
 def compare(run: Run) -> None:
     """Train and compare the drafters."""
-    names = run.options.drafters or run.choose(DRAFTERS, ("model", "medusa"))
+    names = run.choose(DRAFTERS, ("model", "medusa"))
     specs = _trained(run, [name for name in names if name in TRAINED])
     for temperature in run.temperatures:
         where, per_call, speeds = f"T={temperature:g}", {}, {}
@@ -290,7 +290,6 @@ def routes(run: Run) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this script."""
     parser.add_argument("--work", type=Path, help="folder that keeps trained drafters (default: a temporary one)")
-    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, help="default: all")
 
 
 if __name__ == "__main__":

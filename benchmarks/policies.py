@@ -1,5 +1,4 @@
-"""Stop policies on held-out prompts: learned heads, published heads and tuned rules, compared with the best fixed
-length.
+"""Heads and tuned rules on held-out prompts, compared with the best fixed length.
 
     python benchmarks/policies.py --check
     python benchmarks/policies.py --part replayed --pair DIR --temperatures 0.7

@@ -125,16 +125,11 @@ def _contest(
         if name != tree:
             run.bar(f"{where}, {name}: outside models and policy", share, at_most=OUTSIDE)
             shape = chain(int(name[6:])) if name == ours else ss.parse_tree(name)
-            floor = _floor(pair, prompts, texts[name], shape)
+            bare = BareForwards(pair, shape)
+            bare.play(prompts[0][1], texts[name][0])
+            seconds = sum(bare.play(ids, text) for (_, ids), text in zip(prompts, texts[name], strict=False))
+            floor = seconds / sum(r.seconds for text in texts[name] for r in text.rounds)
             run.bar(f"{where}, {name}: bare forward passes / loop", floor, at_least=FLOOR)
-
-
-def _floor(pair: ss.Pair, prompts: Prompts, texts: Sequence[Generation], shape: Topology) -> float:
-    """Return the time of the forward passes of texts with nothing between them, over the time of the rounds."""
-    bare = BareForwards(pair, shape)
-    bare.play(prompts[0][1], texts[0])
-    seconds = sum(bare.play(ids, text) for (_, ids), text in zip(prompts, texts, strict=False))
-    return seconds / sum(r.seconds for text in texts for r in text.rounds)
 
 
 class BareForwards:

@@ -54,7 +54,7 @@ COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run;
 CLASS = "specstop.decode.engines.vllm.Proposer"
 SUFFIX = "suffix"
 SIZES, PROMPTS, TOKENS, DEPTH, LENGTHS = (1, 4, 8, 16), 40, 128, 8, (1, 2, 3, 4, 5)
-SAMPLES, FIRST, ERROR = 20_000, 3, 0.1
+SAMPLES, FIRST, ERROR, ROUNDS = 20_000, 3, 0.1, 5
 
 
 def ours(folder: Path, policy: str, depth: int = DEPTH, **more: Any) -> dict[str, Any]:
@@ -155,7 +155,8 @@ def serve(
 
     engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False)
     waiting, running, texts, number = list(enumerate(prompts)), {}, {}, time.monotonic_ns()
-    drafting = drafting_of(llm)
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    drafting = getattr(getattr(runner, "drafter", None), "drafting", None)  # of our proposer
     if policy:
         drafting.use(ss.load_policy(policy))
     spent = drafting.stats if drafting else None
@@ -188,12 +189,6 @@ def serve(
     }
 
 
-def drafting_of(llm: Any) -> Any:
-    """Return the drafting of our proposer in an engine, None with other drafters."""
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    return getattr(getattr(runner, "drafter", None), "drafting", None)
-
-
 def sample(llm: Any, prompt: str, seeds: Sequence[int], tokens: int) -> dict[str, Any]:
     """Return the first tokens of texts sampled at temperature 0.7, one per seed."""
     from vllm import SamplingParams
@@ -219,7 +214,7 @@ class Workspace:
     """Texts of prompts, and what commands write into the folder `--work`."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.pair = run, run.pair_folder
+        self.run, self.pair, self.train = run, run.pair_folder, run.pair_folder / "prompts-train.jsonl"
         self.folder = (run.options.work or run.folder("work")).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -255,11 +250,6 @@ class Workspace:
         profile = self.profile(drafter)
         name = f"policy-{rule or 'derived'}-{drafter[:6]}"
         return str(self.command(name, "train", "--traces", traces, "--profile", profile, "--for", "vllm", *more))
-
-    @property
-    def train(self) -> Path:
-        """File of the training prompts."""
-        return self.pair / "prompts-train.jsonl"
 
 
 def texts(run: Run) -> None:
@@ -320,7 +310,7 @@ def speeds(run: Run) -> None:
     for drafter in ("model", SUFFIX):
         methods |= {f"{drafter} fixed:{k}": (drafter, f"fixed:{k}") for k in LENGTHS}
         methods |= {f"{drafter} {rule or 'learned'}": (drafter, space.policy(rule, drafter)) for rule in ("", "batch")}
-    prompts = space.prompts(24 * run.options.rounds)
+    prompts = space.prompts(24 * ROUNDS)
     for size in SIZES:
         tokens: dict[str, list[int]] = {name: [] for name in methods}
         seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -357,7 +347,7 @@ def overhead(run: Run) -> None:
     shares, seconds = [], {"plain": [], "unused": []}
     grown = {}
     with engines(space.pair, options) as running:
-        for number in range(run.options.rounds + 1):
+        for number in range(ROUNDS + 1):
             for name, engine in running.items():
                 answer = engine.call("serve", prompts=space.prompts(24), tokens=TOKENS // 2, size=8)
                 if not number:
@@ -419,7 +409,7 @@ def predict(run: Run) -> None:
     options = {spec: ours(space.pair, spec) for spec in specs}
     measured: dict[str, list[float]] = {spec: [] for spec in specs}
     with engines(space.pair, options) as running:
-        for number in range(run.options.rounds + 1):
+        for number in range(ROUNDS + 1):
             for spec, engine in running.items():
                 answer = engine.call("serve", prompts=space.prompts(), tokens=TOKENS, size=1)
                 if number:
@@ -443,7 +433,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work", type=Path, help="folder that keeps traces, profiles and policies (default: a temporary one)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each comparison (default: 5)")
 
 
 PARTS: dict[str, Callable[[Run], None]] = {

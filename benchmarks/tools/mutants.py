@@ -151,11 +151,11 @@ def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Mutant
 class Selection:
     """The tests of each line of the product, from one run of all tests under coverage."""
 
-    def __init__(self, worker: Worker, jobs: int) -> None:
+    def __init__(self, worker: Worker) -> None:
         import coverage
 
         data_file = worker.root.parent / "coverage"
-        command = [sys.executable, "-m", "pytest", "-q", f"-n{jobs}", "-p", "no:cacheprovider", "--durations=0", "-vv"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n2", "-p", "no:cacheprovider", "--durations=0", "-vv"]
         command += [f"--cov={worker.root / path.split('/')[0]}" for path in FILES]
         command += ["--cov-context=test", "--cov-report="]
         environment = {**worker.environment, "COVERAGE_FILE": str(data_file)}
@@ -254,7 +254,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of mutants")
     parser.add_argument("--budget", type=float, default=60, help="seconds of tests per mutant")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of the run under coverage")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout with the product files")
     parser.add_argument("--tests", type=Path, help="folder of tests (default: tests/ of --root)")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
@@ -263,7 +262,7 @@ def main() -> int:
     mutants, results = draw(root, options.files, options.count, options.seed), list[str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         worker = Worker(Path(folder), root, tests)
-        selection = Selection(worker, options.jobs)
+        selection = Selection(worker)
         for name in PRELOADED:
             importlib.import_module(name)
         for mutant in mutants:
