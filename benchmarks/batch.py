@@ -135,9 +135,7 @@ def sizes(run: Run) -> None:
         joint = setup.policy(profile)
         single = ss.train(setup.traces["train"], profile, head="logistic", name="one-stream").policy
         policies = [joint, single, *(ss.load_policy(spec).with_costs(profile) for spec in JOINT)]
-        report = ss.evaluate(
-            setup.traces["test"], profile, policies, batch=setup.sizes, achievable=not run.smoke, detailed=True
-        )
+        report = ss.evaluate(setup.traces["test"], profile, policies, batch=setup.sizes, achievable=not run.smoke)
         by_size = report.details["batch"]
         for line in by_size["lines"]:
             for size, ratio in zip(by_size["sizes"], line["to_best_fixed"], strict=True):

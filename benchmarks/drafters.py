@@ -102,7 +102,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
                 shutil.copytree(earlier, work / earlier.name)
             ss.train_drafter(
                 stock, run.prompts("train", run.choose(800, 6)), folder / kind, kind, depth=DEPTH,
-                max_new_tokens=run.choose(128, 16), epochs=run.choose(None, 1), work=work, resume=work.exists(),
+                max_new_tokens=run.choose(128, 16), epochs=run.choose(None, 1), work=work,
             )  # fmt: skip
             minutes = (time.process_time() - started) / 60
             run.bar(f"{kind}: minutes of CPU time to train", minutes, at_most=2 * MINUTES)

@@ -110,8 +110,9 @@ def replayed(run: Run) -> None:
             policy.label = f"tuned {name}"  # `evaluate` adds a line "confidence, tuned"
         policies = [*published.values(), *tuned.values(), *heads.values()]
         report = ss.evaluate(
-            test, profile, policies, train_traces=train, achievable=not run.smoke, detailed=True, primary=selected
-        )
+            test, profile, policies, train_traces=train, achievable=not run.smoke, primary=selected,
+            out=run.folder("report"), overwrite=True,
+        )  # fmt: skip
         for line in report.lines:
             note = (
                 f"share of the oracle gain {line.oracle_share.value:.2f}, {line.block_efficiency:.2f} tokens per call"
