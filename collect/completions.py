@@ -55,7 +55,7 @@ def encode_completions(pair: Pair, completions: Completions, prompts: Sequence[P
     """Return the token ids of the completion of each prompt. One without a sample may be found by the prompt's id alone.
 
     Raises:
-        InputError: a prompt has no completion, or one that is neither a text nor token ids of the vocabulary.
+        InputError: the completion of a prompt is missing, or it is neither a text nor token ids of the vocabulary.
     """
     by_name: Mapping[Any, Any] = completions
     encoded = {}

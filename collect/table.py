@@ -76,24 +76,7 @@ def import_table(
     check_limits({"depth": 1}, depth=depth)
     _check_names(lengths, columns or {}, free)
     prepare_output_dir(out, overwrite=overwrite, inputs=[file])
-    names = {key: key for key in KEYS} | dict(columns or {})
-    table = _read(file, [*names.values(), *lengths.values()])
-    named = [name for key, name in names.items() if key in KEYS[:3] or key in (columns or {})]
-    for column in (*named, *lengths.values()):
-        if column not in table.column_names:
-            raise InputError(
-                f"{file}: expected a column {column!r}{close_match(column, table.column_names)}, but it has "
-                f"{', '.join(table.column_names) or 'none of those named'}; name others with --column and --lengths"
-            )
-    texts = [_Text.parse(row, names, list(lengths.values()), bonus, where) for where, row in _rows(file, table)]
-    if len({(text.id, text.sample) for text in texts}) < len(texts):  # ids may be distinct within each group only
-        texts = [dataclasses.replace(text, id=f"{text.group}/{text.id}") for text in texts]
-    counts = Counter((text.id, text.sample) for text in texts)
-    if (most := counts.most_common(1)) and most[0][1] > 1:
-        name = sample_text(*most[0][0])
-        raise InputError(
-            f"{file}: expected distinct ids, got {name} twice; a prompt's samples need --column sample=NAME"
-        )
+    texts = _read_texts(file, list(lengths.values()), columns or {}, bonus)
     whole = [text for text in texts if len(text.tokens) > 1]
     if not whole:
         raise InputError(f"{file}: expected at least one text of two tokens or more, which has an anchor")
@@ -123,6 +106,32 @@ def import_table(
         open_for_writing(stage, header)
         write_shard(stage, header, 0, [text.columns(at, tree, is_free) for at, text in enumerate(whole)])
     return load_trace(out)
+
+
+def _read_texts(file: Path, lengths: list[str], columns: Mapping[str, str], bonus: bool) -> list[_Text]:
+    """Return the texts of a table, with distinct names; see `import_table` for the columns of `lengths` and the others.
+
+    Raises:
+        InputError: a column is missing, a row is malformed, or two texts have one name.
+    """
+    names = {key: key for key in KEYS} | dict(columns)
+    table = _read(file, [*names.values(), *lengths])
+    for column in (*(name for key, name in names.items() if key in KEYS[:3] or key in columns), *lengths):
+        if column not in table.column_names:
+            raise InputError(
+                f"{file}: expected a column {column!r}{close_match(column, table.column_names)}, but it has "
+                f"{', '.join(table.column_names) or 'none of those named'}; name others with --column and --lengths"
+            )
+    texts = [_Text.parse(row, names, lengths, bonus, where) for where, row in _rows(file, table)]
+    if len({(text.id, text.sample) for text in texts}) < len(texts):  # ids may be distinct within each group only
+        texts = [dataclasses.replace(text, id=f"{text.group}/{text.id}") for text in texts]
+    counts = Counter((text.id, text.sample) for text in texts)
+    if (most := counts.most_common(1)) and most[0][1] > 1:
+        name = sample_text(*most[0][0])
+        raise InputError(
+            f"{file}: expected distinct ids, got {name} twice; a prompt's samples need --column sample=NAME"
+        )
+    return texts
 
 
 def _check_names(lengths: Mapping[str, str], columns: Mapping[str, str], free: Collection[str]) -> None:

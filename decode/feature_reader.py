@@ -124,7 +124,7 @@ class FeatureReader:
         self._columns = self._layout.node_columns
         self._follows_path = "path_logprob" in self._layout.names
         self._reads_target = bool(self._layout.anchor) or TARGET_HIDDEN in policy.hidden
-        # A reduction to the width of the state would save nothing, and is told apart by its width.
+        # A reduction to the width of the state would save nothing. Reductions are recognized by their width.
         layers: Mapping[str, Reduction] = policy.head.reductions if isinstance(policy, LearnedPolicy) else {}
         self._reducers = {
             name: reducer

@@ -225,8 +225,8 @@ def load_policy(spec: str | Path) -> StopPolicy:
 
 
 def as_policy(policy: PolicySpec) -> StopPolicy:
-    """Return a policy, or the one that a spec or a folder names."""
-    return load_policy(policy) if isinstance(policy, str | Path) else policy
+    """Return a policy, or the one that a spec or a folder names. Raises `PolicyError` for anything else."""
+    return load_policy(policy) if isinstance(policy, str | Path) else validate_policy(policy)
 
 
 def as_policies(policies: PolicySpec | Sequence[PolicySpec]) -> list[StopPolicy]:

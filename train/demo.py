@@ -55,7 +55,7 @@ SMALLEST_SHARE = 0.35
 ROUTED = "suffix+model"
 """Drafters among which a route is learned."""
 
-ROUTED_TOKENS = 96
+ROUTED_TOKENS = 64
 """Tokens of these texts, at most."""
 
 SMALL_HEADROOM = 1.05
@@ -82,7 +82,7 @@ class Sizes:
     train: int = 104
     test: int = 76
     live: int = 8
-    routed: int = 24
+    routed: int = 20
     tokens: int = 160
     depth: int = 10
     heads: tuple[str, ...] = ("logistic", "tokens", "mlp", "xgboost")

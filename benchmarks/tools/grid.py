@@ -27,7 +27,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.profile_table import profile_from_table
 
 TILE, KNEE, DEPTH = 128, 160, 7
-"""Tokens to whose multiples matrix products on the GH200 are padded, and from which a call there takes longer."""
+"""Matrix products on the GH200 are padded to multiples of `TILE` tokens. From `KNEE` tokens on a call takes longer."""
 
 
 @dataclass(frozen=True)

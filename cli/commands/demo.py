@@ -83,7 +83,7 @@ def _to_dict(result: Demo) -> dict[str, object]:
 
 def show(result: Demo) -> None:
     """Print the table, the verdict, the path of the report and the commands to run next."""
-    from ...train.demo import explain
+    from ...train.demo import ROUTED, explain
 
     report, best = result.report, result.live[1]
     live = {line.name: line for line in result.live} | {"plain decoding": result.live[0], "best fixed": best}
@@ -96,8 +96,8 @@ def show(result: Demo) -> None:
                 ratios = f"{measured.measured / best.measured:.3f} ({measured.predicted / best.predicted:.3f})"
             rows.append((line.name, f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), ratios))
     for line in result.routes.lines if result.routes else ():
-        if line.drafters:
-            rows.append((f"{line.name}, among drafters", f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), "-"))
+        if line.drafters or line.name == "best fixed":
+            rows.append((f"{ROUTED}: {line.name}", f"{line.tokens_per_s:.0f}", line.to_best_fixed.text(), "-"))
     fixed = report["best fixed"].note.partition(",")[0]
     table(
         f"{report.facts['prompts']} held-out prompts by replay, {result.live[0].tally.texts} of them live. Best fixed: "

@@ -80,7 +80,7 @@ def import_(
 
 
 def _has_weights(source: Path) -> bool:
-    """Whether a file has the suffix of weights, or a folder has such a file. A path that does not exist counts as weights."""
+    """Return whether a file has the suffix of weights, or a folder has such a file."""
     if source.is_dir():
         return any(path.suffix in _SUFFIXES for path in source.iterdir())
-    return source.suffix in _SUFFIXES or not source.exists()
+    return source.suffix in _SUFFIXES

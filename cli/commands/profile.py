@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,7 @@ def profile(
     if table is not None:
         of_models = {"target": models.target, "draft": models.draft, "prompts": source.prompts, "policy": policy,
                      "profile": profile, "tree": tree, "through": through}  # fmt: skip
-        if name := next((name for name, value in of_models.items() if value), None):
-            raise InputError(f"--{name}: a table of measured calls has none; leave it out, or --from to measure")
-        _from_table(table, path, depth, sizes, sampling.temperature, overwrite)
+        _profile_table(table, path, depth, sizes, sampling.temperature, overwrite, of_models)
         return
     if profile is not None and not policy:
         raise InputError("--profile: expected --policy with it; its decisions are added to the profile")
@@ -108,12 +106,17 @@ def profile(
         next_step("train", "--traces", "TRACES", "--profile", path, *host, *rule, "--out", "policy")
 
 
-def _from_table(table: Path, path: Path, depth: int, sizes: Sequence[int], temperature: float, overwrite: bool) -> None:
-    """Write the profile of a table of measured calls."""
+def _profile_table(
+    table: Path, path: Path, depth: int, sizes: Sequence[int], temperature: float, overwrite: bool,
+    of_models: Mapping[str, object],
+) -> None:  # fmt: skip
+    """Write the profile of a table of measured calls. Raises `InputError` if an option of `of_models` has a value."""
     from ...policies.files import prepare_output_file
     from ...policies.profile import MARK
     from ...policies.profile_table import profile_from_table
 
+    if name := next((name for name, value in of_models.items() if value), None):
+        raise InputError(f"--{name}: expected no value with --from, a table of measured calls; leave out one of both")
     priced = profile_from_table(table, depth=depth, batch=sizes, temperature=temperature)
     prepare_output_file(path, MARK, overwrite=overwrite)
     priced.save(path)

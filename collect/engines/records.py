@@ -256,9 +256,7 @@ def _sglang(raw: Mapping[str, Any], where: str) -> _Record:
     info = raw["meta_info"]
     histogram = info.get("spec_correct_drafts_histogram") or info["spec_accept_histogram"]
     counts, steps = [_count(n) for n in histogram], _count(info["spec_verify_ct"])
-    proposed = _count(
-        info.get("spec_num_proposed_drafts", info.get("spec_proposed_drafts", info.get("spec_draft_token_num")))
-    )
+    proposed = _count(next(info[name] for name in _PROPOSED if name in info))
     if sum(counts) != steps or not steps or proposed % steps:
         raise ValueError(
             f"expected {steps} steps of one draft length, got a histogram of {sum(counts)} and {proposed} drafts"
@@ -276,7 +274,7 @@ def _llama_cpp(raw: Mapping[str, Any], where: str) -> _Record:
     steps = tokens - 1 - accepted
     if not accepted <= drafts or not drafts - 1 <= steps <= drafts + 1:
         raise ValueError(
-            f"{drafts} drafted tokens in {steps} steps: totals tell lengths apart for drafts of one token only "
+            f"{drafts} drafted tokens in {steps} steps: totals determine the lengths only for drafts of one token "
             "(--spec-draft-n-max 1); give the server's log instead, which has the acceptance rate per position"
         )
     name, prompt = _names(raw, raw.get("id"), where), _count(timings.get("prompt_n", 0))

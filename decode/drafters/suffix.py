@@ -130,7 +130,7 @@ class SuffixDrafter(TextDrafter):
             if pair.tokenizer is None:
                 raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
             ids = pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]
-            self._file = [int(token) for token in ids if token < pair.vocabulary]  # those that the target scores
+            self._file = list(map(int, ids))
         super().__init__(pair, lambda: SuffixIndex(self._shared, pair.vocabulary))
 
     def reset(self) -> None:

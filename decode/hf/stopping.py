@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from ...policies.contract import RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
 from ...policies.features import TOKEN_FEATURES, Layout
-from ...policies.host import PolicyHost, validate_policy
+from ...policies.host import PolicyHost
 from ...policies.registry import as_policy
 from ..feature_reader import FeatureReader, set_anchors
 from ..round_state import DraftScores, RoundState
@@ -58,7 +58,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
     """
 
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
-        self.policy = validate_policy(as_policy(policy))
+        self.policy = as_policy(policy)
         self._host, layout = PolicyHost(self.policy), Layout(self.policy.features)
         missing = {*self.policy.hidden, *layout.anchor} - {"temperature", *TOKEN_FEATURES}
         missing |= {name for name in layout.node if temperature > 0 and name.startswith("noisy_")}

@@ -391,7 +391,7 @@ def attend(
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether Flash (without a mask, half precision) or the memory-efficient kernel (additive mask) takes these arguments."""
+    """Return whether Flash (without a mask, half precision) or the memory-efficient kernel (additive mask) supports these."""
     if query.device.type != "cuda" or query.dtype == torch.float64:
         return False
     if torch.cuda.get_device_capability(query.device) < (8, 0) or query.shape[-1] != value.shape[-1]:

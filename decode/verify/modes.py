@@ -155,7 +155,7 @@ class ChainDraft(NamedTuple):
 
 
 def is_deferrable(round: RoundState, sampled: Tensor) -> bool:
-    """Whether candidates stay on a device, so that the host need not wait for them: those of a chain."""
+    """Return whether candidates stay on a device, so that the host need not wait for them: those of a chain do."""
     return round.topology.is_chain and not sampled.is_cpu
 
 

@@ -150,10 +150,11 @@ def _weigh(automaton: Any, state: Any, sums: Any, touched: Any, tokens: Any, wei
         edge = states[state, FIRST]
         for _ in range(different):
             token, times = edges[edge, TOKEN], states[edges[edge, TARGET], COUNT]
-            if times and sums[token] == 0.0:
-                touched[count] = token
-                count += 1
-            sums[token] += share * times / total
+            if times and 0 <= token < sums.shape[0]:  # others of a text or a file have no score
+                if sums[token] == 0.0:
+                    touched[count] = token
+                    count += 1
+                sums[token] += share * times / total
             edge = edges[edge, NEXT]
         if different:
             is_matched = True

@@ -303,8 +303,8 @@ def test_a_trace_has_what_the_table_says(trace):
                 known = depth <= length
                 token = text["token_ids"][anchor + depth - 1] if known else -1
                 observed = depth <= length + 1 and anchor + depth <= total
-                found = (table[name][at, node] for name in ("accepted", "tokens", "observed"))
-                assert tuple(found) == (known, token, observed)
+                recorded = (table[name][at, node] for name in ("accepted", "tokens", "observed"))
+                assert tuple(recorded) == (known, token, observed)
             at += 1
     assert at == len(table["anchor"])
 

@@ -167,9 +167,11 @@ def test_a_route_of_fixed_lengths_decides_once_in_a_round(two, prompt_ids, batch
         policy = ThresholdRoute("match_prob", 0.6, [kind(3), kind(2)])
         texts = Speculator(two, policy, Settings(0.7, NEW, DEPTH), batch=batch).run(requests_of(prompt_ids))
         rounds[kind] = [r for text in texts for r in text.rounds]
-    once, asked = rounds.values()
+    once, repeated = rounds.values()
     assert all(r.decisions == 1 and r.drafted <= (3, 2)[r.drafter] for r in once if not r.cut)
-    assert [(r.drafted, r.drafter, r.committed) for r in once] == [(r.drafted, r.drafter, r.committed) for r in asked]
+    assert [(r.drafted, r.drafter, r.committed) for r in once] == [
+        (r.drafted, r.drafter, r.committed) for r in repeated
+    ]
 
 
 class AsNeeded(FixedLength):

@@ -340,7 +340,8 @@ SECTIONS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     ),
     "groups": (
         "Groups of prompts",
-        "Speed against the best fixed length of the group. Each interval is for one policy and one group alone.",
+        "Speed against the best fixed length of the group, chosen on its prompts. Each interval is for one policy and one "
+        "group alone.",
         {"name": "group", "prompts": "prompts", "tokens": "tokens", "best_fixed": "best fixed of the group"},
     ),
     "prompts": (

@@ -95,7 +95,7 @@ def _headroom(accepted: Values, seconds: Values) -> float:
 
 
 def pays(row: Mapping[str, Any]) -> bool:
-    """Whether drafting is faster than plain decoding at a setting: its interval lies above 1."""
+    """Return whether drafting is faster than plain decoding at a setting: its interval lies above 1."""
     ratio = Ratio(**row["to_plain"])
     return bool(row["length"]) and (ratio.value > 1.0 if ratio.low is None else ratio.low > 1.0)
 
@@ -115,7 +115,7 @@ def off_from(rows: Sequence[Setting]) -> dict[int, int | None]:
 
 
 def serving_section(rows: Sequence[Setting]) -> dict[str, Any]:
-    """Return the table as a section of a report."""
+    """Return the table as a section of a report, of lengths that were chosen on the reported prompts."""
     sentences = []
     for context, size in off_from(rows).items():
         sizes = [row["batch"] for row in rows if row["context"] == context]
@@ -126,8 +126,9 @@ def serving_section(rows: Sequence[Setting]) -> dict[str, Any]:
         sentences.append(f"At {context:,} tokens of context drafting pays {where}.")
     return {
         "title": "Settings of a server",
-        "text": "The best draft length if all requests of a batch draft as many tokens, its speed over plain decoding, and "
-        "the head-room of a length that is chosen for each round in hindsight. " + " ".join(sentences),
+        "text": "The best draft length if all requests of a batch draft as many tokens, chosen on these prompts, its speed "
+        "over plain decoding, and the head-room of a length that is chosen for each round in hindsight. "
+        + " ".join(sentences),
         "columns": ["batch", "context", "length", "vs plain", "head-room"],
         "rows": [[r["batch"], r["context"], r["length"], r["to_plain"], r["headroom"]] for r in rows],
     }

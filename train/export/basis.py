@@ -86,8 +86,8 @@ class Basis:
         self.has_records = LENGTHS in traces.header.facts and policy is None
         warn_other_rounds(profile, traces.header)
         extra = ROUND_COLUMNS if self.has_records else ()
-        arrays, held = (None if one is None else trace_arrays(one, extra=extra) for one in (traces, held_out))
-        assert arrays is not None
+        arrays = trace_arrays(traces, extra=extra)
+        held = None if held_out is None else trace_arrays(held_out, extra=extra)
         for option, one in (("--traces", arrays), ("--held-out", held)):
             is_known = one is not None and (self.has_records or one.header.has_every_anchor)
             if one is not None and not (one.tree.is_chain and is_known):

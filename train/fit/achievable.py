@@ -121,10 +121,8 @@ def known_history(arrays: TraceArrays, played: Rounds) -> Tensor:
     by_turn = np.argsort(turn, kind="stable")  # all first rounds, then all second ones
     columns = [column.numpy() for column in (played.drafted, played.verified, played.accepted, played.drafting)]
     cut = (played.committed <= played.accepted).numpy() | (turn == np.diff(first)[sequence] - 1)
-    history, rows = (
-        History.start(arrays.sequences, drafters),
-        np.zeros((len(sequence), drafters, len(HISTORY_FEATURES) + 1)),
-    )
+    history = History.start(arrays.sequences, drafters)
+    rows = np.zeros((len(sequence), drafters, len(HISTORY_FEATURES) + 1))
     for now in np.split(by_turn, np.cumsum(np.bincount(turn))[:-1]):
         on = sequence[now]
         rows[now] = np.concatenate([history.values(), history.idle[..., None]], -1)[on]  # type: ignore[index]

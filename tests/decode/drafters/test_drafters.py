@@ -153,6 +153,10 @@ def test_signals_and_followers_are_those_of_a_plain_search(text, shared, split, 
     assert index.followers(path) == pytest.approx(mixed(text, shared, path)[2]), "a path adds no occurrences"
 
 
+def test_tokens_outside_of_the_vocabulary_are_not_proposed():
+    assert suffix_index([1, 9, 1, 2, 1], vocabulary=4).followers(()).keys() == {1, 2}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_that_ended_are_searched_while_others_go_on(pair, seed):
     """The longest suffix of each open text that occurred in one that has ended, against a plain search."""

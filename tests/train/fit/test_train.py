@@ -322,8 +322,8 @@ def test_a_head_is_fitted_under_its_verification(block, full_profile):
     assert report.facts["exactness"] == "exact in law, 2 draws of each text" and 8 < report.facts["prompts"] <= 12
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_the_achievable_estimate_is_worth_what_the_features_tell(tells):
+@pytest.mark.parametrize("is_informative", [True, False])
+def test_the_achievable_estimate_depends_on_the_information_in_features(is_informative):
     """A draft step takes a quarter of a second, a verification 4 s and half a second for each token beyond one a stream."""
     low = CostTable(1.0, (0.25, 0.25), 0.0, tuple(4.0 + 0.5 * n for n in range(5)))
     many = BatchTable(
@@ -331,7 +331,7 @@ def test_the_achievable_estimate_is_worth_what_the_features_tell(tells):
     )
     high, batch = dataclasses.replace(low, context=99.0), BatchCosts(many, dataclasses.replace(many, context=99.0))
     arrays, profile = telling_trace(12), Profile(low, high, 0.0, 0.0, (0.0, 0.0), batch=batch)
-    if not tells:
+    if not is_informative:
         noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
         arrays = with_signal(arrays, noise, noise[:, 0])
     alone = achievable_estimate(arrays, profile).rate
@@ -339,4 +339,4 @@ def test_the_achievable_estimate_is_worth_what_the_features_tell(tells):
     best, known, bound = (line["to_best_fixed"][0]["value"] for line in result["lines"])
     assert best == 1.0 and known < bound and result["use"][0] != NAME
     for gain in (known, alone / best_of(fixed_grid(arrays, profile)).rate):
-        assert gain > 1.08 if tells else gain < 1.03
+        assert gain > 1.08 if is_informative else gain < 1.03
