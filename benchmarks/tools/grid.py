@@ -1,6 +1,6 @@
 """Predicted speeds by draft length and batch size against two tables measured in vLLM on real GPUs (not in the repository).
 
-    python benchmarks/tools/grid.py ../shared/data/gpu-costs --acceptance acceptance.csv --check
+    python benchmarks/tools/grid.py TABLES --acceptance acceptance.csv --check
 
 For each drafter, the costs of its draft steps are fitted on two cells: the largest draft length at the smallest and at the
 largest batch. The costs of the target are those of `profiles.json`. All other cells are predicted by the batch costs of a
