@@ -142,6 +142,7 @@ _TEXTS: dict[str, dict[str, str]] = {
         "tune": "Try that many heads, hyper-parameters and rules by replay, and train the best.",
         "storage": "With --tune: journal file of optuna; a search continues from its trials.",
         "kind": "medusa, hydra (heads), ctc, or layer (one autoregressive transformer layer).",
+        "outputs": "Number of tokens that a layer can propose, the most frequent ones; 0 = all.",
         "epochs": "Maximum epochs; training stops early.",
         "batch_size": "Texts in a training step.",
         "learning_rate": "Learning rate at its peak.",

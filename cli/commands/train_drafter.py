@@ -16,6 +16,7 @@ def train_drafter(
     source: options.PromptSource,
     target: str | None = None,
     depth: int = 4,
+    outputs: int = 0,
     max_new_tokens: int = 128,
     temperature: float = 0.7,
     epochs: int | None = None,
@@ -40,13 +41,13 @@ def train_drafter(
     prompts = source.read(models, "train")
     from ...train.drafters.fit import check_arguments, train_drafter as run
 
-    check_arguments(out, kind, depth, max_new_tokens, temperature, seed, checkpoints, overwrite)
+    check_arguments(out, kind, depth, outputs, max_new_tokens, temperature, seed, checkpoints, overwrite)
     with progress_bars(quiet or json) as progress:
         pair = models.open(progress, "plain")
         trained = run(
-            pair, source.apply_template(prompts, pair), out, kind, depth=depth, max_new_tokens=max_new_tokens,
-            temperature=temperature, seed=seed, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
-            trainer=arguments, work=checkpoints, overwrite=overwrite, progress=progress,
+            pair, source.apply_template(prompts, pair), out, kind, depth=depth, outputs=outputs,
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, epochs=epochs, batch_size=batch_size,
+            learning_rate=learning_rate, trainer=arguments, work=checkpoints, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:
         print_json(dict(trained.metrics))

@@ -116,7 +116,10 @@ def save_drafter(trained: TrainedDrafter, path: str | Path) -> Path:
         InputError: the folder contains files that specstop did not write.
     """
     tensors = trained.network.state_dict()
-    weights = safetensors.torch.save({k: x.detach().to("cpu", torch.float32).contiguous() for k, x in tensors.items()})
+    weights = safetensors.torch.save({
+        name: x.detach().to("cpu", torch.float32 if x.is_floating_point() else x.dtype).contiguous()
+        for name, x in tensors.items()
+    })  # fmt: skip
     raw = {
         "schema": 1,
         "kind": trained.kind,
@@ -152,6 +155,8 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
         header = pydantic.TypeAdapter(DrafterFile).validate_json(json.dumps(raw))
         if kind not in (None, header.kind):
             raise InputError(f"it is a drafter of the kind {header.kind}; write {header.kind}:{path}")
+        if header.shape.outputs and header.kind != "layer":
+            raise InputError(f"a drafter of the kind {header.kind} proposes all tokens, but its shape has outputs")
         with torch.device("meta"):  # nothing is allocated for sizes that the file does not confirm
             network = KINDS[header.kind](header.shape)
         if weights:
@@ -167,10 +172,16 @@ def _load_weights(network: nn.Module, folder: Path, files: Mapping[str, str]) ->
     """Load the weights after validating file names, size, checksum, types and shapes."""
     if set(files) != {WEIGHTS_FILE}:
         raise InputError(f"expected the weights in {WEIGHTS_FILE} only")
-    size = MAX_TEXT_BYTES + sum(4 * math.prod(x.shape) for x in network.state_dict().values())  # header and numbers
+    sizes = (x.element_size() * math.prod(x.shape) for x in network.state_dict().values())
+    size = MAX_TEXT_BYTES + sum(sizes)  # header and numbers
     weights = read_files(folder, DRAFTER_FILE, files, size)[WEIGHTS_FILE]
     network.load_state_dict(safetensors.torch.load(weights), assign=True)
-    for name, tensor in network.state_dict().items():
+    tensors = network.state_dict()
+    kept = tensors.pop("kept", torch.arange(0))
+    bounded = torch.cat([torch.tensor([-1]), kept, torch.tensor([network.shape.vocabulary])])
+    if kept.dtype != torch.int64 or not bool((bounded.diff() > 0).all()):
+        raise InputError("weights: kept: expected tokens of the target in ascending order")
+    for name, tensor in tensors.items():
         if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
             raise InputError(f"weights: {name}: expected finite numbers of float32")
 

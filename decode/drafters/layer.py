@@ -135,7 +135,7 @@ class LayerReader(Drafter):
 
 
 class LayerDrafter(LayerReader):
-    """Proposes by the target's output layer on the layer's states; see `LayerReader`."""
+    """Proposes by the target's output layer, or the layer's own, on the layer's states; see `LayerReader`."""
 
     def keep_states(self) -> int:
         """Return the width H of the hidden states in proposals."""
@@ -152,7 +152,11 @@ class LayerDrafter(LayerReader):
         row_states = iter(states)
         for stream, stream_rows in rows:
             self._states[stream] |= zip(stream_rows, row_states, strict=False)
-        return Proposal(self._output(states).to(self._dtype), None, states)
+        if not self._network.shape.outputs:
+            return Proposal(self._output(states).to(self._dtype), None, states)
+        scores = self._network.output(states).to(self._dtype)
+        dense = scores.new_full((len(scores), self._network.shape.vocabulary), -torch.inf)
+        return Proposal(dense.index_copy_(1, self._network.kept, scores), None, states)
 
     def _read_candidates(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
         """Return the states [R, H] after candidates of one depth: they share a position and have a slot each."""

@@ -32,6 +32,7 @@ class Shape:
         vocabulary: V, tokens that the target scores.
         depth: number of heads, or of depths that the network was trained for.
         intermediate, attention_heads: of a transformer layer; 0 = no such layer.
+        outputs: number of tokens that a layer can propose; 0 = all.
     """
 
     hidden: Annotated[int, Field(ge=1, le=1 << 16)]
@@ -39,6 +40,7 @@ class Shape:
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
     intermediate: Annotated[int, Field(ge=0, le=1 << 18)] = 0
     attention_heads: Annotated[int, Field(ge=0, le=1 << 10)] = 0
+    outputs: Annotated[int, Field(ge=0, le=1 << 20)] = 0
 
 
 class MedusaHeads(nn.Module):
@@ -97,11 +99,15 @@ def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
 class LayerNetwork(nn.Module):
     """One layer of the Llama architecture after a projection of [token embedding; state].
 
+    With `shape.outputs` it has an output layer of its own, for the tokens `kept` [outputs] int64 only (EAGLE-3, arXiv
+    2503.01840).
+
     Raises:
         InputError: the heads do not divide the width evenly.
     """
 
     kind: ClassVar[str] = "layer"
+    kept: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -113,6 +119,9 @@ class LayerNetwork(nn.Module):
         self.qkv, self.leave = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.gate_up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
         self.before, self.between, self.after = (nn.Parameter(torch.ones(width)) for _ in range(3))
+        if shape.outputs:
+            self.output = nn.Linear(width, shape.outputs, bias=False)
+            self.register_buffer("kept", torch.arange(shape.outputs))
 
     def embed(self, tokens: Tensor, embedding: Callable[[Tensor], Tensor]) -> Tensor:
         """Return [..., H] the embeddings of tokens, given the target's embedding."""

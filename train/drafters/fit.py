@@ -65,6 +65,7 @@ def train_drafter(
     kind: str,
     *,
     depth: int = DEPTH,
+    outputs: int = 0,
     max_new_tokens: int = 128,
     temperature: float = 0.7,
     seed: int = 0,
@@ -88,6 +89,7 @@ def train_drafter(
         out: the folder to write.
         kind: medusa, hydra, ctc or layer.
         depth: tokens that it learns to propose.
+        outputs: a layer proposes this number of tokens only, the most frequent ones of the texts; 0 = all tokens.
         max_new_tokens: of each text.
         temperature: of half of the texts; 0 = all are greedy.
         seed: of texts, weights and order.
@@ -103,11 +105,11 @@ def train_drafter(
         InputError: an option is out of range, there are too few prompts, the engine hides the weights, or see
             `prepare_output_dir`.
     """
-    check_arguments(out, kind, depth, max_new_tokens, temperature, seed, work, overwrite)
+    check_arguments(out, kind, depth, outputs, max_new_tokens, temperature, seed, work, overwrite)
     check_limits(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
     if pair.engines[0] != "plain":
         raise InputError("a drafter is trained with the weights of the target: load the pair with --engine plain")
-    deepest = _shape(pair, kind, depth).depth
+    deepest = _shape(pair, kind, depth, outputs).depth
     items = _readable_prompts(pair, prompts, max_new_tokens)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
@@ -121,7 +123,7 @@ def train_drafter(
         recorded = time.perf_counter()
         training, held_out = _split(texts, deepest)
         network = _fit_network(
-            pair, kind, depth, training, held_out, seed, batch_size, learning_rate, epochs=epochs or EPOCHS[kind],
+            pair, kind, depth, outputs, training, held_out, seed, batch_size, learning_rate, epochs=epochs or EPOCHS[kind],
             trainer={"gradient_clip_val": CLIP, **(trainer or {})}, progress=progress, folder=folder,
         )  # fmt: skip
     fitted = time.perf_counter()
@@ -141,6 +143,7 @@ def check_arguments(
     out: str | Path,
     kind: str,
     depth: int,
+    outputs: int,
     max_new_tokens: int,
     temperature: float,
     seed: int,
@@ -148,10 +151,12 @@ def check_arguments(
     overwrite: bool,
 ) -> None:
     """Raise the errors of `train_drafter` that need no model."""
-    check_limits({"depth": 1}, depth=depth, temperature=temperature, seed=seed)
+    check_limits({"depth": 1, "outputs": 0}, depth=depth, outputs=outputs, temperature=temperature, seed=seed)
     check_limits({"max_new_tokens": depth + 3}, max_new_tokens=max_new_tokens)
     if kind not in KINDS:
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
+    if outputs and kind != "layer":
+        raise InputError(f"--outputs: only --kind layer proposes a part of the tokens, not {kind}; leave it out")
     prepare_output_dir(out, overwrite=overwrite, inputs=[work])
 
 
@@ -183,8 +188,8 @@ def _split(texts: Texts, depth: int) -> tuple[Texts, Texts]:
 
 
 def _fit_network(
-    pair: Pair, kind: str, depth: int, training: Texts, held_out: Texts, seed: int, batch_size: int, learning_rate: float,
-    **options: Any,
+    pair: Pair, kind: str, depth: int, outputs: int, training: Texts, held_out: Texts, seed: int, batch_size: int,
+    learning_rate: float, **options: Any,
 ) -> Any:  # fmt: skip
     """Return a network fitted to texts, on the CPU; `options` are those of `fit_module`."""
 
@@ -197,7 +202,8 @@ def _fit_network(
     # The caller may be in inference mode, in which tensors take no gradients.
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
-        network, ends = new_network(pair, kind, depth), target_ends(pair)
+        kept = training.frequent_tokens(outputs, pair.vocabulary) if outputs else None
+        network, ends = new_network(pair, kind, depth, kept), target_ends(pair)
         order = torch.Generator().manual_seed(seed)
         fit_module(
             FitModule(network, loss, warm_up_and_decay, lr=learning_rate, betas=(0.9, 0.95), weight_decay=DECAY),
@@ -246,20 +252,24 @@ def target_ends(pair: Pair) -> tuple[Any, Any]:
     return embedding, scale_output(output, pair.target.config)
 
 
-def new_network(pair: Pair, kind: str, depth: int) -> Any:
-    """Return a network with the sizes of the target, before training."""
-    network: Any = KINDS[kind](_shape(pair, kind, depth))
+def new_network(pair: Pair, kind: str, depth: int, kept: Tensor | None = None) -> Any:
+    """Return a network with the sizes of the target, before training; a layer that can only propose `kept`, if given."""
+    network: Any = KINDS[kind](_shape(pair, kind, depth, 0 if kept is None else len(kept)))
+    if kept is not None:
+        network.kept.copy_(kept)
     # The output layers of heads compute logits without a factor: they begin in the scale of the target's logits.
     weight = copy_to_host(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
     initialize(network, weight * output_scale(pair.target.config)[0])
     return network
 
 
-def _shape(pair: Pair, kind: str, depth: int) -> Shape:
-    """Return the sizes of a network for a target; raise `InputError` if the depth is out of range."""
+def _shape(pair: Pair, kind: str, depth: int, outputs: int) -> Shape:
+    """Return the sizes of a network for a target; raise `InputError` if one is out of range."""
     spare = SPARE if kind == "ctc" else 0
     if depth > MAX_DEPTH - spare:
         raise InputError(f"--depth: expected at most {MAX_DEPTH - spare} with --kind {kind}, not {depth}")
+    if outputs >= pair.vocabulary:
+        raise InputError(f"--outputs: expected fewer than the {pair.vocabulary} tokens of the target, not {outputs}")
     config, hidden = pair.target.config.get_text_config(), hidden_width(pair.target)
     shape = Shape(hidden, pair.vocabulary, depth + spare)
     network: Any = KINDS[kind]
@@ -270,7 +280,7 @@ def _shape(pair: Pair, kind: str, depth: int) -> Shape:
     while hidden % (2 * heads):
         heads -= 1
     inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
-    return dataclasses.replace(shape, intermediate=inner, attention_heads=heads)
+    return dataclasses.replace(shape, intermediate=inner, attention_heads=heads, outputs=outputs)
 
 
 @torch.no_grad()
@@ -289,6 +299,8 @@ def initialize(network: MedusaHeads | LayerNetwork, output: Tensor) -> None:
         network.enter.weight[:, width:].diagonal().add_(1.0)
         for layer in (network.leave, network.down):
             layer.weight.mul_(0.1)
+        if network.shape.outputs:
+            network.output.weight.copy_(output[network.kept])
         return
     for weight in network.blocks.parameters():
         weight.zero_()

@@ -27,7 +27,8 @@ Module = Callable[[Tensor], Tensor]
 
 
 def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> Iterator[Tensor]:
-    """Yield by depth j, from 0, the scores [B, n - 2 - j, V] of token s + 2 + j at positions s.
+    """Yield by depth j, from 0, the scores [B, n - 2 - j, V] of token s + 2 + j at positions s; of a layer with an output
+    layer of its own [B, n - 2 - j, outputs].
 
     Args:
         network: Medusa's or Hydra's heads, or the layer.
@@ -36,8 +37,9 @@ def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> 
     """
     count = batch.tokens.shape[1]
     if not isinstance(network, MedusaHeads):
+        score = network.output if network.shape.outputs else output
         for depth, states in enumerate(unroll(network, batch, embedding, None)):
-            yield output(states[:, : count - 2 - depth])
+            yield score(states[:, : count - 2 - depth])
         return
     embedded = embedding(batch.tokens) if network.reads_path else None
     for head in range(min(network.shape.depth, count - 2)):
@@ -113,12 +115,15 @@ class _TextAttention:
 def drafter_loss(network: Any, batch: Batch, embedding: Module, output: Module) -> Tensor:
     """Return the loss of a network on a batch, given the target's embeddings and output layer.
 
-    It is the mean cross-entropy with the target's own distributions, weighted by depth; of the CTC-drafter see `_ctc_loss`.
+    It is the mean cross-entropy with the target's own distributions, of the tokens that the network can propose, weighted
+    by depth; of the CTC-drafter see `_ctc_loss`.
     """
     if isinstance(network, CTCNetwork):
         return _ctc_loss(network, batch, embedding, output)
     with torch.no_grad():
         target = output(batch.states[:, 1:]).softmax(-1)  # [B, n - 1, V]; row s is of token s + 2
+        if network.shape.outputs:
+            target = target[..., network.kept]
     total, weights = batch.states.new_zeros(()), 0.0
     for depth, scores in enumerate(proposals(network, batch, embedding, output)):
         expected = target[:, depth : depth + scores.shape[1]]  # row s is of token s + 2 + depth

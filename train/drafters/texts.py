@@ -86,6 +86,14 @@ class Texts(Dataset[Text]):
     def __len__(self) -> int:
         return len(self.index)
 
+    def frequent_tokens(self, count: int, vocabulary: int) -> Tensor:
+        """Return [count] int64, the most frequent tokens of all files, in ascending order."""
+        times = torch.zeros(vocabulary, dtype=torch.int64)
+        for path in self.files:
+            with safe_open(path, "pt") as file:
+                times += torch.bincount(file.get_tensor("tokens"), minlength=vocabulary)
+        return times.argsort(descending=True, stable=True)[:count].sort().values
+
     def __getitem__(self, number: int) -> Text:
         path, start, end = self.index[number]
         with safe_open(path, "pt") as file:
