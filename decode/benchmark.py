@@ -18,7 +18,7 @@ from ..policies.host import with_costs
 from ..policies.profile import Profile, load_profile
 from ..policies.registry import PolicySpec, as_policies
 from .drafters.spec import routed_drafters
-from .hf.baseline import PLAIN, SETTINGS, Assisted
+from .hf.baseline import LOOKUP_SETTINGS, PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel
 from .models.device import Recorded
@@ -165,8 +165,8 @@ def bench(
         policies: policies, specs such as `fixed:4`, or policy folders.
         ids: name of each prompt; default: see `encode_prompts`.
         settings: shared by all policies, except for the tree of a policy that has one (`Settings.for_policy`).
-        library: the same pair with the engine `plain`. If given, transformers' `generate` is measured too, and its assisted
-            settings for batch size 1, the only one they support.
+        library: the same pair with the engine `plain`. If given, transformers' `generate` is measured too, and for batch size
+            1, the only one that it supports, its assisted generation: without a draft model that by prompt lookup.
         profile: see `Speculator`.
         seed: of the streams.
         batch: number of texts decoded side by side.
@@ -189,7 +189,8 @@ def bench(
         warn_if_untrained(policy, policy_settings, pair)
         methods.append((policy.shown_name, Speculator(pair, policy, policy_settings, costs, batch=batch)))
     if library is not None:
-        for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):
+        assisted = LOOKUP_SETTINGS if library.draft is None else SETTINGS
+        for setting in (PLAIN, *(assisted if batch == 1 else ())):
             methods.append((setting.name, Assisted(library, setting, settings, batch)))
     recordings = Counter[int]()
     texts = run_alternating(

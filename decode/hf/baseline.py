@@ -32,12 +32,14 @@ class AssistedSetting:
         tokens: `num_assistant_tokens`; 0 = `generate` without an assistant.
         schedule: `constant` or `heuristic`.
         threshold: `assistant_confidence_threshold`; 0 disables the rule. transformers fits it again after each round.
+        is_lookup: candidates come from the text itself (prompt lookup), at most `tokens`, without an assistant model.
     """
 
     name: str
     tokens: int
     schedule: str = "constant"
     threshold: float = 0.0
+    is_lookup: bool = False
 
 
 PLAIN = AssistedSetting("generate", 0)
@@ -48,6 +50,8 @@ SETTINGS = (
     AssistedSetting("assistant, defaults", 20, threshold=0.4),
 )
 """Settings of assisted generation that users choose among, from fixed lengths to its defaults."""
+
+LOOKUP_SETTINGS = tuple(AssistedSetting(f"prompt lookup {k}", k, is_lookup=True) for k in (2, 4, 6, 10))
 
 
 class Assisted:
@@ -64,7 +68,8 @@ class Assisted:
     """
 
     def __init__(self, pair: Pair, setting: AssistedSetting, settings: Settings, batch: int = 1) -> None:
-        models = (pair.target, pair.draft_model if setting.tokens else pair.target)
+        self._has_assistant = setting.tokens > 0 and not setting.is_lookup
+        models = (pair.target, pair.draft_model if self._has_assistant else pair.target)
         sizes = [model.config.get_text_config().vocab_size for model in models]
         if sizes[0] != sizes[1]:
             raise PairError(
@@ -77,6 +82,7 @@ class Assisted:
         self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **sampling.options}
         self._options["no_repeat_ngram_size"] = self._options.pop("no_repeat_ngram")
         self._options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": temperature > 0}
+        self._options |= {"prompt_lookup_num_tokens": setting.tokens} if setting.is_lookup else {}
         self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(WARPERS)
         self._processors = sampling.processors
         if settings.ignore_eos:
@@ -106,7 +112,8 @@ class Assisted:
         with contextlib.ExitStack() as stack:
             stack.enter_context(guard())
             stack.enter_context(attending_packed(target, None, target is not self._pair.target))
-            if (setting := self._setting).tokens:
+            if self._has_assistant:
+                setting = self._setting
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
                 stack.enter_context(guard())
                 assistant = options["assistant_model"]
