@@ -33,12 +33,12 @@ def output_weight(pair: Pair) -> torch.Tensor:
 
 
 def small_network(
-    kind: str, hidden: int, vocabulary: int, output: torch.Tensor, depth: int = 3, noise: float = 0.1
+    kind: str, hidden: int, vocabulary: int, output: torch.Tensor, depth: int = 3, noise: float = 0.1, outputs: int = 0
 ) -> Any:
     """Return a network of float32 beside the output layer [V, H] of a target."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        network = KINDS[kind](Shape(hidden, vocabulary, depth, 2 * hidden, 2))
+        network = KINDS[kind](Shape(hidden, vocabulary, depth, 2 * hidden, 2, outputs))
         initialize(network, output)
         with torch.no_grad():
             for weight in network.parameters():

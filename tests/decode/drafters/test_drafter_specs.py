@@ -193,7 +193,7 @@ def test_drafters_of_packages_are_listed_called_with_their_options_and_may_use_t
 
 def trained(pair: Pair, kind: str = "medusa") -> TrainedDrafter:
     output = pair.target.get_output_embeddings().weight.float()
-    network = small_network(kind, output.shape[1], pair.vocabulary, output)
+    network = small_network(kind, output.shape[1], pair.vocabulary, output, outputs=20 * (kind == "layer"))
     metrics = {"acceptance": [0.5, 0.25, 0.125], "held_out_loss": 2.5}
     return TrainedDrafter(kind, network, pair.fingerprint["target"], {"prompts": 3}, metrics)
 

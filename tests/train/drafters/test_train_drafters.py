@@ -131,21 +131,22 @@ def test_losses_are_those_of_a_slow_reference(pair):
     assert float(drafter_loss(network, batch, *ends(pair))) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_a_drafter_learns_its_target(target, items, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "outputs"), [*((kind, 0) for kind in TRAINED), ("layer", 30)])
+def test_a_drafter_learns_its_target(target, items, tmp_path, kind, outputs):
     """On the texts that it is fitted to: its loss falls, and its folder drafts in the loop as its metrics say."""
     greedy = record_texts(target, items, tmp_path / "one", max_new_tokens=NEW, temperature=0.0)
     lengths = [len(greedy[at].tokens) for at in range(len(items))]
     items = [items[at] for at in np.argsort(lengths)]  # the longest text is held out
     drafter = train_drafter(
-        target, [prompt for prompt, _ in items], tmp_path / "drafter", kind, depth=DEPTH, max_new_tokens=NEW, epochs=4,
-        learning_rate=1e-2, work=tmp_path / "work",
+        target, [prompt for prompt, _ in items], tmp_path / "drafter", kind, depth=DEPTH, outputs=outputs,
+        max_new_tokens=NEW, epochs=4, learning_rate=1e-2, work=tmp_path / "work",
     )  # fmt: skip
     recorded = record_texts(target, items, tmp_path / "work" / "texts", max_new_tokens=NEW, temperature=0.7)
     batch = Batch.of([recorded[at] for at in range(len(recorded) - 2)])
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
-        before = drafter_loss(new_network(target, kind, DEPTH), batch, *ends(target))
+        kept = drafter.network.kept if outputs else None
+        before = drafter_loss(new_network(target, kind, DEPTH, kept), batch, *ends(target))
         assert float(drafter_loss(drafter.network, batch, *ends(target))) < 0.95 * float(before)
     loaded = load_drafter(tmp_path / "drafter")
     live = find_drafters(f"{kind}:{tmp_path / 'drafter'}", target)
@@ -156,6 +157,15 @@ def test_a_drafter_learns_its_target(target, items, tmp_path, kind):
     assert loaded.metrics["acceptance"] == pytest.approx(shares) and drafter.metrics == loaded.metrics
     assert loaded.metrics["tokens per target call"] == pytest.approx(accepted.mean() + 1)
     assert acceptance(target, kind, drafter.network, [], DEPTH, NEW) == {}
+    if outputs:  # the most frequent tokens of the texts, and no others
+        times = torch.bincount(torch.cat([recorded[at].tokens for at in range(len(recorded) - 2)]), minlength=48)
+        others = np.setdiff1d(np.arange(48), kept)
+        assert len(kept) == outputs and times[kept].min() >= times[others].max()
+        live[0].reserve(1, 32)
+        live[0].committed(0, [5, 8], torch.randn(2, 16))
+        with torch.no_grad():
+            scores = proposed(live[0], new_round([9], chain(DEPTH)), 0)[0]
+        assert scores.isfinite().nonzero()[:, 0].tolist() == kept.tolist()
 
 
 def test_a_resumed_run_continues_with_its_texts_and_epochs(target, items, tmp_path):
@@ -181,6 +191,8 @@ def test_a_resumed_run_continues_with_its_texts_and_epochs(target, items, tmp_pa
     ("changes", "noun"),
     [
         ({"kind": "medusas"}, "did you mean 'medusa'"),
+        ({"outputs": 5}, "only `kind` layer"),
+        ({"kind": "layer", "outputs": 48}, "expected fewer than the 48 tokens"),
         ({"kind": "ctc", "depth": 63, "max_new_tokens": 80}, "depth"),
         ({"prompts": [Prompt("p", "w9")]}, "prompts"),
         ({"engine": "compact"}, "engine"),
