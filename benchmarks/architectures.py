@@ -14,33 +14,18 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from harness import Run
+from random_models import CONFIGS, EAGER_ONLY, build, names, noisy, plain, prompts, sweep_class
 from specstop.decode import Pair, Settings, Speculator, join, with_engine
 from specstop.decode.benchmark import count_differences
 from specstop.decode.records import Generation
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from transformers import PreTrainedModel
 from transformers.utils import logging
-
-_TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
-
-from random_models import (  # noqa: E402
-    CONFIGS,
-    EAGER_ONLY,
-    build,
-    names,
-    noisy,
-    plain,
-    prompts,
-    sweep_class,
-)
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 SHAPES = (None, "3,2,1", "fork:4x4", "parents:-1,-1,0,0,1,2,5")
@@ -107,4 +92,4 @@ def pairs(kinds: Iterable[str]) -> Iterator[tuple[str, str, str, PreTrainedModel
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    raise SystemExit(Run(__doc__, {"classes": classes, "engines": engines}).execute())
+    raise SystemExit(Run(__doc__, [classes, engines]).execute())

@@ -32,7 +32,6 @@ from specstop.decode import Generation, Tally, stream_key
 from specstop.decode.benchmark import run_alternating, speed_ratio, texts_per_turn
 from specstop.decode.loop import Request
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.prompts import encode_prompts
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.batch import arrive_at_once, replay_batch
@@ -73,31 +72,20 @@ class Setup:
     """Traces, costs and the policy of rule `batch`."""
 
     def __init__(self, run: Run) -> None:
-        self.sizes = run.choose(SIZES, (1, 2))
-        self.options = {
-            "temperature": 0.7, "max_new_tokens": run.choose(128, 12), "depth": DEPTH, "verification": "match",
-        }  # fmt: skip
-        self.prompts = {
-            "train": run.prompts("train", run.choose(160, 8)),
-            "test": run.prompts("test", run.choose(40, 4)),
-        }
-        self.traces = {
-            side: ss.collect(run.pair, prompts, run.folder(f"traces-{side}"), **self.options)
-            for side, prompts in self.prompts.items()
-        }
-        effort = Effort(repetitions=2) if run.smoke else Effort(budget_s=240.0)
-        self.profile = ss.measure_profile(
-            run.pair, self.prompts["train"], depth=DEPTH, temperature=0.7, batch=self.sizes, new_tokens=run.choose(48, 8),
-            effort=effort, verification="match",
+        self.sizes, counts = run.choose(SIZES, (1, 2)), run.choose({"train": 160, "test": 40}, {"train": 5, "test": 4})
+        self.settings = ss.Settings(0.7, run.choose(128, 8), DEPTH, verification="match")
+        self.prompts = run.encoded("test", counts["test"])
+        options = {"temperature": 0.7, "max_new_tokens": self.settings.max_new_tokens, "depth": DEPTH}
+        self.traces = run.traces("traces", counts, **options)
+        self.profile = run.profile(
+            prompts=counts["train"], depth=DEPTH, temperature=0.7, batch=self.sizes,
+            effort=run.choose(Effort(budget_s=240.0), run.effort),
         )  # fmt: skip
+        self.policy = self.train(self.profile)
 
-    def policy(self, profile: ss.Profile) -> ss.StopPolicy:
-        """Return the policy of rule `batch`."""
+    def train(self, profile: ss.Profile) -> ss.StopPolicy:
+        """Return the policy of rule `batch` for other costs."""
         return ss.train(self.traces["train"], profile, head="logistic", rule="batch", name="batch").policy
-
-    def settings(self) -> ss.Settings:
-        """Return the settings of live runs."""
-        return ss.Settings(0.7, self.options["max_new_tokens"], DEPTH, verification="match")
 
 
 @functools.cache
@@ -110,12 +98,10 @@ def rounds(run: Run) -> None:
     """Compare live batches with their replay."""
     setup = prepare(run)
     arrays = trace_arrays(setup.traces["test"])
-    encoded = encode_prompts(run.pair, setup.prompts["test"])
-    requests = [Request(ids, stream_key(0, name)) for name, ids in encoded]
-    joint = [ss.load_policy(spec).with_costs(setup.profile) for spec in run.choose(JOINT, JOINT[:1])]
-    for policy in (*joint, setup.policy(setup.profile)):
+    requests = [Request(ids, stream_key(0, name)) for name, ids in setup.prompts]
+    for policy in (*(ss.load_policy(spec).with_costs(setup.profile) for spec in JOINT), setup.policy):
         for size in {4, 8} & set(setup.sizes) or {setup.sizes[-1]}:
-            texts = ss.Speculator(run.pair, policy, setup.settings(), setup.profile, batch=size).run(requests)
+            texts = ss.Speculator(run.pair, policy, setup.settings, setup.profile, batch=size).run(requests)
             replayed = replay_batch(arrays, policy, setup.profile, size, arrive_at_once(len(requests)))
             names = ("sequence", "anchor", "drafted", "verified", "accepted")
             predicted = set(zip(*(getattr(replayed, name).tolist() for name in names), strict=True))
@@ -131,10 +117,13 @@ def rounds(run: Run) -> None:
 def sizes(run: Run) -> None:
     """Replay policies at each batch size."""
     setup = prepare(run)
-    for machine, profile in {"this machine": setup.profile, "like a GPU": gpu_profile(setup.sizes)}.items():
-        joint = setup.policy(profile)
+    profiles = {"this machine": setup.profile, "like a GPU": gpu_profile(setup.sizes)}
+    for machine in run.choose(profiles, ["like a GPU"]):
+        profile = profiles[machine]
+        joint = setup.policy if profile is setup.profile else setup.train(profile)
         single = ss.train(setup.traces["train"], profile, head="logistic", name="one-stream").policy
-        policies = [joint, single, *(ss.load_policy(spec).with_costs(profile) for spec in JOINT)]
+        specs = run.choose(JOINT, JOINT[:1])
+        policies = [joint, single, *(ss.load_policy(spec).with_costs(profile) for spec in specs)]
         report = ss.evaluate(setup.traces["test"], profile, policies, batch=setup.sizes, achievable=not run.smoke)
         by_size = report.details["batch"]
         for line in by_size["lines"]:
@@ -151,14 +140,14 @@ def sizes(run: Run) -> None:
 def live(run: Run) -> None:
     """Decode batches in alternation."""
     setup = prepare(run)
-    joint, rates = setup.policy(setup.profile), {}
-    for size in setup.sizes:
-        prompts = encode_prompts(run.pair, setup.prompts["test"])
+    rates = {}
+    for size in run.choose(setup.sizes, setup.sizes[-1:]):
         turn = texts_per_turn(size)
-        prompts = prompts * -(-turn * run.choose(8, 1) // len(prompts))
+        prompts = setup.prompts * -(-turn * run.choose(8, 1) // len(setup.prompts))
         fixed = [ss.load_policy(f"fixed:{k}") for k in run.choose((0, 1, 2, 3, 4, 6), (0, 2))]
         methods = [
-            ss.Speculator(run.pair, policy, setup.settings(), setup.profile, batch=size) for policy in (*fixed, joint)
+            ss.Speculator(run.pair, policy, setup.settings, setup.profile, batch=size)
+            for policy in (*fixed, setup.policy)
         ]
         texts = run_alternating(methods, prompts, batch=size)
         best = max(range(1, len(fixed)), key=lambda at: _rate(texts[at]))
@@ -180,7 +169,7 @@ def memory(run: Run) -> None:
     """Decode 16 long streams and compare the memory early and late."""
     pair, _ = scripted_pair(("tiny target", "tiny draft"), "cpu", torch.float32, 1200, 0.6)
     used: list[int] = []
-    speculator = ss.Speculator(pair, ss.load_policy("fixed:2"), ss.Settings(0.0, run.choose(1024, 128)), batch=16)
+    speculator = ss.Speculator(pair, ss.load_policy("fixed:2"), ss.Settings(0.0, run.choose(1024, 64)), batch=16)
 
     def record(stream: int, new: list[int]) -> None:
         if stream == 0:
@@ -191,7 +180,5 @@ def memory(run: Run) -> None:
     run.bar("memory of 16 streams, late over early, MiB", grown, at_most=MIB)
 
 
-PARTS = {"rounds": rounds, "sizes": sizes, "live": live, "memory": memory}
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS).execute())
+    raise SystemExit(Run(__doc__, [rounds, sizes, live, memory]).execute())

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Run, alternate, quotients, ratio_of_sums, spread
+from harness import Run, alternate, peak_mib, quotients, ratio_of_sums, spread
 from specstop.decode import plain_texts, stream_key
 from specstop.decode.prompts import encode_prompts
 
@@ -42,8 +42,8 @@ FEATURES, ROWS, MIB = 2e-3, 1 / 500, 100.0
 
 def speed(run: Run) -> None:
     """Time generation, dense and live traces in alternation."""
-    prompts, new = run.prompts("test", run.choose(32, 2)), run.choose(128, 8)
-    encoded = encode_prompts(run.pair, prompts)
+    count, new = run.choose((32, 128), (2, 8))
+    prompts, encoded = run.prompts("test", count), run.encoded("test", count)
     keys = [stream_key(0, name) for name, _ in encoded]
     numbers = iter(range(10_000))
 
@@ -92,12 +92,8 @@ def agreement(run: Run) -> None:
                 run.pair, prompts, run.folder(f"live-{where}"), collector="live", policy=policy, **options
             )
             different, compared, largest = _differences(live, dense)
-            run.bar(
-                f"{where}: share of rows that differ",
-                different / compared,
-                at_most=max(ROWS, 1 / compared),
-                always=True,
-            )
+            share, limit = different / compared, max(ROWS, 1 / compared)
+            run.bar(f"{where}: share of rows that differ", share, at_most=limit, always=True)
             run.bar(f"{where}: largest difference of a feature", largest, at_most=FEATURES, always=True)
 
 
@@ -127,9 +123,8 @@ def completions(run: Run) -> None:
     """Collect texts that transformers has sampled."""
     count, new = run.choose((200, 128), (6, 12))
     prompts = run.prompts("train", count)
-    stock = ss.load_pair(run.pair_folder / "target", run.pair_folder / "draft", engine="plain")
     options = {"depth": 8, "temperature": 0.7, "max_new_tokens": new, "verification": "match"}
-    sampled = {temperature: _sampled(stock, prompts, new + 8, temperature) for temperature in (0.7, 1.0)}
+    sampled = {temperature: _sampled(run.stock, prompts, new + 8, temperature) for temperature in (0.7, 1.0)}
     given = ss.collect(run.pair, prompts, run.folder("completions"), completions=sampled[0.7], **options)
     generated = ss.collect(run.pair, prompts, run.folder("generated"), **options)
     lengths = []
@@ -171,31 +166,24 @@ def _sampled(stock: ss.Pair, prompts: Sequence[ss.Prompt], new: int, temperature
 
 def memory(run: Run) -> None:
     """Compare the peak memory of processes that collect short and long texts."""
-    if run.smoke and run.options.part == list(PARTS):
-        return  # starting processes takes longer than a smoke run may; `--smoke --part memory` runs it
-    peaks = []
-    for new in run.choose((128, 512), (12, 24)):
-        words = [sys.executable, "-c", MEMORY, str(run.pair_folder), str(run.folder(f"memory-{new}")), str(new)]
-        done = subprocess.run(words, check=True, capture_output=True, text=True)
-        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    peaks = [
+        run.apart(_peak, run.pair_folder, run.folder(f"memory-{new}"), new) for new in run.choose((128, 512), (8, 12))
+    ]
     run.bar("peak memory, long over short texts, MiB", peaks[1] - peaks[0], at_most=MIB, note=f"{peaks[0]:.0f} MiB")
 
 
-MEMORY = """
-import sys, specstop as ss, torch
-torch.set_num_threads(1)
-pair, out, new = sys.argv[1:]
-prompts = ss.read_prompts(pair + "/prompts-test.jsonl", 4)
-loaded = ss.load_pair(pair + "/target", pair + "/draft")
-ss.collect(loaded, prompts, out, depth=12, max_new_tokens=int(new), temperature=0.7, verification="match")
-print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
-"""
+def _peak(folder: Path, out: Path, new: int) -> float:
+    """Return the peak memory of this process while it collects texts of `new` tokens, in MiB."""
+    torch.set_num_threads(1)
+    pair, prompts = ss.load_pair(folder / "target", folder / "draft"), ss.read_prompts(folder / "prompts-test.jsonl", 4)
+    options = {"depth": DEPTH, "max_new_tokens": new, "temperature": 0.7, "verification": "match"}
+    return peak_mib(lambda: ss.collect(pair, prompts, out, **options))
 
 
 def kills(run: Run) -> None:
     """Kill collecting processes at random moments."""
-    if run.smoke and run.options.part == list(PARTS):
-        return
+    if run.smoke and len(run.options.part) > 1:
+        return  # starting processes takes longer than a smoke run may; `--smoke --part kills` runs it
     chance, limit = random.Random(0), run.choose(100, 1)
     started = time.perf_counter()
     if _start(run, run.folder("undisturbed"), 0, 1).wait():
@@ -233,7 +221,5 @@ def _start(run: Run, out: Path, rank: int, world: int) -> subprocess.Popen[bytes
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
-PARTS = {"speed": speed, "agreement": agreement, "completions": completions, "memory": memory, "kills": kills}
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS).execute())
+    raise SystemExit(Run(__doc__, [speed, agreement, completions, memory, kills]).execute())

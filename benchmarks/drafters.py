@@ -20,19 +20,16 @@ Live, it is at least 1.05 times as fast as the better drafter alone at its best 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shutil
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness import MAX_TIES, Run, compare_rounds
 from specstop.decode import Generation, Tally, load_drafter, with_drafter
 from specstop.decode.benchmark import run_alternating, speed_ratio, texts_per_turn
 from specstop.decode.drafters.spec import drafter_names, each_drafter
-from specstop.decode.profile import CalibrationRun, loop_decisions
-from specstop.decode.prompts import encode_prompts
+from specstop.decode.profile import CalibrationRun
 from specstop.train import trace_arrays
 from specstop.train.fit.route import tuned_rules
 from specstop.train.fit.rules import best_of, fixed_grid
@@ -90,9 +87,7 @@ def compare(run: Run) -> None:
 
 def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
     """Return the spec of each trained drafter; texts of the target are shared between them."""
-    folder = run.options.work or run.folder("drafters")
-    folder.mkdir(parents=True, exist_ok=True)
-    stock, specs = ss.load_pair(run.pair_folder / "target", engine="plain"), {}
+    folder, specs = run.work, {}
     for kind in kinds:
         started = time.process_time()
         if not (folder / kind).is_dir():
@@ -101,7 +96,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
             if not work.exists() and earlier is not None:
                 shutil.copytree(earlier, work / earlier.name)
             ss.train_drafter(
-                stock, run.prompts("train", run.choose(800, 6)), folder / kind, kind, depth=DEPTH,
+                run.stock, run.prompts("train", run.choose(800, 6)), folder / kind, kind, depth=DEPTH,
                 max_new_tokens=run.choose(128, 16), epochs=run.choose(None, 1), work=work,
             )  # fmt: skip
             minutes = (time.process_time() - started) / 60
@@ -123,8 +118,8 @@ class Comparison:
         self.run, self.pair, self.name, self.temperature = run, pair, name, temperature
         self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 8)
         self.tree: str | None = run.choose(TREE, "2,1")
-        self.test, self.train = run.prompts("test", run.choose(40, 2)), run.prompts("train", run.choose(160, 5))
-        self.prompts = encode_prompts(pair, self.test)
+        self.counts = run.choose({"train": 160, "test": 40}, {"train": 5, "test": 2})
+        self.prompts = run.encoded("test", self.counts["test"])
 
     def settings(self, tree: str | None, verification: str = "match") -> ss.Settings:
         """Return the settings of a run."""
@@ -133,31 +128,28 @@ class Comparison:
     def tokens_per_call(self) -> float:
         """Add rows of tokens per target call in chains and in the whole tree, and return the latter."""
         policy, efficiency = ss.load_policy(f"fixed:{DEPTH}"), 0.0
+        prompts = self.run.prompts("test", self.counts["test"])
         for tree in (None, self.tree):
-            texts = ss.decode(self.pair, self.test, policy, settings=self.settings(tree))
+            texts = ss.decode(self.pair, prompts, policy, settings=self.settings(tree))
             efficiency = Tally(texts).block_efficiency
             self.run.row(f"{self.where}, {tree or 'chain'}: tokens per target call", efficiency)
         return efficiency
 
-    def traces(self, side: str, tree: str | None, label: str) -> ss.Trace:
-        """Return the dense trace of a side."""
-        folder = self.run.folder(f"{self.where}-{side}-{label}".replace("/", "-").replace("?", "-"))
-        return ss.collect(
-            self.pair, self.train if side == "train" else self.test, folder, depth=self.depth, tree=tree,
-            temperature=self.temperature, max_new_tokens=self.new, verification="match", draft=self.name,
+    def traces(self, tree: str | None, label: str) -> dict[str, ss.Trace]:
+        """Return the dense traces of both sides."""
+        return self.run.traces(
+            f"{self.where}-{label}", self.counts, self.pair, depth=self.depth, tree=tree, temperature=self.temperature,
+            max_new_tokens=self.new, draft=self.name,
         )  # fmt: skip
 
     def profile(self) -> ss.Profile:
         """Return the costs."""
-        return ss.measure_profile(
-            self.pair, self.train[: self.run.choose(16, 2)], depth=self.depth, tree=self.tree,
-            temperature=self.temperature, effort=self.run.effort, new_tokens=self.run.choose(48, 8), verification="match",
-        )  # fmt: skip
+        return self.run.profile(self.pair, depth=self.depth, tree=self.tree, temperature=self.temperature)
 
     def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
         """Return settings that are chosen on training prompts, and the costs."""
         run, profile = self.run, self.profile()
-        chains = {side: self.traces(side, None, "chain") for side in ("train", "test")}
+        chains = self.traces(None, "chain")
         fixed = [ss.load_policy(f"fixed:{k}") for k in range(1, DEPTH + 1)]
         best = max(fixed, key=lambda policy: ss.replay(chains["train"], policy, profile).rate)
         length = ss.train(chains["train"], profile, head="logistic", name="length").policy
@@ -166,11 +158,11 @@ class Comparison:
             "learned length": Setting(length, None, chains["test"]),
         }
         if not run.smoke:
-            trees = {side: self.traces(side, self.tree, "tree") for side in ("train", "test")}
+            trees = self.traces(self.tree, "tree")
             result = ss.train(trees["train"], profile, rule="gain", name="nodes", nodes=SIZES)
             shape = str(result.metrics["tree"])
             settings["whole tree"] = Setting(ss.load_policy(f"fixed:{DEPTH}"), self.tree, trees["test"])
-            settings["learned nodes"] = Setting(result.policy, shape, self.traces("test", shape, "nodes"))
+            settings["learned nodes"] = Setting(result.policy, shape, self.traces(shape, "nodes")["test"])
         profile = self.with_decisions(profile, list(settings.values()))
         if "learned nodes" in settings:
             nodes = settings["learned nodes"]
@@ -185,10 +177,8 @@ class Comparison:
 
     def with_decisions(self, profile: ss.Profile, settings: list[Setting]) -> ss.Profile:
         """Return the profile with the costs of decisions, timed in the loop."""
-        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[: self.run.choose(8, 2)])]
         for one in settings:
-            timed = loop_decisions(self.pair, [one.policy], ids, self.settings(one.tree), effort=self.run.effort)
-            profile = profile.with_measured_decisions(timed)
+            profile = self.run.with_decisions(profile, [one.policy], self.settings(one.tree), self.pair)
         return profile
 
     def live(self) -> float:
@@ -202,7 +192,7 @@ class Comparison:
         run, where = self.run, self.where + (f", batch {batch}" if batch > 1 else "")
         plain = Setting(ss.load_policy("fixed:0"), None, next(iter(settings.values())).test)
         settings = {"plain": plain, **settings}
-        ids = [tokens for _, tokens in encode_prompts(self.pair, self.train[: run.choose(16, 2)])]
+        ids = run.ids("train", run.choose(16, 2))
         calibration = Calibrations(
             CalibrationRun(
                 one, ids, depth=self.depth, temperature=self.temperature, tree=self.tree, verification="match",
@@ -250,7 +240,7 @@ class RouteComparison(Comparison):
     def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
         """Return each drafter at its best fixed length, the best tuned rule and the trained route, and the costs."""
         self.depth, self.tree, names = self.run.choose(ROUTE_DEPTH, 3), None, drafter_names(self.pair.drafter)
-        profile, traces = self.profile(), {side: self.traces(side, None, "routes") for side in ("train", "test")}
+        profile, traces = self.profile(), self.traces(None, "routes")
         arrays = trace_arrays(traces["train"])
         grid = fixed_grid(arrays, profile)
         best = [best_of([one for one in grid if one.policy.drafter == name]).policy for name in names]
@@ -287,10 +277,5 @@ def routes(run: Run) -> None:
         RouteComparison(run, pair, pair.drafter, temperature).compare()
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--work", type=Path, help="folder that keeps trained drafters (default: a temporary one)")
-
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, {"compare": compare, "routes": routes}, add_options).execute())
+    raise SystemExit(Run(__doc__, [compare, routes]).execute())

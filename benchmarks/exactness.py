@@ -17,12 +17,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,17 +31,14 @@ from specstop.decode.benchmark import count_differences
 from specstop.decode.loop import Request
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
-from specstop.decode.prompts import encode_prompts
 from torch import Tensor
 
 import specstop as ss
 
-_TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
-
-from cases import Case, all_cases, other_cases  # noqa: E402
-from enumeration import EXACT, Proof, prove, prove_within  # noqa: E402
-from random_models import plain as generated  # noqa: E402
+# isort: split
+from cases import Case, all_cases, other_cases
+from enumeration import EXACT, Proof, prove, prove_within
+from random_models import plain as generated
 
 FALSE_ALARM, LOSSY = 1e-3, 0.05
 MODES = (
@@ -104,16 +99,15 @@ def prove_quietly(case: Case, most: int) -> tuple[Case, Proof]:
 def texts(run: Run) -> None:
     """Compare texts of the pair with plain decoding, alone and side by side, on chains and trees."""
     count, new = run.choose((40, 128), (2, 5))
-    prompts = encode_prompts(run.pair, run.prompts("test", count))
+    prompts = run.encoded("test", count)
     tokens = [ids for _, ids in prompts]
     keys = [stream_key(0, name) for name, _ in prompts]
-    stock = ss.load_pair(run.pair_folder / "target", run.pair_folder / "draft", engine="plain")
     total = differing = wrong = 0
     for temperature in (0.0, 0.7):
         if temperature:
             plain = [tuple(text) for text in plain_texts(run.pair, tokens, keys, new, temperature).tokens]
         else:
-            plain = [tuple(generated(stock.target, ids, new)) for ids in tokens]
+            plain = [tuple(generated(run.stock.target, ids, new)) for ids in tokens]
         for tree in run.choose((None, "3,2,1,1"), ("3,2,1,1",)):
             settings = ss.Settings(temperature, new, tree=tree, verification="match")
             for policy in ("fixed:4", "confidence:0.4"):
@@ -135,7 +129,7 @@ def texts(run: Run) -> None:
 def pair(run: Run) -> None:
     """Test texts of every lossless mode on the pair against the target's distribution; a lossy mode has to fail."""
     count = run.choose(60, 2)
-    prompts = [ids for _, ids in encode_prompts(run.pair, run.prompts("test", run.choose(4, 2)))]
+    prompts = run.ids("test", run.choose(4, 2))
     alarm = FALSE_ALARM / (4 * len(MODES))  # two tests at two temperatures
     for temperature in run.choose((0.7, 1.0), (1.0,)):
         keys = [[stream_key(17, f"plain {at}", i) for i in range(count)] for at in range(len(prompts))]
@@ -170,9 +164,8 @@ def lossy(run: Run) -> None:
     seeds = range(run.choose(40, 1))
     distances = [prove(Case("typical", "2,1", kind="dense", seed=seed, new=3)).distance for seed in seeds]
     run.bar("typical on tables, mean total variation", float(np.mean(distances)), at_least=LOSSY)
-    stock = ss.load_pair(run.pair_folder / "target", run.pair_folder / "draft", engine="plain")
     count, new = run.choose((20, 64), (1, 3))
-    prompts = [ids for _, ids in encode_prompts(stock, run.prompts("test", count))]
+    stock, prompts = run.stock, run.ids("test", count)
     for temperature in (0.0, 1.0):
         base = [target_initialized(stock, ids, 0, temperature, new, seed) for seed, ids in enumerate(prompts)]
         base_nats = sum(nats for _, _, nats in base) / sum(len(text) for text, _, _ in base)
@@ -247,7 +240,5 @@ def _accept(
     return path, p[len(path) - 1]
 
 
-PARTS = {"enumeration": enumeration, "texts": texts, "pair": pair, "lossy": lossy}
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS).execute())
+    raise SystemExit(Run(__doc__, [enumeration, texts, pair, lossy]).execute())

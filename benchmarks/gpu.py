@@ -1,6 +1,6 @@
 """The loop on a GPU: calls compared with the time that their bytes take, waits, decisions, assisted generation, batches.
 
-    python benchmarks/gpu.py --check --out gpu.json --table scale.md
+    python benchmarks/gpu.py --check --out gpu.md
     python benchmarks/gpu.py --part loops --pair DIR
 
 The models are Llamas of 8 and 1 billion random weights in bfloat16, created on the device. Their embedding and output
@@ -20,14 +20,12 @@ rate are known. The draft is unsure where it errs, as a trained one is. `--pair`
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +43,7 @@ from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Threshold
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import specstop as ss
 
@@ -70,13 +68,8 @@ def random_model(name: str, device: str, dtype: torch.dtype, positions: int, see
         bos_token_id=0, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @torch.no_grad()
@@ -310,27 +303,9 @@ def waits(run: Run) -> None:
         run.bar(f"waits, {spec}, T={temperature:g}, {mode}", counts["waits"], at_most=limit, note=note)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--table", type=Path, help="file for the figures as a table of Markdown, for docs/scale.md")
-
-
-def write_table(run: Run) -> None:
-    """Write card, versions and figures."""
-    card = torch.cuda.get_device_name() if setup.device == "cuda" else "CPU"
-    lines = [f"{card}, torch {torch.__version__}", "", "| measurement | value | note |", "|---|---|---|"]
-    lines += [f"| {name} | {figure['value']:.4g} | {figure['note']} |" for name, figure in run.figures.items()]
-    run.options.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-PARTS = {"texts": texts, "steps": steps, "decisions": decisions, "waits": waits, "loops": loops, "batches": batches}
-
 if __name__ == "__main__":
-    run = Run(__doc__, PARTS, add_options)
+    run = Run(__doc__, [texts, steps, decisions, waits, loops, batches])
     if torch.cuda.is_available() or run.smoke:
         setup = FULL if torch.cuda.is_available() else TINY
-        status = run.execute()
-        if run.options.table:
-            write_table(run)
-        raise SystemExit(status)
+        raise SystemExit(run.execute())
     print("skipped: there is no CUDA device")

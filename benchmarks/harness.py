@@ -1,7 +1,7 @@
 """Shared by the benchmark scripts: options, one table, bars, timing in alternation, intervals, and the JSON line.
 
 A script defines its parts, functions that take a `Run`, and ends with `raise SystemExit(Run(__doc__,
-PARTS).execute())`. A part adds rows to the table and bars with `Run.row` and `Run.bar`. All scripts have these
+[part, ...]).execute())`. A part adds rows to the table and bars with `Run.row` and `Run.bar`. All scripts have these
 options:
 
 - `--pair DIR`: a pair with `target/`, `draft/`, `prompts-train.jsonl` and `prompts-test.jsonl` (default: the shipped
@@ -11,7 +11,11 @@ options:
 - `--smoke`: small sizes, to see that the script runs. Its figures mean nothing, and only bars on correctness are
   decided.
 - `--check`: exit with 1 if a bar is missed.
-- `--out FILE`: write table and bars as JSON. The last line of the output is the same JSON object.
+- `--work DIR`: keeps what takes long to train or collect, for another run (default: a temporary folder).
+- `--out FILE`: write table and bars as JSON, which is also the last line of the output, or the table as Markdown if
+  the name ends in `.md`.
+
+Scripts can import helpers of the tests after this module.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,9 +41,14 @@ import torch
 from scipy import stats
 from specstop.decode import Generation
 from specstop.decode.benchmark import Ratio
+from specstop.decode.profile import loop_decisions
 from specstop.decode.profile.measuring import Effort
+from specstop.decode.prompts import encode_prompts
 
 import specstop as ss
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS), str(TESTS / "decode")]
 
 REPLICATES = 2000
 
@@ -55,23 +65,25 @@ class Run:
     def __init__(
         self,
         doc: str | None,
-        parts: Mapping[str, Callable[[Run], None]],
-        add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+        parts: Sequence[Callable[[Run], None]],
         argv: Sequence[str] | None = None,
     ) -> None:
+        self._parts = {part.__name__: part for part in parts}
+        names = list(self._parts)
+        self._folder = tempfile.TemporaryDirectory(prefix="specstop-benchmark-")
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--pair", type=Path, help="folder of a pair (default: the shipped pair)")
-        parser.add_argument("--part", nargs="+", choices=parts, default=list(parts), help="parts to run (default: all)")
+        parser.add_argument("--part", nargs="+", choices=names, default=names, help="parts to run (default: all)")
         parser.add_argument("--temperatures", nargs="+", type=float, help="of texts (default: 0 and 0.7)")
         parser.add_argument("--smoke", action="store_true", help="small sizes: shows that the script runs")
         parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-        parser.add_argument("--out", type=Path, help="JSON file for table and bars")
-        if add_options is not None:
-            add_options(parser)
+        parser.add_argument("--work", type=Path, help="folder that keeps what takes long (default: a temporary one)")
+        parser.add_argument("--out", type=Path, help="file for table and bars, .json or .md")
         self.options = parser.parse_args(argv)
         self.figures: dict[str, dict[str, Any]] = {}
         self.bars: dict[str, dict[str, Any]] = {}
-        self._parts, self._folder = parts, tempfile.TemporaryDirectory(prefix="specstop-benchmark-")
+        if self.smoke:
+            torch.set_num_threads(1)  # threads that wait for each other take most of the time on a busy machine
 
     @property
     def smoke(self) -> bool:
@@ -97,14 +109,64 @@ class Run:
         """The pair, loaded."""
         return ss.load_pair(self.pair_folder / "target", self.pair_folder / "draft")
 
+    @cached_property
+    def stock(self) -> ss.Pair:
+        """The pair on transformers' modules."""
+        return ss.load_pair(self.pair_folder / "target", self.pair_folder / "draft", engine="plain")
+
     def prompts(self, side: str, count: int) -> list[ss.Prompt]:
-        """Return the first prompts of a side, `train` or `test`."""
-        return ss.read_prompts(self.pair_folder / f"prompts-{side}.jsonl", count)
+        """Return the first prompts of a side, `train` or `test`; those of a smoke run are shorter."""
+        prompts = ss.read_prompts(self.pair_folder / f"prompts-{side}.jsonl", count)
+        return [replace(prompt, text=prompt.text[:60]) for prompt in prompts] if self.smoke else prompts
+
+    def encoded(self, side: str, count: int) -> list[tuple[str, list[int]]]:
+        """Return names and tokens of the first prompts of a side."""
+        return encode_prompts(self.pair, self.prompts(side, count))
+
+    def ids(self, side: str, count: int) -> list[list[int]]:
+        """Return the tokens of the first prompts of a side."""
+        return [ids for _, ids in self.encoded(side, count)]
+
+    def traces(
+        self, name: str, counts: Mapping[str, int], pair: ss.Pair | None = None, **options: Any
+    ) -> dict[str, ss.Trace]:
+        """Return dense traces of the first prompts of each side."""
+        options = {"verification": "match", **options}
+        return {
+            side: ss.collect(pair or self.pair, self.prompts(side, count), self.folder(f"{name}-{side}"), **options)
+            for side, count in counts.items()
+        }
+
+    def profile(self, pair: ss.Pair | None = None, prompts: int = 16, **options: Any) -> ss.Profile:
+        """Return the costs of this machine on training prompts."""
+        defaults = {"new_tokens": self.choose(48, 8), "effort": self.effort, "verification": "match"}
+        prompts = self.choose(prompts, 2)
+        return ss.measure_profile(pair or self.pair, self.prompts("train", prompts), **{**defaults, **options})
+
+    def with_decisions(
+        self,
+        profile: ss.Profile,
+        policies: Sequence[ss.StopPolicy],
+        settings: ss.Settings,
+        pair: ss.Pair | None = None,
+        prompts: int = 8,
+    ) -> ss.Profile:
+        """Return the profile with the costs of decisions of policies, timed in the loop on training prompts."""
+        ids = self.ids("train", self.choose(prompts, 2))
+        timed = loop_decisions(pair or self.pair, policies, ids, settings, profile, self.effort)
+        return profile.with_measured_decisions(timed)
 
     @property
     def effort(self) -> Effort:
-        """How long a profile is measured."""
-        return Effort(repetitions=2) if self.smoke else Effort()
+        """How long costs are measured."""
+        return Effort(repetitions=1) if self.smoke else Effort()
+
+    def apart(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Return the result of a function in a new process, or in this one if this is a smoke run."""
+        if self.smoke:
+            return function(*arguments)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *arguments).result()
 
     def map(self, function: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
         """Return the results of all jobs, computed in one process per core unless this is a smoke run."""
@@ -117,6 +179,13 @@ class Run:
     def folder(self, name: str) -> Path:
         """Return a path in a temporary folder that exists as long as the run."""
         return Path(self._folder.name) / name
+
+    @cached_property
+    def work(self) -> Path:
+        """The folder `--work`."""
+        folder: Path = (self.options.work or self.folder("work")).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def row(self, name: str, value: Any, note: str = "") -> None:
         """Add and print a row: a number, or a `Ratio` with its interval."""
@@ -187,9 +256,17 @@ class Run:
             "bars": self.bars,
         }
         if self.options.out:
-            self.options.out.write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
+            is_table = self.options.out.suffix == ".md"
+            self.options.out.write_text(self._markdown() if is_table else json.dumps(line, indent=1) + "\n", "utf-8")
         print(json.dumps(line))
         return int(self.options.check and bool(missed))
+
+    def _markdown(self) -> str:
+        """Return device, version of torch and figures as a table."""
+        card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        lines = [f"{card}, torch {torch.__version__}", "", "| measurement | value | note |", "|---|---|---|"]
+        lines += [f"| {name} | {figure['value']:.4g} | {figure['note']} |" for name, figure in self.figures.items()]
+        return "\n".join(lines) + "\n"
 
 
 def alternate(
@@ -222,6 +299,13 @@ def alternate(
             if number >= warm_up:
                 seconds[name].append(time.perf_counter() - begin)
     return seconds
+
+
+def peak_mib(function: Callable[[], object]) -> float:
+    """Return the peak memory of this process while a function runs, in MiB."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size
+    function()
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def spread(values: Sequence[float]) -> Ratio:

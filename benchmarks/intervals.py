@@ -17,21 +17,11 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
 from harness import Run
-from specstop.policies import FixedLength
-from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.records import DEPLOY, TOO_FEW
-from specstop.train.evaluate.statistics import Resamples, form_clusters
-from specstop.train.evaluate.verdict import verdict
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-
 from simulated_machines import NOISY, QUIET, profiled
 from simulated_worlds import (
     DEPTH,
@@ -47,6 +37,11 @@ from simulated_worlds import (
     timed_profile,
     true_seconds,
 )
+from specstop.policies import FixedLength
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import DEPLOY, TOO_FEW
+from specstop.train.evaluate.statistics import Resamples, form_clusters
+from specstop.train.evaluate.verdict import verdict
 
 LEAST, MOST = 0.92, 0.98
 """Bounds of the coverage of 95% intervals."""
@@ -190,8 +185,6 @@ def noisy_world(seed: int) -> tuple[bool, bool]:
     return compared(line.to_best_fixed, truth)[0], line.verdict == DEPLOY and truth <= 1.0
 
 
-PARTS = {"worlds": worlds, "families": families, "machines": machines}
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    raise SystemExit(Run(__doc__, PARTS).execute())
+    raise SystemExit(Run(__doc__, [worlds, families, machines]).execute())

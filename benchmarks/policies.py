@@ -22,8 +22,6 @@ from typing import Any
 from harness import Run, ratio_of_sums
 from specstop.decode import SamplingParams, Tally
 from specstop.decode.benchmark import run_alternating, speed_ratio
-from specstop.decode.profile import loop_decisions
-from specstop.decode.prompts import encode_prompts
 from specstop.policies.features import DRAFT_HIDDEN, TOKEN_FEATURES
 
 import specstop as ss
@@ -59,31 +57,15 @@ OURS = ("logistic", "mlp", "xgboost", "tokens", "resnet")
 SHARE, TUNING_LOSS, CALIBRATION, FILTER_LOSS = 0.15, 0.01, 0.02, 0.98
 
 
-def _traces(run: Run, name: str, counts: tuple[int, int], **options: Any) -> tuple[ss.Trace, ss.Trace]:
-    """Return dense traces of training and test prompts."""
-    options = {"depth": DEPTH, "max_new_tokens": run.choose(128, 8), **options}
-    train, test = (
-        ss.collect(run.pair, run.prompts(side, count), run.folder(f"{name}-{side}"), **options)
-        for side, count in zip(("train", "test"), counts, strict=True)
-    )
-    return train, test
+def _traces(run: Run, name: str, train: int, test: int = 0, **options: Any) -> dict[str, ss.Trace]:
+    """Return dense traces of training and test prompts; a smoke run has few of both."""
+    counts = {"train": run.choose(train, 5)} | ({"test": run.choose(test, 3)} if test else {})
+    return run.traces(name, counts, depth=DEPTH, max_new_tokens=run.choose(128, 8), **options)
 
 
-def _profile(run: Run, temperature: float, policies: list[ss.StopPolicy], verification: str = "match") -> ss.Profile:
-    """Return the costs of this machine on training prompts, with the decisions of policies."""
-    profile = ss.measure_profile(
-        run.pair, run.prompts("train", run.choose(16, 2)), depth=DEPTH, temperature=temperature, effort=run.effort,
-        new_tokens=run.choose(48, 8), verification=verification,
-    )  # fmt: skip
-    return _with_decisions(run, profile, policies, temperature, verification)
-
-
-def _with_decisions(
-    run: Run, profile: ss.Profile, policies: list[ss.StopPolicy], temperature: float, verification: str = "match"
-) -> ss.Profile:
-    settings = ss.Settings(temperature, run.choose(128, 8), DEPTH, verification=verification)
-    ids = [tokens for _, tokens in encode_prompts(run.pair, run.prompts("train", run.choose(8, 2)))]
-    return profile.with_measured_decisions(loop_decisions(run.pair, policies, ids, settings, profile, run.effort))
+def _settings(run: Run, temperature: float, verification: str = "match") -> ss.Settings:
+    """Return the settings of live runs."""
+    return ss.Settings(temperature, run.choose(128, 8), DEPTH, verification=verification)
 
 
 def replayed(run: Run) -> None:
@@ -92,16 +74,15 @@ def replayed(run: Run) -> None:
         where = f"T={temperature:g}"
         names = list(HEADS) if not run.smoke else ["logistic"]
         rules = RULES if not run.smoke else {"confidence": RULES["confidence"]}
-        train, test = _traces(
-            run, where, run.choose((400, 400), (5, 3)), temperature=temperature, verification="match",
-            hidden=(DRAFT_HIDDEN,) if "resnet" in names or "dynasd-soft" in names else (),
-        )  # fmt: skip
+        hidden = (DRAFT_HIDDEN,) if "resnet" in names or "dynasd-soft" in names else ()
+        train, test = _traces(run, where, 400, 400, temperature=temperature, hidden=hidden).values()
         published = {name: ss.load_policy(spec).limited(DEPTH) for name, (spec, _) in rules.items()}
-        profile = _profile(run, temperature, list(published.values()))
+        settings, profile = _settings(run, temperature), run.profile(depth=DEPTH, temperature=temperature)
+        profile = run.with_decisions(profile, list(published.values()), settings)
         tuned = {name: _tuned(run, train, profile, name) for name in rules}
         trained = {name: ss.train(train, profile, name=name, **HEADS[name]) for name in names}
         heads = {name: result.policy for name, result in trained.items()}
-        profile = _with_decisions(run, profile, list(heads.values()), temperature)
+        profile = run.with_decisions(profile, list(heads.values()), settings)
         selected = max(
             (name for name in OURS if name in trained),
             key=lambda name: trained[name].metrics.get("held_out_ratio_to_best_fixed", 0.0),
@@ -144,16 +125,14 @@ def _tuned(run: Run, train: ss.Trace, profile: ss.Profile, name: str) -> ss.Stop
 
 def sampled(run: Run) -> None:
     """Decode sampled texts live with heads trained for `block` and for `match`."""
-    temperature, counts = 0.7, run.choose((200, 80), (5, 2))
-    prompts = encode_prompts(run.pair, run.prompts("test", counts[1]))
+    prompts = run.encoded("test", run.choose(80, 2))
     for mode in run.choose(("match", "block"), ("block",)):
-        train, _ = _traces(run, mode, (counts[0], 2), temperature=temperature, verification=mode)
-        profile = _profile(run, temperature, [], mode)
+        train = _traces(run, mode, 200, temperature=0.7, verification=mode)["train"]
+        settings, profile = _settings(run, 0.7, mode), run.profile(depth=DEPTH, temperature=0.7, verification=mode)
         head = ss.train(train, profile, head="logistic", name=f"{mode}-head").policy
-        profile = _with_decisions(run, profile, [head], temperature, mode)
+        profile = run.with_decisions(profile, [head], settings)
         fixed = [ss.load_policy(f"fixed:{k}") for k in range(DEPTH + 1)]
         best = max(fixed, key=lambda policy: ss.replay(train, policy, profile).rate)
-        settings = ss.Settings(temperature, run.choose(128, 8), DEPTH, verification=mode)
         methods = [ss.Speculator(run.pair, policy, settings, profile) for policy in (best, head)]
         base, texts = run_alternating(methods, prompts)
         note = f"{Tally(texts).tokens_per_s:.1f} tokens/s"
@@ -162,16 +141,14 @@ def sampled(run: Run) -> None:
 
 def filters(run: Run) -> None:
     """Replay heads that were trained with and without a top-p filter, with the filter."""
-    counts, sampling = run.choose((200, 200), (5, 3)), SamplingParams(top_p=0.9)
-    options = {"temperature": 0.7, "verification": "match"}
-    plain, _ = _traces(run, "plain", (counts[0], 2), **options)
-    train, test = _traces(run, "filtered", counts, sampling=sampling, **options)
-    profile = _profile(run, 0.7, [])
+    plain = _traces(run, "plain", 200, temperature=0.7)["train"]
+    train, test = _traces(run, "filtered", 200, 200, temperature=0.7, sampling=SamplingParams(top_p=0.9)).values()
+    profile = run.profile(depth=DEPTH, temperature=0.7)
     with_filter, without = (
         ss.train(traces, profile, head="logistic", name=name).policy
         for traces, name in ((train, "with-filter"), (plain, "without-filter"))
     )
-    profile = _with_decisions(run, profile, [with_filter, without], 0.7)
+    profile = run.with_decisions(profile, [with_filter, without], _settings(run, 0.7))
     seconds = {p.name: ss.replay(test, p, profile).seconds.tolist() for p in (with_filter, without)}
     report = ss.evaluate(test, profile, [with_filter])
     run.bar(
@@ -184,7 +161,5 @@ def filters(run: Run) -> None:
     )
 
 
-PARTS = {"replayed": replayed, "sampled": sampled, "filters": filters}
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS).execute())
+    raise SystemExit(Run(__doc__, [replayed, sampled, filters]).execute())

@@ -11,25 +11,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
-from harness import MAX_TIES, Run, alternate, compare_rounds, spread
+from harness import MAX_TIES, Run, alternate, compare_rounds, peak_mib, spread
+from simulated_worlds import DEPTH as WORLD_DEPTH, draw_world, sample_dense
 from specstop.decode import Tally
 from specstop.decode.benchmark import run_alternating
-from specstop.decode.profile import CalibrationRun, loop_decisions
-from specstop.decode.prompts import encode_prompts
+from specstop.decode.profile import CalibrationRun
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay_many
 
 import specstop as ss
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-
-from simulated_worlds import DEPTH as WORLD_DEPTH, draw_world, sample_dense
 
 DEPTH, TREE = 8, "3,2,1,1"
 SPECS = (
@@ -51,28 +43,20 @@ def rounds(run: Run) -> None:
 
 def _live(run: Run, temperature: float, tree: str | None) -> None:
     where, new = f"{tree or 'chain'}, T={temperature:g}", run.choose(128, 16)
-    test, train = run.prompts("test", run.choose(40, 2)), run.prompts("train", run.choose(64, 5))
-    options = {"temperature": temperature, "max_new_tokens": new, "depth": DEPTH, "tree": tree, "verification": "match"}
-    name = where.replace(",", "-")
-    held_out, traces = (
-        ss.collect(run.pair, side, run.folder(f"{name}-{label}"), **options)
-        for label, side in (("test", test), ("train", train))
-    )
-    train_ids = [ids for _, ids in encode_prompts(run.pair, train)]
+    counts = run.choose({"test": 40, "train": 64}, {"test": 2, "train": 5})
+    traces = run.traces(where, counts, temperature=temperature, max_new_tokens=new, depth=DEPTH, tree=tree)
     calibration = CalibrationRun(
-        run.pair, train_ids, depth=DEPTH, temperature=temperature, new_tokens=run.choose(96, 16), tree=tree,
-        verification="match",
+        run.pair, run.ids("train", counts["train"]), depth=DEPTH, temperature=temperature, new_tokens=run.choose(96, 8),
+        tree=tree, verification="match",
     )  # fmt: skip
-    for number in range(4):
+    for number in range(run.choose(4, 2)):
         calibration.play(number)
-    costs = calibration.profile()
-    policies = _policies(run, traces, costs, tree)
+    policies = _policies(run, traces["train"], calibration.profile(), tree)
     settings = ss.Settings(temperature, new, tree=tree, verification="match")
-    decisions = loop_decisions(run.pair, policies, train_ids, settings, costs, run.effort)
-    costs = costs.with_measured_decisions(decisions)
+    costs = run.with_decisions(calibration.profile(), policies, settings, prompts=counts["train"])
     methods = [ss.Speculator(run.pair, policy, settings, costs) for policy in policies]
-    texts = run_alternating(methods, encode_prompts(run.pair, test), calibration=calibration)
-    profile = calibration.profile().with_measured_decisions(decisions)
+    texts = run_alternating(methods, run.encoded("test", counts["test"]), calibration=calibration)
+    profile, held_out = calibration.profile().with_decisions(costs.decision_s), traces["test"]
     measured = [Tally(row).tokens_per_s for row in texts]
     predicted = [ss.replay(held_out, policy, profile).rate for policy in policies]
     total = different = 0
@@ -122,27 +106,17 @@ def rate(run: Run) -> None:
     arrays = trace_arrays(trace)
     seconds = alternate({"sweep": lambda: replay_many(arrays, sweep, world.profile)}, 1, warm_up=0)
     run.bar(f"sweep of {len(sweep)} thresholds, seconds", seconds["sweep"][0], at_most=SWEEP_S)
-    command = [sys.executable, "-c", CHILD, str(run.choose(25_000, 200)), sys.path[-1]]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    count, gib = done.stdout.split()[-2:]
-    run.bar("peak memory of replay, GiB", float(gib), at_most=GIB, note=f"{count} rows")
+    count, mib = run.apart(_peak, run.choose(25_000, 30))
+    run.bar("peak memory of replay, GiB", mib / 1024, at_most=GIB, note=f"{count} rows")
 
 
-CHILD = """
-import sys
-sys.path.insert(0, sys.argv[2])
-import numpy as np, specstop as ss
-from pathlib import Path
-from simulated_worlds import draw_world, sample_dense
-chance = np.random.default_rng(0)
-world = draw_world(chance)
-trace = sample_dense(world, int(sys.argv[1]), chance)
-Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size
-ss.replay(trace, "confidence:0.4?max_depth=5", world.profile)
-peak = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
-print(trace.row_count, int(peak) / 2**20)
-"""
+def _peak(prompts: int) -> tuple[int, float]:
+    """Return the rows of a trace of a simulated world, and the peak memory of this process while it is replayed, in MiB."""
+    chance = np.random.default_rng(0)
+    world = draw_world(chance)
+    trace = sample_dense(world, prompts, chance)
+    return trace.row_count, peak_mib(lambda: ss.replay(trace, f"confidence:0.4?max_depth={WORLD_DEPTH}", world.profile))
 
 
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, {"rounds": rounds, "rate": rate}).execute())
+    raise SystemExit(Run(__doc__, [rounds, rate]).execute())

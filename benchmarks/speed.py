@@ -23,13 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Run, alternate, spread
+from harness import Run, alternate, peak_mib, spread
 from specstop.decode import Generation, Tally, stream_key
 from specstop.decode.benchmark import bench_line, run_alternating, speed_ratio
 from specstop.decode.feature_reader import FeatureReader
@@ -206,11 +207,8 @@ def disturbed_pair(run: Run, folder: Path) -> Path:
 def decisions(run: Run) -> None:
     """Time decisions of trained heads and of the confidence rule, and deciding and observing of every built-in rule."""
     torch.set_num_threads(1)
-    options = {"depth": 6, "temperature": 0.0, "max_new_tokens": run.choose(96, 24)}
-    traces = ss.collect(run.pair, run.prompts("train", run.choose(40, 5)), run.folder("decisions"), **options)
-    profile = ss.measure_profile(
-        run.pair, run.prompts("train", run.choose(4, 2)), depth=6, effort=run.effort, new_tokens=run.choose(24, 8)
-    )
+    traces = run.traces("decisions", {"train": run.choose(40, 5)}, depth=6, max_new_tokens=run.choose(96, 16))["train"]
+    profile = run.profile(prompts=4, depth=6, new_tokens=run.choose(24, 8))
     policies = {"confidence": ss.load_policy("confidence:0.4")}
     for head in run.choose(("logistic", "mlp", "xgboost"), ("logistic",)):
         # The rule decides from depth 1 on: a derived rule may begin later.
@@ -279,13 +277,13 @@ def round_us(policy: ss.StopPolicy, count: int) -> float:
 
 def memory(run: Run) -> None:
     """Compare the peak memory of a long text of many rounds with that of few rounds."""
-    (_, ids), *_ = encode_prompts(run.pair, run.prompts("test", 1))
+    (ids,) = run.ids("test", 1)
     settings = ss.Settings(0.7, run.choose(LONG - len(ids) - 16, 32), ignore_eos=True, verification="match")
-    peaks = []
-    for length in (8, 8, 0):
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size
+
+    def decode(length: int) -> None:
         ss.Speculator(run.pair, ss.load_policy(f"fixed:{length}"), settings).generate(ids, stream_key(0, "memory"))
-        peaks.append(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024)
+
+    peaks = [peak_mib(partial(decode, length)) for length in (8, 8, 0)]
     grown = (peaks[2] - peaks[1]) / peaks[1]
     run.bar("peak memory, many rounds over few rounds", grown, at_most=0.01, note=f"{peaks[1]:.0f} MiB")
 
@@ -300,7 +298,7 @@ def startup(run: Run) -> None:
         "specstop collect with a missing file": (["-c", command, *refused], 1.0),
         "import specstop.policies": (["-c", "import specstop.policies, sys; assert 'torch' not in sys.modules"], 0.5),
     }
-    timed = alternate({name: _process(words) for name, (words, _) in cases.items()}, run.choose(7, 1))
+    timed = alternate({name: _process(words) for name, (words, _) in cases.items()}, run.choose(7, 1), run.choose(1, 0))
     for name, (_, limit_s) in cases.items():
         run.bar(f"{name}, seconds", spread(timed[name]), at_most=limit_s)
     kernels = ["-c", "from specstop.policies.kernels import load; load()"]
@@ -318,7 +316,5 @@ def _process(words: Sequence[str], **environment: str) -> Callable[[], object]:
     return lambda: subprocess.run([sys.executable, *words], capture_output=True, env={**os.environ, **environment})
 
 
-PARTS = {"loop": loop, "decisions": decisions, "memory": memory, "startup": startup}
-
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, PARTS).execute())
+    raise SystemExit(Run(__doc__, [loop, decisions, memory, startup]).execute())

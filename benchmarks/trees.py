@@ -17,8 +17,6 @@ from dataclasses import replace
 
 from harness import Run, ratio_of_sums
 from specstop.decode.benchmark import run_alternating, speed_ratio
-from specstop.decode.profile import loop_decisions
-from specstop.decode.prompts import encode_prompts
 from specstop.policies.costs import CostTable
 
 import specstop as ss
@@ -64,22 +62,12 @@ def compare(run: Run) -> None:
     depth = ss.parse_tree(tree).deepest
     for temperature in run.temperatures:
         where = f"T={temperature:g}"
-        options = {"temperature": temperature, "max_new_tokens": new, "verification": "match"}
-        prompts = {side: run.prompts(side, count) for side, count in counts.items()}
+        options = {"temperature": temperature, "max_new_tokens": new, "depth": depth}
         trees, chains = (
-            {
-                side: ss.collect(
-                    run.pair, subset, run.folder(f"{where}-{kind}-{side}"), tree=shape, depth=depth, **options
-                )
-                for side, subset in prompts.items()
-            }
+            run.traces(f"{where}-{kind}", counts, tree=shape, **options)
             for kind, shape in (("tree", tree), ("chain", None))
         )
-        measured = ss.measure_profile(
-            run.pair, prompts["train"][: run.choose(16, 2)], depth=depth, temperature=temperature, effort=run.effort,
-            tree=tree, new_tokens=run.choose(48, 8), verification="match",
-        )  # fmt: skip
-        ids = [tokens for _, tokens in encode_prompts(run.pair, prompts["train"][: run.choose(8, 2)])]
+        measured = run.profile(depth=depth, temperature=temperature, tree=tree)
         for machine in run.choose(("cpu", "gpu"), ("cpu",)):
             profile = gpu_profile(measured) if machine == "gpu" else measured
             at = f"{where}, {machine}"
@@ -89,11 +77,8 @@ def compare(run: Run) -> None:
                 chain = ss.train(chains["train"], profile, head="logistic", name="chain").policy
                 for policy, drawn in ((result.policy, shape), (chain, None)):
                     settings = ss.Settings(temperature, new, depth, tree=drawn, verification="match")
-                    timed = loop_decisions(run.pair, [policy], ids, settings, effort=run.effort)
-                    profile = profile.with_measured_decisions(timed)
-            held_out = ss.collect(
-                run.pair, prompts["test"], run.folder(f"{at}-held-out"), tree=shape, depth=depth, **options
-            )
+                    profile = run.with_decisions(profile, [policy], settings)
+            held_out = run.traces(f"{at}-held-out", {"test": counts["test"]}, tree=shape, **options)["test"]
             report = ss.evaluate(held_out, profile, [result.policy])
             for line in report.lines:
                 run.row(
@@ -115,9 +100,9 @@ def compare(run: Run) -> None:
                     )
                     for policy, drawn in ((best, None), (result.policy, shape))
                 ]
-                base, texts = run_alternating(methods, encode_prompts(run.pair, prompts["test"][: run.choose(200, 2)]))
+                base, texts = run_alternating(methods, run.encoded("test", run.choose(200, 2)))
                 run.row(f"{at}, live: tree over the best chain", speed_ratio(texts, base))
 
 
 if __name__ == "__main__":
-    raise SystemExit(Run(__doc__, {"compare": compare}).execute())
+    raise SystemExit(Run(__doc__, [compare]).execute())

@@ -20,7 +20,6 @@ interrupted run continues.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -30,7 +29,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -80,7 +80,7 @@ class Engine:
         self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the engine
         task = json.dumps({"folder": str(folder), "options": options, "expand": expand})
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", task], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, __file__, "worker", task], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.log, text=True, env=os.environ | ENVIRONMENT,
         )  # fmt: skip
 
@@ -215,8 +215,6 @@ class Workspace:
 
     def __init__(self, run: Run) -> None:
         self.run, self.pair, self.train = run, run.pair_folder, run.pair_folder / "prompts-train.jsonl"
-        self.folder = (run.options.work or run.folder("work")).resolve()
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def prompts(self, count: int = PROMPTS) -> list[str]:
         """Return texts of test prompts."""
@@ -224,7 +222,7 @@ class Workspace:
 
     def command(self, name: str, *words: object) -> Path:
         """Return the output of a command of specstop, which is run unless the output exists."""
-        out = self.folder / name
+        out = self.run.work / name
         if not out.exists():
             models = ("--target", self.pair / "target", "--draft", self.pair / "draft")
             call = [*COMMAND, *words, *(models if words[0] != "train" else ()), "--out", out, "--quiet"]
@@ -254,7 +252,6 @@ class Workspace:
 
 def texts(run: Run) -> None:
     """Compare texts with those of plain vLLM."""
-
     space = Workspace(run)
     ids = [run.pair.tokenizer(text).input_ids for text in space.prompts()]  # type: ignore[misc]
     options = {
@@ -368,19 +365,14 @@ def overhead(run: Run) -> None:
 def traces(run: Run) -> None:
     """Check the rounds of a live trace."""
     space = Workspace(run)
-    options = (
-        "--prompts",
-        space.train,
-        "--limit",
-        96,
-        "--depth",
-        6,
-        "--max-new-tokens",
-        48,
-        "--policy",
-        "confidence:0.4",
-    )
-    rounds = _rounds(space.command("live", "collect", "--collector", "vllm", *options))
+    options = {
+        "--prompts": space.train,
+        "--limit": 96,
+        "--depth": 6,
+        "--max-new-tokens": 48,
+        "--policy": "confidence:0.4",
+    }
+    rounds = _rounds(space.command("live", "collect", "--collector", "vllm", *chain(*options.items())))
     run.bar("rounds that do not follow the one before", _gaps(rounds), at_most=0, note=f"of {len(rounds)}")
 
 
@@ -427,24 +419,11 @@ def predict(run: Run) -> None:
         run.bar(f"{Path(spec).name}: error of the prediction", error, at_most=ERROR, note=f"{predicted:.1f} tokens/s")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this script."""
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--work", type=Path, help="folder that keeps traces, profiles and policies (default: a temporary one)"
-    )
-
-
-PARTS: dict[str, Callable[[Run], None]] = {
-    "texts": texts, "sampling": sampling, "speeds": speeds, "overhead": overhead, "traces": traces, "predict": predict,
-}  # fmt: skip
-
-
 def main() -> int:
     """Run the script, or the process of an engine."""
-    run = Run(__doc__, PARTS, add_options)
-    if run.options.worker:
-        return work(json.loads(run.options.worker))
+    if sys.argv[1:2] == ["worker"]:
+        return work(json.loads(sys.argv[2]))
+    run = Run(__doc__, [texts, sampling, speeds, overhead, traces, predict])
     if importlib.util.find_spec("vllm") is None:
         print("skipped: vLLM is not installed here (docs/engines.md says how to install it)")
         return 0

@@ -50,10 +50,6 @@ ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))
 Figures = dict[str, float]
 
 
-class CheckoutError(Exception):
-    """A state of the project that cannot be located or measured."""
-
-
 @dataclass(frozen=True)
 class Checkout:
     """A copy of a state of the project, and the folder from which its packages are imported."""
@@ -63,42 +59,28 @@ class Checkout:
     site: Path
 
     def run(self, script: Path, options: Sequence[str]) -> dict[str, Any]:
-        """Run a script in a process and return the object of its last line.
-
-        Raises:
-            CheckoutError: the script failed, or its last line is not a JSON object.
-        """
+        """Run a script in a process and return the object of its last line."""
         command, environment = [sys.executable, str(script), *options], {**os.environ, "PYTHONPATH": str(self.site)}
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         lines = done.stdout.splitlines()
         if done.returncode:
             last = "\n    ".join([*done.stderr.splitlines()[-20:], *lines[-20:]])
-            raise CheckoutError(f"{script.name} of {self.name} ended with exit code {done.returncode}:\n    {last}")
+            raise SystemExit(f"{script.name} of {self.name} ended with exit code {done.returncode}:\n    {last}")
         try:
             return dict(json.loads(lines[-1]))
         except (IndexError, TypeError, ValueError) as error:
-            raise CheckoutError(f"expected a JSON object in the last line of {script.name} of {self.name}") from error
+            raise SystemExit(f"expected a JSON object in the last line of {script.name} of {self.name}") from error
 
 
-def prepare(name: str, folder: Path, repository: Path = ROOT) -> Checkout:
-    """Return a copy of a state in an empty folder.
-
-    Args:
-        name: folder of a checkout, or a revision of `repository`.
-        folder: for the copy.
-        repository: a git repository.
-
-    Raises:
-        CheckoutError: there is no such state.
-    """
+def prepare(name: str, folder: Path) -> Checkout:
+    """Return a copy of a state, the folder of a checkout or a git revision, in an empty folder."""
     copy = folder / "checkout"
     if (Path(name) / "pyproject.toml").is_file():
         shutil.copytree(name, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "venv"))
     else:
-        command = ["git", "-C", str(repository), "archive", name]
-        packed = subprocess.run(command, capture_output=True)
+        packed = subprocess.run(["git", "-C", str(ROOT), "archive", name], capture_output=True)
         if packed.returncode:
-            raise CheckoutError(f"expected the folder of a checkout or a git revision, got {name}")
+            raise SystemExit(f"expected the folder of a checkout or a git revision, got {name}")
         with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
             archive.extractall(copy, filter="data")
     link_packages(copy, folder / "site")
@@ -111,10 +93,7 @@ def numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
         if math.isfinite(value):
             yield key, float(value)
         return
-    children: Any = value.items() if isinstance(value, Mapping) else ()
-    if isinstance(value, list):
-        children = enumerate(value)
-    for name, child in children:
+    for name, child in value.items() if isinstance(value, Mapping) else ():
         yield from numbers(child, f"{key}.{name}" if key else str(name))
 
 
@@ -183,7 +162,7 @@ def judge(rows: Sequence[Row], bars: Sequence[str], resolution: float) -> dict[s
     for text in bars:
         bar = BAR.match(text)
         if bar is None:
-            raise CheckoutError(f"--bar: expected KEY<=NUMBER or KEY>=NUMBER, got {text}")
+            raise SystemExit(f"--bar: expected KEY<=NUMBER or KEY>=NUMBER, got {text}")
         limit = float(bar["limit"])
         named = [row for row in rows if fnmatch.fnmatchcase(row.key, bar["key"])]
         for row in named:
@@ -220,7 +199,7 @@ def measure(script: str, before: Checkout, after: Checkout, arguments: Sequence[
     def run(state: int) -> Figures:
         path = paths[state]
         if path is None:
-            raise CheckoutError(f"expected a script of benchmarks/, got {script}")
+            raise SystemExit(f"expected a script of benchmarks/, got {script}")
         started = time.perf_counter()
         figures = dict(numbers(states[state].run(path, arguments)))
         return {**figures, "process_s": time.perf_counter() - started}
@@ -235,16 +214,12 @@ def main() -> int:
     options, arguments = parse(sys.argv[1:])
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="specstop-ab-") as folder:
-        try:
-            before = prepare(options.before, Path(folder) / "before")
-            after = before if options.before == options.after else prepare(options.after, Path(folder) / "after")
-            for script in options.scripts or ["speed.py"]:
-                run = measure(script, before, after, arguments)
-                rows += compare(Path(script).stem, alternate(run, options.rounds), options.key)
-            met = judge(rows, options.bar, options.resolution)
-        except CheckoutError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        before = prepare(options.before, Path(folder) / "before")
+        after = before if options.before == options.after else prepare(options.after, Path(folder) / "after")
+        for script in options.scripts or ["speed.py"]:
+            run = measure(script, before, after, arguments)
+            rows += compare(Path(script).stem, alternate(run, options.rounds), options.key)
+    met = judge(rows, options.bar, options.resolution)
     print(f"{'after / before':<24}{'before / before':<24}{'before':>10}{'after':>10}  number (medians)")
     for row in rows:
         note = "" if row.is_reliable(options.resolution) else "   TOO NOISY"

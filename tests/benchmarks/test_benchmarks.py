@@ -49,7 +49,7 @@ def test_a_bar_decides_on_value_or_interval_and_in_a_smoke_run_only_on_correctne
     def part(run: object) -> None:
         run.bar("ratio", harness.Ratio(1.2, 0.95, 1.4), always=always, **limits)
 
-    run = harness.Run("", {"part": part}, argv=["--check", *(["--smoke"] if smoke else [])])
+    run = harness.Run("", [part], argv=["--check", *(["--smoke"] if smoke else [])])
     assert run.execute() == (met is False)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bars"]["ratio"]["met"] is met
 
