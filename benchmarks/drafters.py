@@ -14,8 +14,8 @@ cores each is trained within 10 minutes. For each drafter and temperature:
   replay, and predicted speeds are within 7%. Medusa's tree under `typical` acceptance is LOSSY;
 - the best head is faster than the draft model.
 
-The part `routes` has suffix and draft model in one loop. A route is trained on the training prompts (`--decide route`).
-Live, it is at least 1.05 times as fast as the better drafter alone at its best fixed length. Batches of 4 have no bar.
+The part `routes` has suffix and draft model, or `--drafters`, in one loop. A route is trained on the training prompts
+(`--decide route`). Live, it is at least 1.05 times as fast as the better drafter alone at its best fixed length. Batches of 4 have no bar.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 
 from harness import MAX_TIES, Run, compare_rounds
@@ -40,7 +41,7 @@ TRAINED = ("medusa", "hydra", "ctc", "layer")
 DRAFTERS = ("model", "lookup", "suffix", *TRAINED)
 DEPTH, TREE, SIZES = 4, "medusa-63", (8, 24, 63)
 MINUTES, NODES, ERROR = 10.0, 1.05, 0.07
-ROUTE_DEPTH, ROUTED, BATCH = 8, 1.05, 4
+ROUTE_DEPTH, ROUTED, BATCH, MEMBERS = 8, 1.05, 4, 6
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Comparison:
 
 
 class RouteComparison(Comparison):
-    """Suffix and draft model in one loop."""
+    """Two drafters in one loop."""
 
     def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
         """Return each drafter at its best fixed length, the best tuned rule and the trained route, and the costs."""
@@ -264,15 +265,22 @@ class RouteComparison(Comparison):
             rows = self.decode(settings, costs, batch)
             one = max(drafter_names(self.pair.drafter), key=lambda name: Tally(rows[name]).tokens_per_s)
             speed = speed_ratio(rows["route"], rows[one], texts_per_turn(batch))
-            if batch == 1:
-                self.run.bar(f"{self.where}: route over {one} alone", speed, at_least=ROUTED, above=1.0)
-            else:
+            if batch > 1:
                 self.run.row(f"{self.where}, batch {batch}: route over {one} alone", speed)
+                continue
+            self.run.bar(f"{self.where}: route over {one} alone", speed, at_least=ROUTED, above=1.0)
+            by_group = defaultdict[str | None, list[int]](list)
+            for at, prompt in enumerate(self.test):
+                by_group[prompt.group].append(at)
+            for group, members in by_group.items():
+                if group and len(members) >= MEMBERS:
+                    speed = speed_ratio(*([rows[name][at] for at in members] for name in ("route", one)))
+                    self.run.row(f"{self.where}: route over {one} alone, {group}", speed)
 
 
 def routes(run: Run) -> None:
-    """Train a route between suffix and draft model, and compare it with each of them."""
-    pair = with_drafter(run.pair, "suffix+model")
+    """Train a route between two drafters, and compare it with each of them."""
+    pair = with_drafter(run.pair, run.options.drafters)
     for temperature in run.temperatures:
         RouteComparison(run, pair, pair.drafter, temperature).compare()
 

@@ -4,8 +4,8 @@ A script defines its parts, functions that take a `Run`, and ends with `raise Sy
 [part, ...]).execute())`. A part adds rows to the table and bars with `Run.row` and `Run.bar`. All scripts have these
 options:
 
-- `--pair DIR`: a pair with `target/`, `draft/`, `prompts-train.jsonl` and `prompts-test.jsonl` (default: the shipped
-  one).
+- `--pair DIR`: a pair with `target/`, `prompts-train.jsonl`, `prompts-test.jsonl` and perhaps `draft/` (default: the
+  shipped one). Chat models get the prompts in their template.
 - `--part NAME`: only these parts.
 - `--temperatures T`: of the parts that compare temperatures (default: 0 and 0.7).
 - `--smoke`: small sizes, to see that the script runs. Its figures mean nothing, and only bars on correctness are
@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import stats
+from specstop.collect import apply_chat_template
 from specstop.decode import Generation
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile import loop_decisions
@@ -77,6 +78,7 @@ class Run:
         parser.add_argument("--temperatures", nargs="+", type=float, help="of texts (default: 0 and 0.7)")
         parser.add_argument("--smoke", action="store_true", help="small sizes: shows that the script runs")
         parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+        parser.add_argument("--drafters", default="suffix+model", help="of the part routes (default: suffix+model)")
         parser.add_argument("--work", type=Path, help="folder that keeps what takes long (default: a temporary one)")
         parser.add_argument("--out", type=Path, help="file for table and bars, .json or .md")
         self.options = parser.parse_args(argv)
@@ -107,17 +109,23 @@ class Run:
     @cached_property
     def pair(self) -> ss.Pair:
         """The pair, loaded."""
-        return ss.load_pair(self.pair_folder / "target", self.pair_folder / "draft")
+        return self._load("auto")
 
     @cached_property
     def stock(self) -> ss.Pair:
         """The pair on transformers' modules."""
-        return ss.load_pair(self.pair_folder / "target", self.pair_folder / "draft", engine="plain")
+        return self._load("plain")
+
+    def _load(self, engine: str) -> ss.Pair:
+        draft = self.pair_folder / "draft"
+        return ss.load_pair(self.pair_folder / "target", draft if draft.exists() else None, engine=engine)
 
     def prompts(self, side: str, count: int) -> list[ss.Prompt]:
         """Return the first prompts of a side, `train` or `test`; those of a smoke run are shorter."""
         prompts = ss.read_prompts(self.pair_folder / f"prompts-{side}.jsonl", count)
-        return [replace(prompt, text=prompt.text[:60]) for prompt in prompts] if self.smoke else prompts
+        prompts = [replace(prompt, text=prompt.text[:60]) for prompt in prompts] if self.smoke else prompts
+        tokenizer = self.pair.tokenizer
+        return apply_chat_template(prompts, tokenizer) if getattr(tokenizer, "chat_template", None) else prompts
 
     def encoded(self, side: str, count: int) -> list[tuple[str, list[int]]]:
         """Return names and tokens of the first prompts of a side."""
