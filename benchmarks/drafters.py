@@ -15,7 +15,8 @@ cores each is trained within 10 minutes. For each drafter and temperature:
 - the best head is faster than the draft model.
 
 The part `routes` has suffix and draft model, or `--drafters`, in one loop. A route is trained on the training prompts
-(`--decide route`). Live, it is at least 1.05 times as fast as the better drafter alone at its best fixed length. Batches of 4 have no bar.
+(`--decide route`). Live, it is at least 1.05 times as fast as the better drafter alone at its best fixed length.
+Batches of 4 have no bar.
 """
 
 from __future__ import annotations
