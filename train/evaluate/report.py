@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import re
 import shlex
 import sys
@@ -35,8 +36,8 @@ FILES = ("report.html", "report.json", "report.md", "report.csv")
 
 RATIOS, COUNTS = ("to_plain", "to_best_fixed", "oracle_share"), ("block_efficiency", "drafted", "verified", "accepted")
 
-EXCERPT = 160
-"""Characters of a prompt that a report shows."""
+EXCERPT, COLUMN = 160, 48
+"""Characters of a prompt that a report keeps, and those that it shows."""
 
 MAX_ROWS = 20
 """Longer tables are folded on the page, and cut in Markdown."""
@@ -132,14 +133,19 @@ def run_facts() -> dict[str, str]:
 
 
 def prompt_texts(data: Data) -> dict[str, str]:
-    """Return the beginning of the prompts that a report names, by id; nothing if the trace keeps no texts."""
+    """Return the beginning of the prompts that a report names, by id; nothing if the trace keeps no texts.
+
+    Text that all of them begin with is left out if it fills the column, such as that of a chat template.
+    """
     details, path = data["details"], Path(data["facts"]["traces"], "prompts.jsonl")
     names = {x["prompt"] for x in details.get("prompts", ())}
     if not names or not path.is_file():
         return {}
     with path.open(encoding="utf-8") as lines:
-        prompts = [json.loads(line) for line in lines]
-    return {x["id"]: " ".join(x["text"].split())[:EXCERPT] for x in prompts if x.get("id") in names}
+        prompts = [x for x in map(json.loads, lines) if x.get("id") in names]
+    common = len(os.path.commonprefix([x["text"] for x in prompts]))  # noqa: RUF071 - of characters
+    begin = common if len(prompts) > 1 and common > COLUMN // 2 else 0
+    return {x["id"]: " ".join(x["text"][begin:].split())[:EXCERPT] for x in prompts}
 
 
 def to_html(data: Data) -> str:
@@ -401,7 +407,7 @@ def _rows(data: Data) -> dict[str, list[dict[str, Any]]]:
 
     def prompt(row: Data) -> dict[str, Any]:
         text, name = texts.get(row["prompt"]), row["prompt"]
-        return {**row, "prompt": Cell(text[:48], note=name) if text else name}
+        return {**row, "prompt": Cell(text[:COLUMN], note=name) if text else name}
 
     prompts = [prompt({**x, "ratio": x["policy"] / x["fixed"]}) for x in details.get("prompts", ())]
     return {
