@@ -21,6 +21,7 @@ from specstop.train.evaluate import pricing as prices
 from specstop.train.evaluate.analysis import Replays, by_group, by_prompt, reliability, stop_cost, time_share
 from specstop.train.evaluate.pricing import TIMED, PricedReplays, ProfileBootstrap, ResampleSource, with_prices
 from specstop.train.evaluate.records import TOO_FEW
+from specstop.train.evaluate.report import prompt_texts
 from specstop.train.evaluate.statistics import Resamples
 from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.rules import fixed_grid
@@ -137,6 +138,15 @@ def test_the_figures_of_page_csv_and_json_are_the_same(data, written):
             assert [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")] == [value, low, high]
             if name != "oracle_share":
                 assert str(value) in sorted_by and f"{value:.3f} [{low:.3f}, {high:.3f}]" in page
+
+
+def test_prompts_are_shown_without_their_common_template(tmp_path):
+    template = "<|system|> You are a helpful assistant. <|user|> "
+    lines = [json.dumps({"id": name, "text": f"{template}{name} one"}) for name in ("a", "b", "c")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    data = {"facts": {"traces": str(tmp_path)}, "details": {"prompts": [{"prompt": "a"}, {"prompt": "b"}]}}
+    assert prompt_texts(data) == {"a": "a one", "b": "b one"}
+    assert prompt_texts({**data, "details": {"prompts": [{"prompt": "a"}]}}) == {"a": f"{template}a one"}
 
 
 @pytest.fixture
