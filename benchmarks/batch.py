@@ -99,7 +99,7 @@ def rounds(run: Run) -> None:
     setup = prepare(run)
     arrays = trace_arrays(setup.traces["test"])
     requests = [Request(ids, stream_key(0, name)) for name, ids in setup.prompts]
-    for policy in (*(ss.load_policy(spec).with_costs(setup.profile) for spec in JOINT), setup.policy):
+    for policy in (*(ss.load_policy(spec).limited(DEPTH).with_costs(setup.profile) for spec in JOINT), setup.policy):
         for size in {4, 8} & set(setup.sizes) or {setup.sizes[-1]}:
             texts = ss.Speculator(run.pair, policy, setup.settings, setup.profile, batch=size).run(requests)
             replayed = replay_batch(arrays, policy, setup.profile, size, arrive_at_once(len(requests)))
@@ -123,7 +123,7 @@ def sizes(run: Run) -> None:
         joint = setup.policy if profile is setup.profile else setup.train(profile)
         single = ss.train(setup.traces["train"], profile, head="logistic", name="one-stream").policy
         specs = run.choose(JOINT, JOINT[:1])
-        policies = [joint, single, *(ss.load_policy(spec).with_costs(profile) for spec in specs)]
+        policies = [joint, single, *(ss.load_policy(spec).limited(DEPTH).with_costs(profile) for spec in specs)]
         report = ss.evaluate(setup.traces["test"], profile, policies, batch=setup.sizes, achievable=not run.smoke)
         by_size = report.details["batch"]
         for line in by_size["lines"]:

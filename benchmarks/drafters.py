@@ -201,7 +201,7 @@ class Comparison:
                 new_tokens=run.choose(48, 8),
             ) for one in (each_drafter(self.pair) if batch == 1 else ())
         )  # fmt: skip
-        for number in range(run.choose(4, 2)):
+        for number in run.choose(range(4), (1,)):
             calibration.play(number)
         methods = {
             name: ss.Speculator(self.pair, one.policy, self.settings(one.tree), costs, batch=batch)

@@ -24,6 +24,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from specstop.collect import apply_chat_template
 from specstop.decode import Generation
@@ -45,13 +47,14 @@ from specstop.decode.benchmark import Ratio
 from specstop.decode.profile import loop_decisions
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.prompts import encode_prompts
+from threadpoolctl import threadpool_limits
 
 import specstop as ss
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path += [str(TESTS), str(TESTS / "decode")]
+sys.path[:0] = [str(TESTS), str(TESTS / "decode")]
 
-REPLICATES = 2000
+REPLICATES, SMOKE_LAYERS = 2000, 3
 
 
 class Run:
@@ -84,8 +87,9 @@ class Run:
         self.options = parser.parse_args(argv)
         self.figures: dict[str, dict[str, Any]] = {}
         self.bars: dict[str, dict[str, Any]] = {}
-        if self.smoke:
-            torch.set_num_threads(1)  # threads that wait for each other take most of the time on a busy machine
+        if self.smoke:  # threads that wait for each other take most of the time on a busy machine
+            torch.set_num_threads(1)
+            threadpool_limits(1)
 
     @property
     def smoke(self) -> bool:
@@ -103,8 +107,21 @@ class Run:
 
     @cached_property
     def pair_folder(self) -> Path:
-        """Folder of the pair."""
-        return self.options.pair or ss.shipped_pair()
+        """Folder of the pair; the shipped target has only its first layers in a smoke run."""
+        if self.options.pair or not self.smoke:
+            return self.options.pair or ss.shipped_pair()
+        folder = self.folder("pair")
+        shutil.copytree(ss.shipped_pair(), folder)
+        config, weights = folder / "target" / "config.json", folder / "target" / "model.safetensors"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": SMOKE_LAYERS}))
+        names = [f"model.layers.{layer}." for layer in range(SMOKE_LAYERS)]
+        parts = {
+            name: part
+            for name, part in load_file(weights).items()
+            if not name.startswith("model.layers.") or name.startswith(tuple(names))
+        }
+        save_file(parts, weights, {"format": "pt"})
+        return folder
 
     @cached_property
     def pair(self) -> ss.Pair:

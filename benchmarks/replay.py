@@ -49,7 +49,7 @@ def _live(run: Run, temperature: float, tree: str | None) -> None:
         run.pair, run.ids("train", counts["train"]), depth=DEPTH, temperature=temperature, new_tokens=run.choose(96, 8),
         tree=tree, verification="match",
     )  # fmt: skip
-    for number in range(run.choose(4, 2)):
+    for number in run.choose(range(4), (1,)):
         calibration.play(number)
     policies = _policies(run, traces["train"], calibration.profile(), tree)
     settings = ss.Settings(temperature, new, tree=tree, verification="match")

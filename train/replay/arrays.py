@@ -207,7 +207,7 @@ class TraceArrays:
         out: Array = (self.owner * _ANCHOR_LIMIT + self.anchor_by_row).numpy()
         return out
 
-    @property
+    @cached_property
     def drafters(self) -> tuple[str, ...]:
         """The names of the drafters."""
         return drafter_names(drafter_of(self.header))
