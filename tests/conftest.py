@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
+import gc
 import importlib
 import os
 import pkgutil
@@ -15,8 +17,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from specstop.policies.costs import CostTable
@@ -47,32 +50,55 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def fast() -> Iterator[None]:
-    """Use one thread, only check the descriptor in `fsync` (4 ms per file), and time decisions with 2 repetitions."""
+    """Use one thread, only check the descriptor in `fsync` (4 ms per file), and time decisions with 2 repetitions.
+
+    Entry points are read once for each search path, because reading them takes 10 ms for each spec of a policy or drafter.
+    """
     import torch
     from specstop.decode.profile import decisions
     from specstop.decode.profile.measuring import Effort
+    from specstop.policies import features, registry
     from specstop.policies.display import silent
+
+    @functools.cache
+    def read_entry_points(group: str, path: tuple[str, ...]) -> Any:
+        return metadata.entry_points(group=group)
 
     torch.set_num_threads(1)
     decisions.EFFORT, decisions.ROUNDS, decisions.SCRATCH = Effort(repetitions=2), 2, 64
     decisions.loop_decisions.__defaults__ = (None, decisions.EFFORT, silent)  # defaults are bound at definition
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        for module in (features, registry):
+            patch.setattr(module, "entry_points", lambda group: read_entry_points(group, tuple(sys.path)))
         yield
 
 
 def pytest_sessionstart() -> None:
     """Compile the numba kernels before collection, in opposite order in odd workers.
 
-    Two workers then compile half of the kernels each and read the other half from numba's cache.
+    Two workers then compile half of the kernels each and read the other half from numba's cache. Without workers a test
+    compiles what it calls. Garbage is not collected while modules are imported: pytest would spend a tenth of its time there.
     """
+    gc.disable()
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker:
         from specstop.policies import kernels
+        from specstop.policies.kernels.compiled import Kernel
 
-        names = sorted(module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
-        for name in names[:: -1 if int(worker.removeprefix("gw")) % 2 else 1]:
+        modules = [
             importlib.import_module(name)
+            for _, name, _ in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")
+        ]
+        compiled = [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
+        for kernel in compiled[:: -1 if int(worker.removeprefix("gw")) % 2 else 1]:
+            kernel.compiled  # noqa: B018
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules from garbage collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +118,7 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 VOCABULARY = 48
 EOS = 16
-NEW = 26
+NEW = 18
 
 
 def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:

@@ -87,7 +87,7 @@ def test_a_padded_batch_of_plain_decoding_has_the_text_and_logits_of_each_prompt
 ):
     keys = [5 * i - 7 for i in range(len(prompt_ids))]
     batch = plain_texts(plain_pair, prompt_ids, keys, NEW, temperature)
-    assert 1 < sum(text[-1] == EOS for text in batch.tokens) < len(prompt_ids)
+    assert 0 < sum(text[-1] == EOS for text in batch.tokens) < len(prompt_ids)
     for i, (prompt, key) in enumerate(zip(prompt_ids, keys, strict=True)):
         text, rows = slow_text(plain_pair, prompt, key, temperature)
         assert batch.tokens[i] == text
@@ -107,7 +107,7 @@ def test_a_padded_batch_of_plain_decoding_has_the_text_and_logits_of_each_prompt
 )  # fmt: skip
 def test_text_is_that_of_plain_decoding_with_the_same_key(pair, prompt_ids, profile, name, temperature):
     policy = TEST_POLICIES[name] if name in TEST_POLICIES else DECIDERS.get(name, SelectingByToken)()
-    for tree, prompts in ((None, prompt_ids[::2]), ("3,2,1", prompt_ids[3:5]), ("parents:-1,-1,1,2", prompt_ids[5:6])):
+    for tree, prompts in ((None, prompt_ids[::3]), ("3,2,1", prompt_ids[3:5]), ("parents:-1,-1,1,2", prompt_ids[5:6])):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # policies that fail
             generations = generate(pair, policy, prompts, temperature, profile=profile, tree=tree)

@@ -24,7 +24,7 @@ from specstop.policies.features import Columns, DrawnTokens, summarise
 from specstop.policies.fixed import Confidence, FixedLength
 from tape import recorder, simulate_graphs
 
-NEW = 14
+NEW = 10
 
 
 # Summaries of rows
@@ -105,7 +105,7 @@ class Wandering(StopPolicy):
 def test_nothing_is_recorded_while_it_is_timed(prompt_ids, graphs, tree, batch):
     """Policies of varying lengths; prompts that reach further sizes of attention one after the other."""
     target = build_model()
-    prompts = [[*ids] * (i + 1) for i, ids in enumerate(prompt_ids[:4])]
+    prompts = [[*ids] * (i + 1) for i, ids in enumerate(prompt_ids[:3])]
     policies, settings = [Wandering(), Confidence(0.2, 5), FixedLength(2)], Settings(0.7, NEW, 5, tree=tree)
     lines = bench(join(target, build_draft(target)), prompts, policies, settings=settings, batch=batch)
     assert graphs.recorded > 0

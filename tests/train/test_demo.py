@@ -20,11 +20,11 @@ from specstop import Profile, load_trace, shipped_pair
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(
-    train=14,
+    train=12,
     test=4,
     live=3,
     routed=10,
-    tokens=16,
+    tokens=12,
     depth=3,
     heads=("logistic", "mlp"),
     effort=EFFORT,
@@ -125,10 +125,10 @@ def test_the_shipped_pair_is_an_ordinary_pair_whose_draft_often_agrees():
     text = "def name(alpha, gamma):\n\ttabs, é and \U0001f600\n"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     agreed = []
-    for line in (folder / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:6]:
+    for line in (folder / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:4]:
         ids = tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids
         with torch.inference_mode():
-            text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+            text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
             guess = draft(text[:, :-1]).logits[0, ids.shape[1] - 1 :].argmax(-1)
             assert float(target(ids, labels=ids).loss) < 4.0  # a model that has learned nothing has log 2048 = 7.6
         agreed += (guess == text[0, ids.shape[1] :]).tolist()

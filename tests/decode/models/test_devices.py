@@ -107,7 +107,7 @@ ANCHORED = Reads("anchor_prob", "drawn_prob", "mean_accepted", first=0)
 )  # fmt: skip
 def test_a_round_waits_once_and_once_for_each_decision(pairs, policy, mode, temperature, batch, more):
     """Chains on a device: tokens stay there until the policy reads features, and the verification is one transfer."""
-    settings = Settings(temperature, 14, verification=mode)
+    settings = Settings(temperature, 10, verification=mode)
     requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
     expected = Speculator(pairs[0], policy, settings, batch=batch).run(requests)
     with Accelerator() as device, torch.no_grad():
@@ -129,7 +129,7 @@ def test_a_round_waits_once_and_once_for_each_decision(pairs, policy, mode, temp
     ],
 )  # fmt: skip
 def test_texts_are_those_of_the_host(pairs, kind, mode, tree, batch):
-    settings = Settings(0.7, 10, ignore_eos=True, verification=mode, tree=tree)
+    settings = Settings(0.7, 8, ignore_eos=True, verification=mode, tree=tree)
     requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
 
     def loop(pair: Pair, **options: Any) -> Speculator:

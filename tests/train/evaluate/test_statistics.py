@@ -321,8 +321,8 @@ def censored(full: TraceArrays, recorded: Tensor, explored: Tensor, share: float
 @pytest.mark.parametrize(("policy", "knows_logging"), [(Confidence(0.2, DEPTH), True), (FixedLength(2), False)])
 def test_weighted_sums_are_unbiased_over_all_outcomes_of_exploration(live, profile, policy, knows_logging):
     """Numerators and denominator of the self-normalised estimate are unbiased, exactly."""
-    full, share = read(live(verification="rejection", max_new_tokens=12)).subset([0, 1, 2]), 0.3
-    assert 5 < len(full.cut) < 12
+    full, share = read(live(verification="rejection", max_new_tokens=9)).subset([0, 1, 2]), 0.3
+    assert 4 < len(full.cut) < 9
     truth = observed_rounds(full, policy, profile)
     base = observed_rounds(full, LOGGING, profile, is_recorded=True)
     length = torch.from_numpy(base.drafted)

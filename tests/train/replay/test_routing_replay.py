@@ -89,19 +89,18 @@ def by_text(rounds: Rounds) -> list[list[tuple[int, ...]]]:
     return [[row[1:] for row in rows if row[0] == text] for text in range(len(rounds.prompt_tokens))]
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), [("suffix+model", 0.0), ("lookup+model", 0.7)])
+@pytest.mark.parametrize(("drafter", "temperature", "batch"), [("suffix+model", 0.0, 1), ("lookup+model", 0.7, 4)])
 @pytest.mark.parametrize("name", ROUTES)
-def test_rounds_are_those_of_the_live_loop(recorded, pair, costs, prompts, prompt_ids, drafter, name, temperature):
+def test_rounds_are_those_of_the_live_loop(
+    recorded, pair, costs, prompts, prompt_ids, drafter, name, temperature, batch
+):
     policy, arrays = ROUTES[name](), recorded(drafter, temperature)
     rounds = replay(arrays, policy, costs)
     settings = Settings(temperature, NEW, DEPTH, verification="match")
     requests = [Request(ids * 2, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)]
-    for batch in (1, 4):
-        texts = Speculator(with_drafter(pair, drafter), policy, settings, batch=batch).run(requests)
-        live = [
-            [(r.anchor, r.drafted, r.verified, r.accepted, r.backlog, r.decisions) for r in t.rounds] for t in texts
-        ]
-        assert by_text(rounds) == live
+    texts = Speculator(with_drafter(pair, drafter), policy, settings, batch=batch).run(requests)
+    names = ("anchor", "drafted", "verified", "accepted", "backlog", "decisions")
+    assert by_text(rounds) == [[tuple(getattr(r, column) for column in names) for r in text.rounds] for text in texts]
     if policy.routes:
         used = rounds.drafting.numpy()
         assert used.any(0).tolist() == [name != "always", True], "each drafter is used"
