@@ -44,6 +44,11 @@ class ModelDrafter(Drafter):
         self._model = open_cache(self._draft, capacity, vocabulary, self._keeps, streams, reading=reading)
         self._texts = [_Stream() for _ in range(streams)]
 
+    @property
+    def skips(self) -> bool:
+        """Whether draft steps that are not needed are skipped; see `device_policies`."""
+        return self._model.skips
+
     def keep_states(self) -> int:
         """Return the hidden states with every proposal from now on; the result is their width H."""
         if not self._keeps:
@@ -93,7 +98,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        logits = self._model.read_parts([self._part(round, depth, stream, fed) for stream, fed in rows])
+        logits = self._model.read_parts([self._part(round, depth, stream, fed) for stream, fed in rows], round.needed)
         first = 0
         for stream, fed in rows:
             if not self._texts[stream].is_checked:

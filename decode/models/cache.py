@@ -160,6 +160,11 @@ class CachedModel:
         assert length <= self._kv.lengths[stream]
         self._kv.lengths[stream] = length
 
+    @property
+    def skips(self) -> bool:
+        """Whether calls that are not needed are skipped; see `read_parts`."""
+        return False
+
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths, if calls are recorded."""
 
@@ -304,17 +309,22 @@ class CachedModel:
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return functional.pad(logits, (0, self._unknown), value=-math.inf) if self._unknown else logits, states
 
-    def read_parts(self, parts: Sequence[Part]) -> Tensor:
+    def read_parts(self, parts: Sequence[Part], needed: Tensor | None = None) -> Tensor:
         """Append tokens to several streams, at most one part each, and return their logits [R, V].
 
         One packed call reads them, except the beginnings of texts and other long parts.
+
+        Args:
+            parts: to read.
+            needed: [] bool on the device. While it is false, recorded calls are skipped if the model `skips`. Their results
+                are then undefined.
         """
         packed = self._packable(parts)
         packed = packed if len(packed) >= self._min_packed else []
         groups = [[part] for part in parts if part not in packed] + ([packed] if packed else [])
         outputs = {}
         for group in groups:
-            logits = self._read_packed(group) if group is packed else self._read_alone(group[0])
+            logits = self._read_packed(group, needed) if group is packed else self._read_alone(group[0])
             if len(groups) == 1:
                 return logits
             bounds, states = split(group), self.states
@@ -352,8 +362,9 @@ class CachedModel:
             self.states = self.states[:, -len(logits) :]
         return logits
 
-    def _read_packed(self, parts: Sequence[Part]) -> Tensor:
+    def _read_packed(self, parts: Sequence[Part], needed: Tensor | None) -> Tensor:
         call = self._pack(parts)
+        call.needed = None if needed is None else needed.clone()  # a recording keeps it as its input
         if self._tokens is not None:
             self._tokens[call.line[2], call.line[3]] = call.line[0]
         logits, states = self._run_packed(call)
