@@ -26,9 +26,21 @@ from ..policies.kernels.heads import MAX_PROBABILITY, MIN_PROBABILITY
 from ..policies.learned import LearnedPolicy
 from ..policies.rules import Derived, Threshold
 from .feature_reader import FeatureReader
-from .models.device import Flag, Recorded, to_host, upload
+from .models.device import Copy, Recorded, to_host, upload
 from .round_state import DraftScores, RoundState
 from .summaries import columns_on_device, recorder
+
+
+def device_policy(
+    policy: StopPolicy, reader: FeatureReader, deepest: int, ends: Collection[int]
+) -> DevicePolicy | None:
+    """Return a policy that decides as this one does, but on the device; None if a part of it is not supported."""
+    if type(policy) is not LearnedPolicy or type(policy.rule) not in (Derived, Threshold):
+        return None
+    has_custom = any(feature(name).function for name in policy.features)
+    if has_custom or type(policy.head) not in SCORES or reader.reducers.keys() != policy.head.reductions.keys():
+        return None
+    return DevicePolicy(policy, reader, deepest, ends)
 
 
 class DevicePolicy:
@@ -38,30 +50,26 @@ class DevicePolicy:
     of the path.
 
     Args:
-        policy: all of its parts are supported (`supports`).
-        reader: reads the features.
-        temperature: sampling temperature; 0 = greedy.
+        policy: see `device_policy`.
+        reader: reads its features.
         deepest: largest length.
         ends: token ids that end a text.
     """
 
-    def __init__(
-        self, policy: LearnedPolicy, reader: FeatureReader, temperature: float, deepest: int, ends: Collection[int]
-    ) -> None:
-        self._policy, self._reader, self._temperature, self._deepest = policy, reader, temperature, deepest
-        self._first, self._ends, columns = max(policy.first, 1), sorted(ends), Layout(policy.features).node_columns
-        self._codes, self._at = columns.codes.T
-        self._follows_path = "path_logprob" in columns.names
+    def __init__(self, policy: LearnedPolicy, reader: FeatureReader, deepest: int, ends: Collection[int]) -> None:
+        self._policy, self._reader, self._deepest, self._ends = policy, reader, deepest, sorted(ends)
+        self._first, self._follows_path = max(policy.first, 1), "path_logprob" in policy.features
+        self._codes, self._places = Layout(policy.features).node_columns.codes.T
         self._steps: dict[Any, tuple[Recorded[tuple[Tensor, Tensor]], Tensor]] = {}
         self._fixed: list[Tensor] = []  # the state, then what does not change within a round; recordings read them
 
     def begin(self, round: RoundState, history: History) -> None:
         """Begin a round."""
-        self._round, self._history, self._flags, self._has_drafted = round, history, list[Flag](), False
+        self._round, self._history, self._flags, self._has_drafted = round, history, list[Copy](), False
 
     def has_stopped(self) -> bool:
-        """Whether the host knows that no stream drafts on. It does not wait for that."""
-        return any(flag.is_false() for flag in self._flags)
+        """Whether the host knows, without a wait, that no stream drafts on."""
+        return any(flag.has_arrived() and not flag.wait() for flag in self._flags)
 
     def step(self, depth: int, scores: DraftScores, tokens: Tensor) -> None:
         """Decide about the candidates [R] of a depth, which are in `RoundState.device_tokens` too."""
@@ -80,11 +88,18 @@ class DevicePolicy:
             inputs = inputs.new_zeros(size, inputs.shape[1]).index_copy_(0, upload(streams, inputs.device), inputs)
         inputs = torch.cat([chain[:, depth - 1 : depth + 1].double(), inputs], 1)
         decide = partial(self._decide, depth, is_decided, [part.shape[1] for part in parts])
-        state, needed = self._run((depth, inputs.shape), decide, inputs)
+        if (records := recorder(inputs.device)).works:
+            if (key := (depth, inputs.shape)) not in self._steps:
+                self._steps[key] = Recorded(), torch.empty_like(inputs)
+            recorded, buffer = self._steps[key]
+            buffer.copy_(inputs)
+            state, needed = recorded.run_or_replay(records, lambda: decide(buffer))
+        else:
+            state, needed = decide(inputs)
         self._fixed[0].copy_(state)
         if depth < self._deepest:
             self._round.needed = needed
-            self._flags.append(Flag(needed))
+            self._flags.append(Copy(needed))
 
     def settle(self) -> None:
         """Set the candidates of the round on the host, which waits once."""
@@ -106,32 +121,18 @@ class DevicePolicy:
         self._fixed, head = tensors, self._policy.head
         maps = self._policy.accept.pieces, self._policy.next.pieces, *self._policy.tables
         self._accept, self._next, *self._tables = (upload(pieces, device) for pieces in maps)
-        self._columns_at, self._end_ids = upload(self._at, device), upload(self._ends, device)
+        self._at, self._end_ids = upload(self._places, device), upload(self._ends, device)
         score, on_host = SCORES[type(head)]
-        arguments = enumerate(head.arguments[0])
-        self._score = partial(
-            score, *(upload(x, device) if isinstance(x, np.ndarray) and at != on_host else x for at, x in arguments)
-        )
-
-    def _run(
-        self, key: Any, decide: Callable[[Tensor], tuple[Tensor, Tensor]], inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if not (records := recorder(inputs.device)).works:
-            return decide(inputs)
-        if key not in self._steps:
-            self._steps[key] = Recorded(), torch.empty_like(inputs)
-        recorded, buffer = self._steps[key]
-        buffer.copy_(inputs)
-        return recorded.run_or_replay(records, lambda: decide(buffer))
+        self._score = partial(score, *(
+            upload(value, device) if isinstance(value, np.ndarray) and at != on_host else value
+            for at, value in enumerate(head.arguments[0])
+        ))  # fmt: skip
 
     def _decide(self, depth: int, is_decided: bool, widths: list[int], inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new state and whether a stream drafts on.
 
-        Args:
-            depth: of the candidates.
-            is_decided: whether the policy decides.
-            widths: of the other parts of `inputs`.
-            inputs: [S, .] float64 token before the candidate, candidate, whether there is one, then what was launched.
+        `inputs` are [S, .] float64: the token before the candidate, the candidate, then parts of these widths: whether there
+        is a candidate, and what the reader launched, if anything.
         """
         policy, rule, (before, levels, base, *target) = self._policy, self._policy.rule, self._fixed
         alive, count, survival, path = before.unbind(1)
@@ -143,8 +144,8 @@ class DevicePolicy:
         if is_decided:
             statistics, lead, states = parts[:4], parts[4][:, 0], [*(part.float() for part in parts[5:]), *target]
             if len(self._codes):
-                columns = columns_on_device(self._codes, statistics, token, parent, depth, path, lead)
-                base = base.index_copy(1, self._columns_at, columns)
+                columns = columns_on_device(self._codes.tolist(), statistics, token, parent, depth, path, lead)
+                base = base.index_copy(1, self._at, columns)
             scores = self._score(features=base, states=states, depth=depth)
             chance = torch.ones_like(count) if depth <= policy.head.lag else _calibrated(scores[:, 0], self._accept)
             survival = chance if depth == self._first else survival * chance
@@ -226,11 +227,3 @@ SCORES: Mapping[type[Head], tuple[Callable[..., Tensor], int]] = {
 }  # fmt: skip
 """By type of head: `Head.scores` [S, 2] float64 at depths above 0, called with `Head.arguments` on the device, features
 [S, F], the outputs [S, W] of `Head.reductions` and the depth; and the index of the argument that stays on the host."""
-
-
-def supports(policy: StopPolicy, reader: FeatureReader) -> bool:
-    """Return whether a policy can decide on a device."""
-    if type(policy) is not LearnedPolicy or type(policy.rule) not in (Derived, Threshold):
-        return False
-    has_custom = any(feature(name).function for name in policy.features)
-    return type(policy.head) in SCORES and not has_custom and reader.reducers.keys() == policy.head.reductions.keys()

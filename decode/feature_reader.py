@@ -137,6 +137,7 @@ class FeatureReader:
             for name, reducer in ((name, StateReducer(one)) for name, one in layers.items())
             if reducer.width != self._widths.get(name)
         }
+        self._prefetches = self._first == 0 and self._reads_target
         self._next: NextAnchors | None = None
         self._reads_draft = bool(self._layout.node or policy.hidden)
         self._one_batch = np.zeros(streams, dtype=np.int64)
@@ -166,8 +167,7 @@ class FeatureReader:
             rows: [R, V] logits of the target.
             states: returns its last hidden states, [R, H] or more.
         """
-        is_early = self._first == 0 or self.round.device_policy is not None  # the host reads them before it waits
-        if self._reads_target and is_early and not rows.is_cpu:
+        if self._prefetches and not rows.is_cpu:
             streams = [stream for stream, _ in self.round.target_rows]
             is_read = TARGET_HIDDEN in self.policy.hidden
             kept = self._reduced(TARGET_HIDDEN, states()[: len(rows)]) if is_read else None
@@ -238,6 +238,7 @@ class FeatureReader:
 
     def before_drafting(self, history: History) -> list[Array]:
         """Return the columns [S, F] of chains that are known before drafting, and the target's states [S, .] if read."""
+        self._prefetches = self._reads_target  # it is called in every round
         if self._base is None:
             self._base = self._read_base(history)
         return [self._base[:, 0], *([] if self._target_states is None else [self._target_states])]

@@ -15,10 +15,8 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, ROUTE_FEATURES, SIGNALS, TARGET_HIDDEN, History
-from ..policies.learned import LearnedPolicy
-from .device_policies import DevicePolicy, supports
+from .device_policies import DevicePolicy, device_policy
 from .drafters import Drafter
-from .drafters.model import ModelDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
 from .models.attention import Part, TreeRows
@@ -94,10 +92,6 @@ class ModelSource:
             self._branches.append(inner)
             self._all_inner.append([[(s, [row_of[b] for b in one]) for s in range(streams)] for one in inner])
         self._round: RoundState | None = None
-        # Draft steps that a hook observes, and drafters other than models, cannot be left to the device.
-        observed = any(type(hook).on_draft_step is not Hook.on_draft_step for hook in hooks)
-        model = drafters[0]
-        self._model = model if topology.is_chain and isinstance(model, ModelDrafter) and not observed else None
         self.read_for(policy)
         self._open(0)
 
@@ -112,8 +106,8 @@ class ModelSource:
             partial(read_signals, [drafter.signals if drafter.has_signals else None for drafter in self.drafters]),
         )
         self._device_policy: DevicePolicy | None = None
-        if self._model is not None and isinstance(policy, LearnedPolicy) and supports(policy, self.reader):
-            self._device_policy = DevicePolicy(policy, self.reader, self._temperature, self.topology.deepest, self.eos)
+        if self.topology.is_chain and all(type(hook).on_draft_step is Hook.on_draft_step for hook in self._hooks):
+            self._device_policy = device_policy(policy, self.reader, self.topology.deepest, self.eos)
         if self._round is not None:  # a fallback may replace a policy in the middle of a round
             self._round.device_policy = None
             self.reader.begin(self._round)
@@ -224,8 +218,8 @@ class ModelSource:
                 round.limit = np.full(self._size, deepest) if round.limit is None else round.limit
                 round.limit[stream] = allowed
         round.choices, round.ends = choices, self.eos
-        can_skip = self._device_policy is not None and self._model is not None and self._model.skips
-        if can_skip and not any(text.sampler.reads_tokens for text in round.texts if text is not None):
+        reads_tokens = any(text.sampler.reads_tokens for text in round.texts if text is not None)
+        if self._device_policy is not None and self.drafters[0].skips and not reads_tokens:
             round.device_policy = self._device_policy
         self.reader.begin(round)
         return round
@@ -237,10 +231,10 @@ class ModelSource:
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.CandidateSource`."""
         self.reader.read_path(self.timer)  # before the next level replaces it
-        tree, span, device_policy = self.topology, self.topology.spans[depth + 1], round.device_policy
+        tree, span, policy = self.topology, self.topology.spans[depth + 1], round.device_policy
         ended: list[tuple[int, int]] = []
         drawn = round.drawn[:, span]  # a view: the numbers of random choices count what earlier drafters drew
-        if device_policy is not None and device_policy.has_stopped():
+        if policy is not None and policy.has_stopped():
             return drawn, drawn
         levels = []
         for index in range(len(self.drafters)):
@@ -251,14 +245,14 @@ class ModelSource:
             levels.append(level)
             if isinstance(tokens, Tensor):
                 drawn[[stream for stream, _ in level.rows]] = True
-                if round.has_fixed_length or depth + 1 == tree.deepest or device_policy is not None:
+                if round.has_fixed_length or depth + 1 == tree.deepest or policy is not None:
                     self._defer(round, depth + 1, level.rows, tokens)
-                mark = self.timer.mark()
-                if device_policy is not None:
-                    device_policy.step(depth + 1, level, tokens)
-                    self.timer.add("policy", mark)
-                if round.device_tokens is not None:
+                    if policy is not None:
+                        mark = self.timer.mark()
+                        policy.step(depth + 1, level, tokens)
+                        self.timer.add("policy", mark)
                     continue
+                mark = self.timer.mark()
                 tokens = [[token] for token in self.reader.fetch(depth + 1, level, tokens)]
                 self.timer.add("policy", mark)
             candidates, round_tokens = iter(tokens), round.tokens
@@ -273,7 +267,7 @@ class ModelSource:
         drawn = drawn.copy()
         if not levels:
             return drawn, drawn
-        if not round.has_fixed_length and device_policy is None:
+        if not round.has_fixed_length and policy is None:
             self.reader.drawn(depth + 1, levels)
         for hook in self._hooks:
             hook.on_draft_step(round, depth + 1)
@@ -407,7 +401,8 @@ class ModelSource:
     def _last_states(self) -> Tensor:
         """Return the last hidden states [R, H] of the tokens that the target has just read."""
         assert self.target.states is not None
-        return self.target.states[0].unflatten(-1, (len(self._layers), -1))[:, self._layers.index(-1)]
+        states: Tensor = self.target.states[0].unflatten(-1, (len(self._layers), -1))
+        return states[:, self._layers.index(-1)]
 
     def _padding(self, round: RoundState) -> int:
         """Return how many tokens a stream reads again to pad a verification: a larger one may be cheaper."""

@@ -121,6 +121,7 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
         mark = timer.mark()
         round.device_policy.settle()
         timer.add("policy", mark)
+        round.device_policy = None  # it refers to the round, and cycles keep memory
     round.count()
 
 

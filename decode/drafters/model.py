@@ -45,8 +45,8 @@ class ModelDrafter(Drafter):
         self._texts = [_Stream() for _ in range(streams)]
 
     @property
-    def skips(self) -> bool:
-        """Whether draft steps that are not needed are skipped; see `device_policies`."""
+    def skips(self) -> bool:  # type: ignore[override]
+        """See `Drafter`."""
         return self._model.skips
 
     def keep_states(self) -> int:
@@ -85,8 +85,8 @@ class ModelDrafter(Drafter):
         text = self._texts[stream]
         base = len(text.tokens)
         if text.round is not None and self._model.lengths[stream] > base:  # else nothing was drafted
-            # The last row of the path may not have been fed.
-            slots = {row: base + at for at, row in enumerate(text.fed)}
+            # The last row of the path may not have been fed, or in a step that was skipped.
+            slots = {row: base + at for at, row in enumerate(text.fed) if text.round.fed[stream, row]}
             self._model.keep(base, [slots[row] for row in text.round.path(stream) if row in slots], stream)
         text.round = None
         text.tokens.extend(tokens)

@@ -156,13 +156,8 @@ class PackedCall:
     @property
     def shape(self) -> tuple[object, ...]:
         """A key that is equal for calls that can share a recording."""
-        return (
-            *(tensor.shape for tensor in self.tensors),
-            self.rows is None,
-            self.needed is None,
-            self.slots,
-            self.is_full,
-        )
+        missing = self.rows is None, self.needed is None
+        return (*(tensor.shape for tensor in self.tensors), missing, self.slots, self.is_full)
 
     def mask(self) -> Tensor:
         """Return [S, 1, n, slots] bool."""

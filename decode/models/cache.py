@@ -89,9 +89,12 @@ class CachedModel:
 
     Attributes:
         masked: Whether the model takes masks.
+        skips: Whether recorded calls that are not needed are skipped (`read_parts`).
         states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` [1, n, H]
             of all tokens, after `read_parts` [1, R, H] of the tokens for which logits are returned.
     """
+
+    skips = False
 
     def __init__(
         self,
@@ -159,11 +162,6 @@ class CachedModel:
         """Remove all tokens of a stream after the first `length`."""
         assert length <= self._kv.lengths[stream]
         self._kv.lengths[stream] = length
-
-    @property
-    def skips(self) -> bool:
-        """Whether calls that are not needed are skipped; see `read_parts`."""
-        return False
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths, if calls are recorded."""
@@ -314,10 +312,7 @@ class CachedModel:
 
         One packed call reads them, except the beginnings of texts and other long parts.
 
-        Args:
-            parts: to read.
-            needed: [] bool on the device. While it is false, recorded calls are skipped if the model `skips`. Their results
-                are then undefined.
+        If the model `skips`, recorded calls do nothing while `needed` [] bool on the device is false.
         """
         packed = self._packable(parts)
         packed = packed if len(packed) >= self._min_packed else []

@@ -141,7 +141,7 @@ class CudaGraphModel(CachedModel):
         weakref.finalize(self, _keep_memory, weakref.ref(model), memory).atexit = False
 
     @property
-    def skips(self) -> bool:
+    def skips(self) -> bool:  # type: ignore[override]
         """See `CachedModel`."""
         return self._memory.recorder.can_skip(self._device)
 

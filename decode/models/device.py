@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -79,16 +80,22 @@ def fused(function: Callable[Args, Out]) -> Callable[Args, Out]:
     return run
 
 
-class Flag:
-    """A bool on a device, copied to the host without a wait."""
+class Copy:
+    """A copy of a tensor to the host, which is not waited for until `wait`."""
 
-    def __init__(self, value: Tensor) -> None:
-        self._copy = value.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream(value.device).record_event() if value.is_cuda else None
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
-    def is_false(self) -> bool:
-        """Whether the copy has arrived and is false."""
-        return (self._copied is None or self._copied.query()) and not self._copy.item()
+    def has_arrived(self) -> bool:
+        """Whether the copy is complete."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> Tensor:
+        """Return the copy."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        return self._values
 
 
 _RECORDING = threading.Lock()
@@ -113,11 +120,11 @@ class Recorder:
         """Return whether recordings on tensors of `device` can be skipped, which depends on CUDA, its driver and torch."""
         if self.works and self.skips is None:
             count, needed = torch.zeros((), device=device), torch.zeros((), dtype=torch.bool, device=device)
-            play = self._capture(lambda: count.add_(1.0), needed)
-            count.zero_()
-            for flag in (False, True) if play else ():
-                needed.fill_(flag)
-                play()
+            if play := self._capture(lambda: count.add_(1.0), needed):
+                count.zero_()
+                for flag in (False, True):
+                    needed.fill_(flag)
+                    play()
             self.skips = count.item() == 1.0
         return self.works and bool(self.skips)
 
@@ -142,12 +149,14 @@ class Recorder:
             graph = torch.cuda.CUDAGraph()
             try:
                 # Other threads may allocate memory during the recording.
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                with (
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                    contextlib.ExitStack() as body,
+                ):
                     if needed is not None:
                         graph.begin_capture_to_if_node(needed)
+                        body.callback(graph.end_capture_to_conditional_node)
                     out = run()
-                    if needed is not None:
-                        graph.end_capture_to_conditional_node()
             except RuntimeError as error:
                 torch.cuda.set_stream(before)  # torch stays in the stream of a failed recording
                 if needed is not None:
