@@ -147,11 +147,11 @@ class DevicePolicy:
                 columns = columns_on_device(self._codes.tolist(), statistics, token, parent, depth, path, lead)
                 base = base.index_copy(1, self._at, columns)
             scores = self._score(features=base, states=states, depth=depth)
-            chance = torch.ones_like(count) if depth <= policy.head.lag else _calibrated(scores[:, 0], self._accept)
+            chance = torch.ones_like(count) if depth <= policy.head.lag else calibrated(scores[:, 0], self._accept)
             survival = chance if depth == self._first else survival * chance
             if self._tables[depth].shape[1]:
-                survival = _calibrated(survival, self._tables[depth])
-            following = _calibrated(scores[:, 1], self._next)
+                survival = calibrated(survival, self._tables[depth])
+            following = calibrated(scores[:, 1], self._next)
             value = (survival, chance, following, survival * following)[rule.compared]
             goes = goes & (value > levels[depth] if rule.strict else value >= levels[depth])
         if self._ends:
@@ -159,7 +159,7 @@ class DevicePolicy:
         return torch.stack([goes.double(), count, survival, path], 1), goes.any()
 
 
-def _calibrated(scores: Tensor, pieces: Tensor) -> Tensor:
+def calibrated(scores: Tensor, pieces: Tensor) -> Tensor:
     """Return the values of a map at scores [n]; see `Calibrator.pieces`."""
     if len(pieces) == 1:
         return 1.0 / (1.0 + (-pieces[0, 0] * scores).exp())
