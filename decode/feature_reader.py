@@ -67,33 +67,39 @@ class NextAnchors:
         needs, temperature: see `summarise`.
         rows: [R, V] logits of the target.
         streams: those of the round.
+        states: [R, W] hidden states of these rows, or what a head's layers make of them; None = not read.
 
     Attributes:
-        on_host: the statistics, once they are copied.
+        on_host: statistics and states, once they are copied.
     """
 
-    def __init__(self, needs: Needs, temperature: float, rows: Tensor, streams: Sequence[int]) -> None:
+    def __init__(
+        self, needs: Needs, temperature: float, rows: Tensor, streams: Sequence[int], states: Tensor | None = None
+    ) -> None:
         self._needs, self._temperature, self._rows, self._streams = needs, temperature, rows, streams
-        self.on_host: Tensor | None = None
+        self._states, self.on_host = states, list[Tensor]()
 
     def launch(self, at: Tensor, by_row: bool) -> list[Tensor]:
-        """Start the statistics of rows and tokens `at` [B, 2]; see `RoundState.fetch`."""
+        """Return what is copied for the rows and tokens `at` [B, 2]; see `RoundState.fetch`."""
         self._by_row, entry = (
             by_row,
             at if by_row else torch.stack([torch.arange(len(at), device=at.device), at[:, 1]], 1),
         )
         rows = self._rows if by_row else self._rows.index_select(0, at[:, 0])
         self._launched = launch(self._needs, rows, entry, 1, self._temperature)
-        return [self._launched.values]
+        states = self._states if self._states is None or by_row else self._states.index_select(0, at[:, 0])
+        return [self._launched.values, *(() if states is None else (states,))]
 
     def fetched(self, round: RoundState) -> _Fetched | None:
         """Return those of a round's anchors; None if they are not among them."""
         anchors = [(stream, anchor) for stream, anchor in enumerate(round.anchors) if anchor is not None]
-        is_same = [stream for stream, _ in anchors] == self._streams and all(a.rows is self._rows for _, a in anchors)
-        if self.on_host is None or not is_same:
+        if not self.on_host or not all(anchor.rows is self._rows for _, anchor in anchors):
             return None
-        entries = [anchor.at for _, anchor in anchors] if self._by_row else range(len(anchors))
-        return _Fetched(self._launched, {"anchors": self.on_host}, entries)
+        entries = [anchor.at if self._by_row else self._streams.index(stream) for stream, anchor in anchors]
+        on_host = {"anchors": self.on_host[0]}
+        if self._states is not None:
+            on_host["anchor states"] = self.on_host[1][entries]
+        return _Fetched(self._launched, on_host, entries)
 
 
 class FeatureReader:
@@ -126,12 +132,12 @@ class FeatureReader:
         self._reads_target = bool(self._layout.anchor) or TARGET_HIDDEN in policy.hidden
         # A reduction to the width of the state would save nothing. Reductions are recognized by their width.
         layers: Mapping[str, Reduction] = policy.head.reductions if isinstance(policy, LearnedPolicy) else {}
-        self._reducers = {
+        self.reducers = {
             name: reducer
             for name, reducer in ((name, StateReducer(one)) for name, one in layers.items())
             if reducer.width != self._widths.get(name)
         }
-        self._prefetches = self._first == 0 and bool(self._layout.anchor) and TARGET_HIDDEN not in policy.hidden
+        self._prefetches = self._first == 0 and self._reads_target
         self._next: NextAnchors | None = None
         self._reads_draft = bool(self._layout.node or policy.hidden)
         self._one_batch = np.zeros(streams, dtype=np.int64)
@@ -154,11 +160,18 @@ class FeatureReader:
         self._anchors = None if self._next is None else self._next.fetched(round)
         self._next = None
 
-    def next_anchors(self, rows: Tensor) -> NextAnchors | None:
-        """Return what the verification copies for the next round, given its rows [R, V] on a device."""
+    def next_anchors(self, rows: Tensor, states: Callable[[], Tensor]) -> NextAnchors | None:
+        """Return what the verification copies for the next round.
+
+        Args:
+            rows: [R, V] logits of the target.
+            states: returns its last hidden states, [R, H] or more.
+        """
         if self._prefetches and not rows.is_cpu:
             streams = [stream for stream, _ in self.round.target_rows]
-            self._next = NextAnchors(self._layout.anchor_columns.needs, self._temperature, rows, streams)
+            is_read = TARGET_HIDDEN in self.policy.hidden
+            kept = self._reduced(TARGET_HIDDEN, states()[: len(rows)]) if is_read else None
+            self._next = NextAnchors(self._layout.anchor_columns.needs, self._temperature, rows, streams, kept)
         return self._next
 
     def drawn(self, depth: int, scores: Sequence[DraftScores]) -> None:
@@ -170,16 +183,10 @@ class FeatureReader:
     def fetch(self, depth: int, scores: DraftScores, tokens: Tensor) -> list[int]:
         """Return tokens [R] of chains, drawn on a device, and copy what the policy reads there: the host waits once."""
         self.drawn(depth, [scores])
-        device, launched, anchors, needs = tokens.device, None, None, self._columns.needs
-        parts = {"tokens": tokens}
+        device, launched, anchors, parts = tokens.device, None, None, dict[str, Tensor]()
         if self._unread:
-            at = torch.stack([torch.arange(len(tokens), device=device), tokens], 1)
-            launched = launch(needs, scores.raw, at, 1, self._temperature, scores.sampled, scores.scores)
-            parts["statistics"] = launched.values
-            if needs.noisy and scores.untruncated is not None and scores.sampled is not None:
-                parts["lead"] = lead_of(scores.untruncated, scores.sampled, at)
-            if scores.states is not None:
-                parts["states"] = self._reduced(DRAFT_HIDDEN, scores.states)
+            launched, parts = self.launch(scores, tokens)
+        parts["tokens"] = tokens
         if self._reads_target and self._base is None and self._anchors is None:
             rows, last = self._anchor_rows()
             if self._layout.anchor:
@@ -194,6 +201,17 @@ class FeatureReader:
             self._anchors = _Fetched(anchors, on_host)
         out: list[int] = on_host["tokens"].tolist()
         return out
+
+    def launch(self, scores: DraftScores, tokens: Tensor) -> tuple[Launched, dict[str, Tensor]]:
+        """Start what the policy reads of tokens [R] of chains on their device; return it as a whole and by name."""
+        needs, at = self._columns.needs, torch.stack([torch.arange(len(tokens), device=tokens.device), tokens], 1)
+        launched = launch(needs, scores.raw, at, 1, self._temperature, scores.sampled, scores.scores)
+        parts = {"statistics": launched.values}
+        if needs.noisy and scores.untruncated is not None and scores.sampled is not None:
+            parts["lead"] = lead_of(scores.untruncated, scores.sampled, at)
+        if scores.states is not None:
+            parts["states"] = self._reduced(DRAFT_HIDDEN, scores.states)
+        return launched, parts
 
     def read_path(self, timer: Timer = NO_TIMER) -> None:
         """Read the tokens of a depth for which the policy was not called, if a feature needs the paths through them."""
@@ -218,13 +236,20 @@ class FeatureReader:
         owners = self._owners[depth], self._owners[max(depth - 1, 0)]
         return DraftStep(depth, alive, self._parents[depth], features, hidden, self._batch, *owners)
 
+    def before_drafting(self, history: History) -> list[Array]:
+        """Return the columns [S, F] of chains that are known before drafting, and the target's states [S, .] if read."""
+        self._prefetches = self._reads_target  # it is called in every round
+        if self._base is None:
+            self._base = self._read_base(history)
+        return [self._base[:, 0], *([] if self._target_states is None else [self._target_states])]
+
     def _by_branch(self, base: Array, depth: int) -> Array:
         """Return a copy of the columns [S, D, F] by branch of a depth [S, B, F]."""
         return base.repeat(self._topology.branches[depth], 1) if self._owners is None else base[:, self._owners[depth]]
 
     def _reduced(self, name: str, states: Tensor) -> Tensor:
         """Return what is copied to the host of hidden states [n, H] on a device: the output of the head's layers on them."""
-        return self._reducers[name](states) if name in self._reducers else stored(states)
+        return self.reducers[name](states) if name in self.reducers else stored(states)
 
     def _to_host(self, name: str, states: Tensor) -> Array:
         """Return hidden states [n, H] as a policy sees them, or what its head reduces them to, float32."""
@@ -240,15 +265,15 @@ class FeatureReader:
             values, width = self._states, self._widths[DRAFT_HIDDEN]
             if isinstance(values, Tensor):
                 values = self._to_host(name, values)
-            if name in self._reducers and (values is None or values.shape[1] != width):
-                width = self._reducers[name].width
+            if name in self.reducers and (values is None or values.shape[1] != width):
+                width = self.reducers[name].width
             states = np.zeros((*alive.shape, width), dtype=np.float32)
             if values is not None and self._indices is None:
                 states[:] = values.reshape(states.shape)
             elif values is not None:
                 states[self._indices] = values
         states[~alive] = 0.0
-        is_reduced = name in self._reducers and states.shape[-1] != self._widths.get(name)
+        is_reduced = name in self.reducers and states.shape[-1] != self._widths.get(name)
         return reduced(name) if is_reduced else name, states
 
     def _read_base(self, history: History) -> Array:

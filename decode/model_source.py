@@ -15,6 +15,7 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, ROUTE_FEATURES, SIGNALS, TARGET_HIDDEN, History
+from .device_policies import DevicePolicy, device_policy
 from .drafters import Drafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
@@ -104,7 +105,11 @@ class ModelSource:
             self._size,
             partial(read_signals, [drafter.signals if drafter.has_signals else None for drafter in self.drafters]),
         )
+        self._device_policy: DevicePolicy | None = None
+        if self.topology.is_chain and all(type(hook).on_draft_step is Hook.on_draft_step for hook in self._hooks):
+            self._device_policy = device_policy(policy, self.reader, self.topology.deepest, self.eos)
         if self._round is not None:  # a fallback may replace a policy in the middle of a round
+            self._round.device_policy = None
             self.reader.begin(self._round)
 
     def reserve(self, tokens: int, requests: Sequence[Request] = ()) -> None:
@@ -213,6 +218,9 @@ class ModelSource:
                 round.limit = np.full(self._size, deepest) if round.limit is None else round.limit
                 round.limit[stream] = allowed
         round.choices, round.ends = choices, self.eos
+        reads_tokens = any(text.sampler.reads_tokens for text in round.texts if text is not None)
+        if self._device_policy is not None and self.drafters[0].skips and not reads_tokens:
+            round.device_policy = self._device_policy
         self.reader.begin(round)
         return round
 
@@ -223,9 +231,11 @@ class ModelSource:
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.CandidateSource`."""
         self.reader.read_path(self.timer)  # before the next level replaces it
-        tree, span = self.topology, self.topology.spans[depth + 1]
+        tree, span, policy = self.topology, self.topology.spans[depth + 1], round.device_policy
         ended: list[tuple[int, int]] = []
         drawn = round.drawn[:, span]  # a view: the numbers of random choices count what earlier drafters drew
+        if policy is not None and policy.has_stopped():
+            return drawn, drawn
         levels = []
         for index in range(len(self.drafters)):
             rows = self._fed_rows(depth, feeding, index)
@@ -235,8 +245,12 @@ class ModelSource:
             levels.append(level)
             if isinstance(tokens, Tensor):
                 drawn[[stream for stream, _ in level.rows]] = True
-                if round.has_fixed_length or depth + 1 == tree.deepest:
+                if round.has_fixed_length or depth + 1 == tree.deepest or policy is not None:
                     self._defer(round, depth + 1, level.rows, tokens)
+                    if policy is not None:
+                        mark = self.timer.mark()
+                        policy.step(depth + 1, level, tokens)
+                        self.timer.add("policy", mark)
                     continue
                 mark = self.timer.mark()
                 tokens = [[token] for token in self.reader.fetch(depth + 1, level, tokens)]
@@ -253,7 +267,7 @@ class ModelSource:
         drawn = drawn.copy()
         if not levels:
             return drawn, drawn
-        if not round.has_fixed_length:
+        if not round.has_fixed_length and policy is None:
             self.reader.drawn(depth + 1, levels)
         for hook in self._hooks:
             hook.on_draft_step(round, depth + 1)
@@ -317,7 +331,8 @@ class ModelSource:
         draw = self.mode.draw(round, rows, sampled, drafter)
         tokens: Sequence[Sequence[int]] | Tensor = draw.tokens
         if isinstance(tokens, Tensor):
-            is_deferred = self.topology.is_chain and (round.has_fixed_length or not tokens.is_cpu)
+            needs_none = round.has_fixed_length or round.device_policy is not None
+            is_deferred = self.topology.is_chain and (needs_none or not tokens.is_cpu)
             if not is_deferred or any(sampler.reads_tokens for sampler in samplers):
                 tokens = tokens[:, None].tolist()
         counts = [1] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
@@ -342,7 +357,7 @@ class ModelSource:
         if has_grammar := any(text.sampler.has_grammar for text in round.texts if text is not None):
             # A candidate may lead to a row for which the grammar allows no token. It matters only if it is accepted.
             round.target_sampled = torch.where(sampled.amax(-1, keepdim=True) > -torch.inf, sampled, raw)
-        round.next_anchors = self.reader.next_anchors(raw)
+        round.next_anchors = self.reader.next_anchors(raw, self._last_states)
         try:
             accepted = self.mode.accept(round, rows, round.target_sampled)
         finally:  # after the host has waited for the accepted paths
@@ -382,6 +397,12 @@ class ModelSource:
         check_finite = start_check(logits)
         self.timer.add("verify", mark)
         return logits, check_finite
+
+    def _last_states(self) -> Tensor:
+        """Return the last hidden states [R, H] of the tokens that the target has just read."""
+        assert self.target.states is not None
+        states: Tensor = self.target.states[0].unflatten(-1, (len(self._layers), -1))
+        return states[:, self._layers.index(-1)]
 
     def _padding(self, round: RoundState) -> int:
         """Return how many tokens a stream reads again to pad a verification: a larger one may be cheaper."""

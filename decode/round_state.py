@@ -21,6 +21,7 @@ from .models.device import to_host
 from .topology import Topology
 
 if TYPE_CHECKING:
+    from .device_policies import DevicePolicy
     from .feature_reader import NextAnchors
     from .records import Round
     from .texts import Anchor, Text
@@ -98,6 +99,8 @@ class RoundState:
         steps: [S, K] int64, rows fed at each depth; one column at least. [S, D, K] with several drafters.
         has_fixed_length: the policy is not called in this round.
         device_tokens: [S, N] int64, tokens on the device while the host does not know the candidates; otherwise None.
+        device_policy: decides at depths above 0 on the device, without a wait; None = the host decides.
+        needed: [] bool on the device, whether a stream drafts on; None = the host knows.
         ends: token ids that end a text.
         next_anchors: the rows that the next anchors are drawn from, if the policy reads them before it drafts.
         levels: by depth of the fed rows, the scores of each drafter that drew. This and the following: live rounds only.
@@ -133,6 +136,8 @@ class RoundState:
     policy_state: State = None
     signals: Array | None = None
     device_tokens: Tensor | None = None
+    device_policy: DevicePolicy | None = None
+    needed: Tensor | None = None
     ends: Collection[int] = ()
     next_anchors: NextAnchors | None = None
     _tokens: Array | None = None
@@ -176,7 +181,7 @@ class RoundState:
         if self.device_tokens is not None:
             self._tokens, self.device_tokens = others.pop(0).numpy(), None
         if self.next_anchors is not None and anchors:
-            self.next_anchors.on_host = others[0]
+            self.next_anchors.on_host = others
         return list(first.tolist())
 
     def end_texts(self) -> None:
@@ -189,14 +194,33 @@ class RoundState:
             if not row:
                 continue
             self.hit_limit[stream] = True
-            self.drawn[stream, row + 1 :] = self.fed[stream, row:] = self.on_path[stream, row + 1 :] = False
-            self.tokens[stream, row + 1 :] = -1
-            for level in chain.from_iterable(self.levels[row:]):
-                level.counts = [
-                    0 if other == stream else n for (other, _), n in zip(level.rows, level.counts, strict=True)
-                ]
+            self._shorten(stream, row)
             self.count()
             self.accepted = np.minimum(self.accepted, self.verified)
+
+    def _shorten(self, stream: int, length: int) -> None:
+        """Undo what a chain drafted beyond `length` candidates."""
+        self.drawn[stream, length + 1 :] = self.fed[stream, length:] = self.on_path[stream, length + 1 :] = False
+        self.tokens[stream, length + 1 :] = -1
+        for level in chain.from_iterable(self.levels[length:]):
+            level.counts = [0 if other == stream else n for (other, _), n in zip(level.rows, level.counts, strict=True)]
+
+    def settle(self, lengths: Sequence[int], tokens: Array, first: int) -> None:
+        """Set what the host would have known of chains if it had decided from depth `first` on.
+
+        Args:
+            lengths: by stream, number of candidates until the device stopped.
+            tokens: [S, N] int64, the anchors and candidates.
+            first: at least 1.
+        """
+        self._tokens, self.device_tokens, self.needed, deepest = tokens, None, None, self.topology.deepest
+        for stream, length in enumerate(lengths):
+            self._shorten(stream, length)
+            limit = deepest if self.limit is None else int(self.limit[stream])
+            has_ended = length > 0 and tokens[stream, length] in self.ends
+            self.hit_limit[stream] = self.active[stream] and (has_ended or limit <= length < deepest)
+            self.decided[stream, first : length + (not has_ended and length < limit)] = True
+        del self.levels[max(lengths) :]
 
     def count(self) -> None:
         """Compute `sent`, `steps` and the counts of candidates and decisions."""

@@ -76,6 +76,10 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
     if (length := host.fixed_length(alive)) is not None:
         first, deepest, selects = deepest, min(length, deepest), False
     round.has_fixed_length = first >= deepest and not selects
+    if round.has_fixed_length or host.on_decision is not None:
+        round.device_policy = None
+    if round.device_policy is not None:
+        round.device_policy.begin(round, host.history)
     for depth in range(deepest):
         level, below = tree.spans[depth], tree.spans[depth + 1]
         if limit is not None and depth >= nearest:
@@ -84,7 +88,7 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             alive = alive & ~is_full[:, None]
         if host.lengths is not None and (depth or first):  # decided at depth 0, or not at all
             alive = alive & (depth < host.lengths[tree.drafter_of_branch[depth]])
-        elif depth >= first:
+        elif depth >= first and (depth == 0 or round.device_policy is None):
             if not np.count_nonzero(alive):
                 break
             round.decided[:, level] = alive if depth else alive.any(1, keepdims=True)
@@ -113,6 +117,11 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             _without_ended(round, alive, continuing)
     if selects and not source.selects_levels:
         _select(source, host, round, slice(1, len(tree)))
+    if round.device_policy is not None:
+        mark = timer.mark()
+        round.device_policy.settle()
+        timer.add("policy", mark)
+        round.device_policy = None  # it refers to the round, and cycles keep memory
     round.count()
 
 

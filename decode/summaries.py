@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,17 @@ from torch.nn import functional
 
 from ..policies.contract import Array
 from ..policies.errors import PolicyError
-from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
+from ..policies.features import (
+    BOUND,
+    NO_SCORES,
+    TOP,
+    Code,
+    Columns,
+    DrawnTokens,
+    Needs,
+    RowSummary,
+    summarise as summarise_arrays,
+)
 from ..policies.heads.base import Reduction
 from .models.device import Recorded, Recorder, fused, round_up_size, to_host, upload
 from .models.outputs import round_states
@@ -140,6 +150,11 @@ class Launched:
     values: Tensor
     shapes: Sequence[tuple[int, int, int]]
 
+    def parts(self, values: Tensor) -> list[Tensor]:
+        """Return largest logits, sums and entropies, largest scores, and log-probabilities, all float64, from the values."""
+        flat = values.double().split([count * width for count, _, width in self.shapes])
+        return [part.view(count, width)[:n] for part, (count, n, width) in zip(flat, self.shapes, strict=True)]
+
     def summary(
         self, values: Tensor, drawn: DrawnTokens, best: Array | None = None, entries: Sequence[int] | None = None
     ) -> RowSummary:
@@ -151,10 +166,7 @@ class Launched:
             best: noisy scores that were not computed.
             entries: those of the rows and their tokens that are needed; None = all.
         """
-        parts = values.double().split([count * width for count, _, width in self.shapes])
-        top, stats, noisy, logprob = (
-            part.view(count, width)[:n].numpy() for part, (count, n, width) in zip(parts, self.shapes, strict=True)
-        )
+        top, stats, noisy, logprob = (part.numpy() for part in self.parts(values))
         if entries is not None:
             top, stats, noisy, logprob = (part[list(entries)] for part in (top, stats, noisy, logprob))
         path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
@@ -188,6 +200,37 @@ def launch(
     ranks, shaped = max(min(needs.ranks, logits.shape[-1]), 1), sampled if needs.sampled else None
     scale = temperature if needs.sampled and shaped is None and temperature else 1.0
     return RowStatistics(ranks, needs.spread, scale, count).launch(logits, shaped, scores if count else None, at)
+
+
+def columns_on_device(
+    codes: Sequence[int], parts: Sequence[Tensor], token: Tensor, parent: Tensor, depth: int, path: Tensor, lead: Tensor
+) -> Tensor:
+    """Return PRE and POST features [B, n] float32 of chains without a wait; see `policies.kernels.features.write_columns`.
+
+    Args:
+        codes: of the n features.
+        parts: of the statistics of B rows, see `Launched.parts`.
+        token, parent: [B] float64, ids of the token drawn from each row and of the token before it.
+        depth: of the tokens.
+        path, lead: [B] float64, see `RowSummary.numbers`.
+    """
+    top, stats, noisy, logprob = parts
+
+    def probability(rank: int) -> Tensor:
+        return (top[:, rank] - top[:, 0] - stats[:, 0]).exp() if rank < top.shape[1] else torch.zeros_like(token)
+
+    def margin() -> Tensor:
+        return torch.minimum(noisy[:, 0] - noisy[:, 1], lead).clamp(-BOUND, BOUND)
+
+    values: dict[int, Callable[[], Tensor]] = {
+        Code.MARGIN: lambda: probability(0) - probability(1), Code.LARGEST: lambda: top[:, 0],
+        Code.ENTROPY: lambda: stats[:, 1], Code.SAMPLED_PROBABILITY: lambda: logprob[:, 1].exp(), Code.PATH: lambda: path,
+        Code.NOISY_MARGIN: margin, Code.NOISY_LEAD: margin, Code.NOISY_SCORE: lambda: noisy[:, 0],
+        Code.TOKEN: lambda: token, Code.PARENT_TOKEN: lambda: parent, Code.RANK: lambda: torch.zeros_like(token),
+        Code.DEPTH: lambda: torch.full_like(token, depth),
+    }  # fmt: skip
+    columns = [probability(code - Code.PROBABILITY) if code >= Code.PROBABILITY else values[code]() for code in codes]
+    return torch.stack(columns, 1).float()
 
 
 def _padded(values: Array, width: int) -> Array:

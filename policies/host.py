@@ -113,7 +113,7 @@ class PolicyHost:
     ) -> None:
         self.profile, self.batch, self.clock, self._drafters = profile, batch, clock, drafters
         self._fallback, self._original, self._warned = fallback, policy, False
-        self._on_decision, self._on_outcome, self._on_replaced = on_decision, on_outcome, on_replaced
+        self.on_decision, self._on_outcome, self._on_replaced = on_decision, on_outcome, on_replaced
         self.failure: PolicyFailure | None = None
         self.history, self.state = self._new_history(0), None
         self._use(policy)
@@ -180,8 +180,8 @@ class PolicyHost:
         if self._has_custom_features:
             step = self._completed(step)
         kept, self.state = self._call("keep", step)
-        if self._on_decision is not None and self.policy is self._original:
-            self._on_decision(step, self.state)
+        if self.on_decision is not None and self.policy is self._original:
+            self.on_decision(step, self.state)
         return kept
 
     def _completed(self, step: DraftStep) -> DraftStep:

@@ -247,6 +247,7 @@ class LearnedPolicy(StopPolicy):
 
     Attributes:
         sizes: H of each hidden state that the head reads, by name.
+        tables: the map of the product at each depth; see `SurvivalMaps.by_depth`.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class LearnedPolicy(StopPolicy):
         self.head, self.accept, self.next, self.rule = head, accept, next_, rule
         self.first, self.max_depth, self.unasked = rule.first, max_depth, rule.unasked()
         self.metadata, self.survival = metadata or TrainingMetadata(), survival
-        self._tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
+        self.tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
         self.sizes: Mapping[str, int] = head.sizes
         self.hidden = tuple(head.sizes)
 
@@ -327,7 +328,7 @@ class LearnedPolicy(StopPolicy):
         values, kept, rule = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool), self.rule
         kernels().decide(
             self.head.scores(rows, depth, hidden), alive, step.parent, _NO_SURVIVAL if before is None else before, depth,
-            self.head.lag, self.accept.pieces, self.next.pieces, self._tables[depth],
+            self.head.lag, self.accept.pieces, self.next.pieces, self.tables[depth],
             rule.compared, rule.strict, rule.keep_all, rule.threshold_at(depth, step.batch), values, kept,
         )  # fmt: skip
         return values, kept

@@ -64,6 +64,7 @@ class Drafter:
         carries: whether it keeps earlier texts. Its proposals then depend on them; the decoded text does not.
         max_depth: maximum depth of its candidates; None = no limit.
         has_signals: whether `signals` are known.
+        skips: whether steps that are not needed are skipped (`RoundState.needed`).
     """
 
     layers: tuple[int, ...] = ()
@@ -73,6 +74,7 @@ class Drafter:
     carries: bool = False
     max_depth: int | None = None
     has_signals: bool = False
+    skips: bool = False
     _streams: int = 1
 
     def reserve(self, streams: int, tokens: int) -> None:

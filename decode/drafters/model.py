@@ -44,6 +44,11 @@ class ModelDrafter(Drafter):
         self._model = open_cache(self._draft, capacity, vocabulary, self._keeps, streams, reading=reading)
         self._texts = [_Stream() for _ in range(streams)]
 
+    @property
+    def skips(self) -> bool:  # type: ignore[override]
+        """See `Drafter`."""
+        return self._model.skips
+
     def keep_states(self) -> int:
         """Return the hidden states with every proposal from now on; the result is their width H."""
         if not self._keeps:
@@ -80,8 +85,8 @@ class ModelDrafter(Drafter):
         text = self._texts[stream]
         base = len(text.tokens)
         if text.round is not None and self._model.lengths[stream] > base:  # else nothing was drafted
-            # The last row of the path may not have been fed.
-            slots = {row: base + at for at, row in enumerate(text.fed)}
+            # The last row of the path may not have been fed, or in a step that was skipped.
+            slots = {row: base + at for at, row in enumerate(text.fed) if text.round.fed[stream, row]}
             self._model.keep(base, [slots[row] for row in text.round.path(stream) if row in slots], stream)
         text.round = None
         text.tokens.extend(tokens)
@@ -93,7 +98,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        logits = self._model.read_parts([self._part(round, depth, stream, fed) for stream, fed in rows])
+        logits = self._model.read_parts([self._part(round, depth, stream, fed) for stream, fed in rows], round.needed)
         first = 0
         for stream, fed in rows:
             if not self._texts[stream].is_checked:

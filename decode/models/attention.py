@@ -136,6 +136,7 @@ class PackedCall:
         relation: [S, n, W] bool, which slots from `base` on each query sees.
         rows: [R] int64, tokens for which logits are returned; None = all.
         is_full: Whether the tokens fill the rectangle in their order.
+        needed: [] bool on the device; see `CachedModel.read_parts`.
     """
 
     line: Tensor
@@ -144,16 +145,19 @@ class PackedCall:
     rows: Tensor | None
     slots: int
     is_full: bool
+    needed: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The inputs."""
-        return self.line, self.base, self.relation, *(() if self.rows is None else (self.rows,))
+        optional = (tensor for tensor in (self.rows, self.needed) if tensor is not None)
+        return self.line, self.base, self.relation, *optional
 
     @property
     def shape(self) -> tuple[object, ...]:
         """A key that is equal for calls that can share a recording."""
-        return (*(tensor.shape for tensor in self.tensors), self.rows is None, self.slots, self.is_full)
+        missing = self.rows is None, self.needed is None
+        return (*(tensor.shape for tensor in self.tensors), missing, self.slots, self.is_full)
 
     def mask(self) -> Tensor:
         """Return [S, 1, n, slots] bool."""

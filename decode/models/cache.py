@@ -89,9 +89,12 @@ class CachedModel:
 
     Attributes:
         masked: Whether the model takes masks.
+        skips: Whether recorded calls that are not needed are skipped (`read_parts`).
         states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` [1, n, H]
             of all tokens, after `read_parts` [1, R, H] of the tokens for which logits are returned.
     """
+
+    skips = False
 
     def __init__(
         self,
@@ -304,17 +307,19 @@ class CachedModel:
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return functional.pad(logits, (0, self._unknown), value=-math.inf) if self._unknown else logits, states
 
-    def read_parts(self, parts: Sequence[Part]) -> Tensor:
+    def read_parts(self, parts: Sequence[Part], needed: Tensor | None = None) -> Tensor:
         """Append tokens to several streams, at most one part each, and return their logits [R, V].
 
         One packed call reads them, except the beginnings of texts and other long parts.
+
+        If the model `skips`, recorded calls do nothing while `needed` [] bool on the device is false.
         """
         packed = self._packable(parts)
         packed = packed if len(packed) >= self._min_packed else []
         groups = [[part] for part in parts if part not in packed] + ([packed] if packed else [])
         outputs = {}
         for group in groups:
-            logits = self._read_packed(group) if group is packed else self._read_alone(group[0])
+            logits = self._read_packed(group, needed) if group is packed else self._read_alone(group[0])
             if len(groups) == 1:
                 return logits
             bounds, states = split(group), self.states
@@ -352,8 +357,9 @@ class CachedModel:
             self.states = self.states[:, -len(logits) :]
         return logits
 
-    def _read_packed(self, parts: Sequence[Part]) -> Tensor:
+    def _read_packed(self, parts: Sequence[Part], needed: Tensor | None) -> Tensor:
         call = self._pack(parts)
+        call.needed = None if needed is None else needed.clone()  # a recording keeps it as its input
         if self._tokens is not None:
             self._tokens[call.line[2], call.line[3]] = call.line[0]
         logits, states = self._run_packed(call)

@@ -140,6 +140,11 @@ class CudaGraphModel(CachedModel):
             self._max_packed = max(self._max_packed, MAX_TOKENS // streams)
         weakref.finalize(self, _keep_memory, weakref.ref(model), memory).atexit = False
 
+    @property
+    def skips(self) -> bool:  # type: ignore[override]
+        """See `CachedModel`."""
+        return self._memory.recorder.can_skip(self._device)
+
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths. Calls of one shape are recorded once."""
         if not self._memory.recorder.works or self.streams > 1:
@@ -153,6 +158,9 @@ class CudaGraphModel(CachedModel):
                 for start in (0, last, last):  # the first call creates the buffers of the layers
                     self._kv.lengths[0] = start
                     self.read_parts([Part(0, [0] * count, rows)])
+                    if count == rows == 1 and self.skips:  # a draft step; see `device_policies`
+                        self._kv.lengths[0] = start
+                        self.read_parts([Part(0, [0], 1)], torch.ones((), dtype=torch.bool, device=self._device))
         self.roll_back(0)
 
     def refresh(self) -> None:
@@ -184,7 +192,9 @@ class CudaGraphModel(CachedModel):
         memory.calls[key] = recorded
         for fixed, new in zip(recorded.call.tensors, call.tensors, strict=True):
             fixed.copy_(new)
-        logits, states = recorded.run_or_replay(memory.recorder, partial(super()._run_packed, recorded.call))
+        logits, states = recorded.run_or_replay(
+            memory.recorder, partial(super()._run_packed, recorded.call), recorded.call.needed
+        )
         if not recorded.size:
             recorded.size = logits.nbytes + (0 if states is None else states.nbytes)
             memory.evict()

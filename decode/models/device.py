@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -79,6 +80,24 @@ def fused(function: Callable[Args, Out]) -> Callable[Args, Out]:
     return run
 
 
+class Copy:
+    """A copy of a tensor to the host, which is not waited for until `wait`."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+    def has_arrived(self) -> bool:
+        """Whether the copy is complete."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> Tensor:
+        """Return the copy."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        return self._values
+
+
 _RECORDING = threading.Lock()
 """A process records one graph at a time."""
 
@@ -88,18 +107,41 @@ class Recorder:
 
     Attributes:
         works: Whether the device is a GPU and no recording has failed.
+        skips: Whether a recording does nothing while its flag is false; None = not tried yet.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.works = device, device.type == "cuda"
+        self.skips: bool | None = None if hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node") else False
         self._pool: Any = None
         self._stream: Any = None  # torch's default stream belongs to the device that recorded first
 
-    def record(self, run: Callable[[], Out]) -> Callable[[], Out] | None:
+    def can_skip(self, device: torch.device) -> bool:
+        """Return whether recordings on tensors of `device` can be skipped, which depends on CUDA, its driver and torch."""
+        if self.works and self.skips is None:
+            count, needed = torch.zeros((), device=device), torch.zeros((), dtype=torch.bool, device=device)
+            if play := self._capture(lambda: count.add_(1.0), needed):
+                count.zero_()
+                for flag in (False, True):
+                    needed.fill_(flag)
+                    play()
+            self.skips = count.item() == 1.0
+        return self.works and bool(self.skips)
+
+    def record(self, run: Callable[[], Out], needed: Tensor | None = None) -> Callable[[], Out] | None:
         """Return a function that repeats `run` and returns the same tensors each time; None, with a warning, if it fails.
 
-        `run` must have been called before, so that workspaces are allocated. It must not read from the device.
+        Args:
+            run: must have been called before, so that workspaces are allocated. It must not read from the device.
+            needed: [] bool on the device. While it is false the recording does nothing, if the recorder `skips`.
         """
+        if needed is not None and self.skips:
+            if play := self._capture(run, needed):
+                return play
+            self.skips = False
+        return self._capture(run)
+
+    def _capture(self, run: Callable[[], Out], needed: Tensor | None = None) -> Callable[[], Out] | None:
         with _RECORDING, torch.cuda.device(self._device):
             before = torch.cuda.current_stream(self._device)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -107,10 +149,18 @@ class Recorder:
             graph = torch.cuda.CUDAGraph()
             try:
                 # Other threads may allocate memory during the recording.
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                with (
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                    contextlib.ExitStack() as body,
+                ):
+                    if needed is not None:
+                        graph.begin_capture_to_if_node(needed)
+                        body.callback(graph.end_capture_to_conditional_node)
                     out = run()
             except RuntimeError as error:
                 torch.cuda.set_stream(before)  # torch stays in the stream of a failed recording
+                if needed is not None:
+                    return None
                 self.works = False
                 reason = str(error.__context__ or error).strip().partition("\n")[0]
                 text = f"calls on {self._device} cannot be recorded as CUDA graphs; decoding is slower ({reason})"
@@ -137,11 +187,11 @@ class Recorded(Generic[Out]):
     used: bool = False
     play: Callable[[], Out] | None = None
 
-    def run_or_replay(self, recorder: Recorder, forward: Callable[[], Out]) -> Out:
-        """Run a call. The next call of this shape overwrites the returned tensors."""
+    def run_or_replay(self, recorder: Recorder, forward: Callable[[], Out], needed: Tensor | None = None) -> Out:
+        """Run a call; see `Recorder.record`. The next call of this shape overwrites the returned tensors."""
         if self.play is None:
             Recorded.not_replayed += 1
-            self.play = recorder.record(forward) if self.used else None
+            self.play = recorder.record(forward, needed) if self.used else None
         self.used = True
         return forward() if self.play is None else self.play()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...policies.errors import PairError, PolicyError
 from ...policies.features import DRAFT_HIDDEN
+from .device import Copy
 from .pair import Pair
 from .view import hidden_width
 
@@ -24,13 +25,10 @@ def start_check(logits: Tensor, role: str = "target") -> Callable[[], None]:
 
     The result is copied meanwhile, so that a caller that waits for the device anyway waits once.
     """
-    best = logits.amax(-1).to("cpu", non_blocking=True)  # NaN if the row contains one
-    copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+    best = Copy(logits.amax(-1))  # NaN if the row contains one
 
     def check() -> None:
-        if copied is not None and not copied.query():
-            copied.synchronize()
-        if not all(map(math.isfinite, best.flatten().tolist())):
+        if not all(map(math.isfinite, best.wait().flatten().tolist())):
             raise nonfinite_error(role)
 
     if logits.is_cpu:

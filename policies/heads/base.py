@@ -47,14 +47,15 @@ class Head:
             passes their output [R, W] under the name `reduced(name)` instead of the state.
         lag: `accept` at depth j refers to x_{j - lag}.
         bounds: [2, F] between which features are clipped, from depth 1 on and at depth 0.
+        arguments: of the kernel, from depth 1 on and at depth 0.
     """
 
     kind: str
     sizes: Mapping[str, int] = MappingProxyType({})
     reductions: Mapping[str, Reduction] = MappingProxyType({})
     lag = 0
+    arguments: tuple[tuple[Any, ...], tuple[Any, ...]] = (), ()
     _kernel: str
-    _arguments: tuple[tuple[Any, ...], tuple[Any, ...]]  # of the kernel, from depth 1 on and at depth 0
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array], shapes: Shapes) -> None:
         if has_ranges := not tensors.keys().isdisjoint(("low", "high")):
@@ -83,7 +84,7 @@ class Head:
             hidden: [R, H] float32 of each hidden state that the head reads.
         """
         out = np.empty((len(features), 2))
-        getattr(kernels(), self._kernel)(features, *self._arguments[depth == 0], out)
+        getattr(kernels(), self._kernel)(features, *self.arguments[depth == 0], out)
         return out
 
     def _states(self, hidden: Hidden, name: str) -> Array:

@@ -30,7 +30,7 @@ class BasisHead(Head):
         entries = self.basis.fold(weight, bias, first=False), self.basis.fold(first_weight, first_bias, first=True)
         self.layers = [entries[0], *rest], [entries[1], *rest]
         later, first = ((self.bounds[i], self.basis.odds, *_pack(self.layers[i]), False) for i in (0, 1))
-        self._arguments = later, first
+        self.arguments = later, first
 
 
 class LinearHead(BasisHead):
@@ -114,7 +114,7 @@ class HardHead(Head):
         later = [*rest, (weight.repeat(2, 0), bias.repeat(2, 0))]  # the kernel has two outputs
         first = [(np.zeros((2, len(names))), tensors["first"].repeat(2))]
         no_odds = np.zeros(0, dtype=np.int64)
-        self._arguments = (
+        self.arguments = (
             (self.bounds[0], no_odds, *_pack(later), True),
             (self.bounds[1], no_odds, *_pack(first), True),
         )

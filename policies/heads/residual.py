@@ -52,6 +52,9 @@ class ResNetHead(Head):
         no_bias = np.zeros(width, dtype=np.float32)
         entered = zip(self.sizes, self._entries[0][2], strict=True)
         self.reductions = {name: [("linear", weight, no_bias)] for name, weight in entered}
+        shared = [tensors[name] for name in ("block.weight", "block.bias", "leave.weight", "leave.bias")]
+        later, first = ((self.bounds[i], self.basis.odds, *self._entries[i][:2], *shared) for i in (0, 1))
+        self.arguments = later, first
 
     def _entry(self, first: bool) -> tuple[Array, Array, list[Array]]:
         """Return the first layer on raw inputs: weight and bias of the columns, and the weight of each hidden state."""

@@ -44,7 +44,7 @@ class TreesHead(Head):
             tensors["base"].astype(np.float64),
             depth,
         )
-        self._arguments = ((self.bounds[0], *arrays), (self.bounds[1], *arrays))
+        self.arguments = ((self.bounds[0], *arrays), (self.bounds[1], *arrays))
 
 
 DEPTH = "depth"
@@ -128,13 +128,13 @@ class TokenHead(Head):
             table = np.ascontiguousarray(t["table"][:, known].transpose(1, 2, 0))
             strides = hashed.strides[:0] if first else hashed.strides
             places = np.array(ids, dtype=np.int64)[known]
-            hash_arguments = hashed.columns, hashed.edges, strides, cross_table
-            return self.bounds[first], odds, weights, bias, places, table, *hash_arguments
+            hasharguments = hashed.columns, hashed.edges, strides, cross_table
+            return self.bounds[first], odds, weights, bias, places, table, *hasharguments
 
-        self._arguments = arguments(False), arguments(True)
+        self.arguments = arguments(False), arguments(True)
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2]; see `Head`."""
         out = np.empty((len(features), 2))
-        kernels().score_tokens(features, depth, *self._arguments[depth == 0], out)
+        kernels().score_tokens(features, depth, *self.arguments[depth == 0], out)
         return out

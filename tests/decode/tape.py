@@ -26,6 +26,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._done: list[tuple[Any, Any, Any, list[Any]]] = []
+        self.needed: Tensor | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -41,9 +42,13 @@ class Tape(TorchDispatchMode):
                 if not func.is_view and not func._schema.is_mutable and tensor.is_floating_point():
                     tensor.fill_(float("nan"))
 
+    @property
+    def is_needed(self) -> bool:
+        return self.needed is None or bool(self.needed)
+
     def play(self) -> None:
-        """Do everything once more, into the tensors that it made before."""
-        for func, args, kwargs, out in self._done:
+        """Do everything once more, if it is needed, into the tensors that it made before."""
+        for func, args, kwargs, out in self._done if self.is_needed else ():
             for old, new in zip(out, tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or written in place
                     old.copy_(new)
@@ -53,12 +58,12 @@ class Graphs:
     """The parts of `torch.cuda` that recording takes, simulated.
 
     Attributes:
-        recorded: graphs made; `played`: how often they were.
+        recorded: graphs made; `played`: how often they were; `skipped`: how often they were to do nothing.
         pools: given out.
     """
 
     def __init__(self) -> None:
-        self.recorded = self.played = 0
+        self.recorded = self.played = self.skipped = 0
         self.pools: set[Any] = set()
         self.stream = torch.device("cuda:0"), "first"
         self._current = [torch.device("cuda:0")]
@@ -71,7 +76,14 @@ class Graphs:
             def replay(self) -> None:
                 assert graphs._current[-1] == DEVICE
                 graphs.played += 1
+                graphs.skipped += not self.tape.is_needed
                 self.tape.play()
+
+            def begin_capture_to_if_node(self, needed: Tensor) -> None:
+                self.tape.needed = needed
+
+            def end_capture_to_conditional_node(self) -> None:
+                assert self.tape.needed is not None
 
         self.graph_class = Graph
 

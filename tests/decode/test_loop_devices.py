@@ -5,23 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import random_models as table
 import torch
 from conftest import build_draft, build_model
-from specstop.decode import Settings, Speculator, model_source, summaries
+from head_tensors import random_policy
+from specstop.decode import Settings, Speculator, device_policies, model_source, summaries
 from specstop.decode.benchmark import bench, count_differences
 from specstop.decode.drafters import model as model_drafter
+from specstop.decode.hooks import Hook
+from specstop.decode.loop import Request
 from specstop.decode.models import cuda
 from specstop.decode.models.cuda import CudaGraphModel
+from specstop.decode.models.device import Copy
 from specstop.decode.models.pair import join
 from specstop.decode.records import Generation
-from specstop.decode.summaries import summarise_on_device
+from specstop.decode.round_state import RoundState
+from specstop.decode.summaries import columns_on_device, launch, summarise_on_device
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.features import Columns, DrawnTokens, summarise
+from specstop.policies.features import CHAIN_FEATURES, SIBLING_FEATURES, Columns, DrawnTokens, summarise
 from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.rules import Derived
 from tape import recorder, simulate_graphs
 
 NEW = 10
@@ -81,6 +88,51 @@ def test_summaries_on_a_gpu_are_those_of_the_host(width):
         compare_summaries(width, temperature, processed, "cuda")
     assert summaries.recorder(torch.device("cuda:0")).works, "no recording failed"
     assert summaries.recorded_statistics.cache_info().hits, "a shape is recorded when it comes for the second time"
+
+
+def test_columns_of_chains_are_those_of_the_host():
+    generator = torch.Generator().manual_seed(2)
+    columns = Columns((*CHAIN_FEATURES, *SIBLING_FEATURES, "drawn_token", "above_token"))
+    logits, scores, sampled = 3 * torch.randn(3, 5, 48, generator=generator)
+    tokens, paths = scores.argmax(-1), torch.rand(5, generator=generator).log().double()
+    lead = torch.tensor([torch.inf, 0.1, -2.0, 1e9, 0.5]).double()
+    rows = [(row, token, row + 7, 0, 1, 3) for row, token in enumerate(tokens.tolist())]
+    drawn = DrawnTokens.of(rows, paths.numpy())
+    drawn.lead = lead.numpy()
+    summary = summarise(columns.needs, logits.numpy(), drawn, 0.7, sampled.numpy(), scores.numpy())
+    at = torch.stack([torch.arange(5), tokens], 1)
+    launched = launch(columns.needs, logits, at, 1, 0.7, sampled, scores)
+    parts, parents = launched.parts(launched.values), torch.arange(7.0, 12.0)
+    path = parts[3][:, 0] + paths
+    actual = columns_on_device(columns.codes[:, 0].tolist(), parts, tokens.double(), parents, 3, path, lead)
+    np.testing.assert_allclose(actual, columns(summary, drawn, 0.7), atol=2e-5, rtol=2e-5)
+
+
+class Observer(Hook):
+    """Observes draft steps, so the host decides."""
+
+    def on_draft_step(self, round: RoundState, depth: int) -> None:
+        assert len(round.levels) == depth
+
+
+@pytest.mark.parametrize(("batch", "works"), [(1, True), (2, True), (1, False)])
+def test_draft_steps_after_a_stop_are_skipped(batch, works, prompt_ids, graphs, monkeypatch):
+    """Recorded calls, which the host launches before it knows that the device has stopped; without such graphs it decides."""
+    monkeypatch.setattr(device_policies, "recorder", functools.cache(recorder))
+    monkeypatch.setattr(Copy, "has_arrived", lambda copy: False)
+    if not works:
+        monkeypatch.setattr(
+            graphs.graph_class, "begin_capture_to_if_node", Mock(side_effect=RuntimeError("old driver"))
+        )
+    target, policy = build_model(), random_policy("logistic", Derived([0.0, 0.2, 0.3, 0.3]), 4)
+    pair, requests = join(target, build_draft(target)), [Request(ids, 1) for ids in prompt_ids[:3]]
+    texts = []
+    for hooks in ([Observer()], []):
+        speculator = Speculator(pair, policy, Settings(0.7, 20, verification="match"), batch=batch, hooks=hooks)
+        speculator.run(requests)
+        assert not (hooks and graphs.skipped)
+        texts.append([(text.tokens, [round[:9] for round in text.rounds]) for text in speculator.run(requests)])
+    assert texts[0] == texts[1] and (graphs.skipped > 1) == works
 
 
 # `bench`
