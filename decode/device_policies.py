@@ -118,15 +118,11 @@ class DevicePolicy:
             for fixed, new in zip(self._fixed, tensors, strict=True):
                 fixed.copy_(new)
             return
-        self._fixed, head = tensors, self._policy.head
+        self._fixed = tensors
         maps = self._policy.accept.pieces, self._policy.next.pieces, *self._policy.tables
         self._accept, self._next, *self._tables = (upload(pieces, device) for pieces in maps)
         self._at, self._end_ids = upload(self._places, device), upload(self._ends, device)
-        score, on_host = SCORES[type(head)]
-        self._score = partial(score, *(
-            upload(value, device) if isinstance(value, np.ndarray) and at != on_host else value
-            for at, value in enumerate(head.arguments[0])
-        ))  # fmt: skip
+        self._score = score_function(self._policy.head, device)
 
     def _decide(self, depth: int, is_decided: bool, widths: list[int], inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new state and whether a stream drafts on.
@@ -221,9 +217,20 @@ def _score_state(*, states: list[Tensor], **_: Any) -> Tensor:
     return states[0].double().expand(-1, 2)
 
 
+def score_function(head: Head, device: torch.device) -> Callable[..., Tensor]:
+    """Return `Head.scores` [S, 2] float64 at depths above 0, on a device.
+
+    Its arguments are features [S, F], states (the outputs [S, W] of `Head.reductions`) and depth.
+    """
+    score, on_host = SCORES[type(head)]
+    return partial(score, *(
+        upload(value, device) if isinstance(value, np.ndarray) and at != on_host else value
+        for at, value in enumerate(head.arguments[0])
+    ))  # fmt: skip
+
+
 SCORES: Mapping[type[Head], tuple[Callable[..., Tensor], int]] = {
     **dict.fromkeys((LinearHead, MLPHead, HardHead), (_score_layers, 2)), TokenHead: (_score_tokens, 6),
     ResNetHead: (_score_residual, -1), **dict.fromkeys((SoftHead, SpecDecHead), (_score_state, -1)),
 }  # fmt: skip
-"""By type of head: `Head.scores` [S, 2] float64 at depths above 0, called with `Head.arguments` on the device, features
-[S, F], the outputs [S, W] of `Head.reductions` and the depth; and the index of the argument that stays on the host."""
+"""By type of head, a function of `Head.arguments` and of those of `score_function`; which argument stays on the host."""
