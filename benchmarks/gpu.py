@@ -12,7 +12,7 @@ rate are known. The draft is unsure where it errs, as a trained one is. `--pair`
 - `steps`: a call of one token takes at most 1.25 times (1B: 1.6 times) the time of its bytes at the bandwidth of a
   device copy.
 - `decisions`: a decision adds at most 60 us to a draft step, for the confidence rule, a logistic head and all features.
-- `waits`: waits of the host: one per round for a fixed length, and one more per draft step for a policy.
+- `waits`: waits of the host: one per round for a fixed length, one more if a head decides on the GPU, else one per step.
 - `loops`: the best fixed length is at least 4 times as fast as the best assisted setting of transformers; policies on
   the same scripted acceptance; no call is recorded while it is timed.
 - `batches`: 1, 8 and 32 texts side by side, and the memory of the device.
@@ -290,7 +290,7 @@ def counted() -> Iterator[Counter[str]]:
 def waits(run: Run) -> None:
     """Count how often the host waits for the device in a text, the prompt and the profiler included."""
     cases = [("fixed:4", 0.0, "match"), ("fixed:4", 0.7, "match"), ("fixed:4", 0.7, "block"), ("all", 0.7, "match")]
-    for spec, temperature, mode in (*cases, ("logistic", 0.7, "match")):
+    for spec, temperature, mode in (*cases, ("logistic", 0.7, "match"), ("logistic", 0.7, "block")):
         policy = {"all": AllFeatures(), "logistic": logistic()}.get(spec) or ss.load_policy(spec)
         speculator = ss.Speculator(setup.pair, policy, ss.Settings(temperature, setup.new, verification=mode))
         for key in (2, 2):  # records the calls
@@ -299,7 +299,7 @@ def waits(run: Run) -> None:
             text = speculator.generate(setup.ids[0], 2)
         drafted, rounds = sum(r.drafted for r in text.rounds), len(text.rounds)
         note = f"{drafted} drafted tokens, {rounds} rounds, {counts['kernels']} kernels, {counts['graphs']} graphs"
-        limit = 8 + rounds + (0 if spec.startswith("fixed") else drafted)
+        limit = 8 + rounds + {"all": drafted, "logistic": rounds}.get(spec, 0)
         run.bar(f"waits, {spec}, T={temperature:g}, {mode}", counts["waits"], at_most=limit, note=note)
 
 

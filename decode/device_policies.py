@@ -26,7 +26,7 @@ from ..policies.kernels.heads import MAX_PROBABILITY, MIN_PROBABILITY
 from ..policies.learned import LearnedPolicy
 from ..policies.rules import Derived, Threshold
 from .feature_reader import FeatureReader
-from .models.device import Copy, Recorded, to_host, upload
+from .models.device import Copy, Recorded, Recorder, to_host, upload
 from .round_state import DraftScores, RoundState
 from .summaries import columns_on_device, recorder
 
@@ -60,7 +60,8 @@ class DevicePolicy:
         self._policy, self._reader, self._deepest, self._ends = policy, reader, deepest, sorted(ends)
         self._first, self._follows_path = max(policy.first, 1), "path_logprob" in policy.features
         self._codes, self._places = Layout(policy.features).node_columns.codes.T
-        self._steps: dict[Any, tuple[Recorded[tuple[Tensor, Tensor]], Tensor]] = {}
+        self._steps: dict[int, tuple[Recorded[tuple[Tensor, Tensor]], Tensor]] = {}
+        self._records: Recorder | None = None
         self._fixed: list[Tensor] = []  # the state, then what does not change within a round; recordings read them
 
     def begin(self, round: RoundState, history: History) -> None:
@@ -69,6 +70,9 @@ class DevicePolicy:
 
     def has_stopped(self) -> bool:
         """Whether the host knows, without a wait, that no stream drafts on."""
+        is_recorded = len(self._steps) == self._deepest and all(recorded.play for recorded, _ in self._steps.values())
+        if self._records and self._records.works and not is_recorded:  # so that no step is recorded much later
+            return False
         return any(flag.has_arrived() and not flag.wait() for flag in self._flags)
 
     def step(self, depth: int, scores: DraftScores, tokens: Tensor) -> None:
@@ -88,10 +92,11 @@ class DevicePolicy:
             inputs = inputs.new_zeros(size, inputs.shape[1]).index_copy_(0, upload(streams, inputs.device), inputs)
         inputs = torch.cat([chain[:, depth - 1 : depth + 1].double(), inputs], 1)
         decide = partial(self._decide, depth, is_decided, [part.shape[1] for part in parts])
-        if (records := recorder(inputs.device)).works:
-            if (key := (depth, inputs.shape)) not in self._steps:
-                self._steps[key] = Recorded(), torch.empty_like(inputs)
-            recorded, buffer = self._steps[key]
+        self._records = records = recorder(inputs.device)
+        if records.works:
+            if depth not in self._steps:
+                self._steps[depth] = Recorded(), torch.empty_like(inputs)
+            recorded, buffer = self._steps[depth]
             buffer.copy_(inputs)
             state, needed = recorded.run_or_replay(records, lambda: decide(buffer))
         else:
@@ -118,15 +123,11 @@ class DevicePolicy:
             for fixed, new in zip(self._fixed, tensors, strict=True):
                 fixed.copy_(new)
             return
-        self._fixed, head = tensors, self._policy.head
+        self._fixed = tensors
         maps = self._policy.accept.pieces, self._policy.next.pieces, *self._policy.tables
         self._accept, self._next, *self._tables = (upload(pieces, device) for pieces in maps)
         self._at, self._end_ids = upload(self._places, device), upload(self._ends, device)
-        score, on_host = SCORES[type(head)]
-        self._score = partial(score, *(
-            upload(value, device) if isinstance(value, np.ndarray) and at != on_host else value
-            for at, value in enumerate(head.arguments[0])
-        ))  # fmt: skip
+        self._score = score_function(self._policy.head, device)
 
     def _decide(self, depth: int, is_decided: bool, widths: list[int], inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new state and whether a stream drafts on.
@@ -221,9 +222,20 @@ def _score_state(*, states: list[Tensor], **_: Any) -> Tensor:
     return states[0].double().expand(-1, 2)
 
 
+def score_function(head: Head, device: torch.device) -> Callable[..., Tensor]:
+    """Return `Head.scores` [S, 2] float64 at depths above 0, on a device.
+
+    Its arguments are features [S, F], states (the outputs [S, W] of `Head.reductions`) and depth.
+    """
+    score, on_host = SCORES[type(head)]
+    return partial(score, *(
+        upload(value, device) if isinstance(value, np.ndarray) and at != on_host else value
+        for at, value in enumerate(head.arguments[0])
+    ))  # fmt: skip
+
+
 SCORES: Mapping[type[Head], tuple[Callable[..., Tensor], int]] = {
     **dict.fromkeys((LinearHead, MLPHead, HardHead), (_score_layers, 2)), TokenHead: (_score_tokens, 6),
     ResNetHead: (_score_residual, -1), **dict.fromkeys((SoftHead, SpecDecHead), (_score_state, -1)),
 }  # fmt: skip
-"""By type of head: `Head.scores` [S, 2] float64 at depths above 0, called with `Head.arguments` on the device, features
-[S, F], the outputs [S, W] of `Head.reductions` and the depth; and the index of the argument that stays on the host."""
+"""By type of head, a function of `Head.arguments` and of those of `score_function`; which argument stays on the host."""

@@ -156,17 +156,8 @@ class ReadsDraftStates(ReadsStates):
 TEST_POLICIES: dict[str, StopPolicy] = {
     policy.name: policy
     for policy in (
-        *(FixedLength(k) for k in (0, 1, 4, DEPTH)),
-        Confidence(0.4, DEPTH),
-        FromAnchor(),
-        Trimming(),
-        TrimmingFromAnchor(),
-        Selecting(),
-        TrimmingSelecting(),
-        ReadsHistory(),
-        Randomised(),
-        Adaptive(),
-        make_tree_policy(depth=DEPTH),
+        *(FixedLength(k) for k in (0, 1, 4, DEPTH)), Confidence(0.4, DEPTH), FromAnchor(), Trimming(), TrimmingFromAnchor(),
+        Selecting(), TrimmingSelecting(), ReadsHistory(), Randomised(), Adaptive(), make_tree_policy(depth=DEPTH),
     )
-}
+}  # fmt: skip
 """One policy of each kind, none of which drafts deeper than `DEPTH`."""

@@ -19,13 +19,9 @@ BELOW = ((3,), (2, 1, 0), (2, 1, 0), (1, 0, 0), (1,), (0,))
 
 
 def make_tree_policy(
-    features: Sequence[str] = FEATURES,
-    depth: int = 5,
-    first: int = 1,
-    rate: float = 120.0,
-    verify_s: float = 4e-4,
+    features: Sequence[str] = FEATURES, depth: int = 5, first: int = 1, rate: float = 120.0, verify_s: float = 4e-4,
     floor: float = 0.0,
-) -> TreeGain:
+) -> TreeGain:  # fmt: skip
     """Return a policy whose answers depend on all of its `features`; `depth` is K, `verify_s` the seconds of a node."""
     generator = torch.Generator().manual_seed(5)
     width = len(features) + sum(feature(name).is_probability for name in features)
@@ -42,15 +38,7 @@ def make_tree_policy(
         for at in range(2)
     ]
     rule = TreeRule(
-        rate,
-        1.1e-3,
-        [1.0e-3, 1.2e-3, 1.4e-3],
-        [4e-3 + verify_s * n for n in range(12)],
-        [0.7 - 0.03 * d for d in range(depth)],
-        [(-1.5, 0.2), (-2.2, 0.1)],
-        BELOW[: depth + 1],
-        first,
-        0.8,
-        floor=floor,
-    )
+        rate, 1.1e-3, [1.0e-3, 1.2e-3, 1.4e-3], [4e-3 + verify_s * n for n in range(12)],
+        [0.7 - 0.03 * d for d in range(depth)], [(-1.5, 0.2), (-2.2, 0.1)], BELOW[: depth + 1], first, 0.8, floor=floor,
+    )  # fmt: skip
     return TreeGain("tree", features, build_head("logistic", features, weights), *maps, rule, depth)

@@ -24,12 +24,9 @@ READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.d
 
 
 CROSSING = {
-    _aten._to_copy.default,
-    _aten.copy_.default,
-    _aten.index.Tensor,
-    _aten.index_put_.default,
+    _aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default,
     _aten._index_put_impl_.default,
-}
+}  # fmt: skip
 """Operations that take tensors of both sides: what lies on the host is copied over first."""
 
 
@@ -41,13 +38,8 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnDevice:
         out: Any = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=DEVICE,
-        )
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=DEVICE
+        )  # fmt: skip
         out.inner = inner
         return out
 

@@ -114,19 +114,11 @@ def limited(kind: type[StopPolicy]) -> StopPolicy:
 
 
 DECIDERS: dict[str, Callable[[], StopPolicy]] = {
-    "fixed": partial(FixedLength, MOST),
-    "confidence": partial(Confidence, 0.45, MOST),
-    "from-anchor": partial(limited, FromAnchor),
-    "trims-unsure": TrimsUnsure,
-    "trims-by-place": TrimsByPlace,
-    "trims-as-rounds-went": TrimsAsRoundsWent,
-    "trims-by-alive": TrimsByAlive,
-    "selects-by-round": SelectsByRound,
-    "selects-unsure": SelectsUnsure,
-    "selects-by-token": SelectsByToken,
-    "randomised": partial(limited, Randomised),
-    "adaptive": partial(limited, Adaptive),
-    "tree-gain": partial(make_tree_policy, FREE, MOST, verify_s=2e-3),
+    "fixed": partial(FixedLength, MOST), "confidence": partial(Confidence, 0.45, MOST),
+    "from-anchor": partial(limited, FromAnchor), "trims-unsure": TrimsUnsure, "trims-by-place": TrimsByPlace,
+    "trims-as-rounds-went": TrimsAsRoundsWent, "trims-by-alive": TrimsByAlive, "selects-by-round": SelectsByRound,
+    "selects-unsure": SelectsUnsure, "selects-by-token": SelectsByToken, "randomised": partial(limited, Randomised),
+    "adaptive": partial(limited, Adaptive), "tree-gain": partial(make_tree_policy, FREE, MOST, verify_s=2e-3),
     "raising-in-select": RaisingInSelect,
-}
+}  # fmt: skip
 """Policies by name. None declares that it excludes tokens by what was drawn; several try to."""

@@ -171,25 +171,16 @@ def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:
     tokens = torch.from_numpy(columns["tokens"]).int()
     full = torch.full((many,), rows, dtype=torch.int64)
     return TraceArrays(
-        header=header,
-        prompt_ids=[str(at) for at in range(many)],
-        samples=[""] * many,
-        text_hashes=[""] * many,
-        groups=[""] * many,
-        keys=torch.zeros(many, dtype=torch.int64),
-        offset=torch.arange(many) * rows,
-        rows=full,
-        first_anchor=torch.ones_like(full),
-        prompt_tokens=torch.full_like(full, len(case.prompt)),
+        header=header, prompt_ids=[str(at) for at in range(many)], samples=[""] * many, text_hashes=[""] * many,
+        groups=[""] * many, keys=torch.zeros(many, dtype=torch.int64), offset=torch.arange(many) * rows, rows=full,
+        first_anchor=torch.ones_like(full), prompt_tokens=torch.full_like(full, len(case.prompt)),
         text_tokens=torch.from_numpy(np.array(columns["text_tokens"])[::rows].copy()).long(),
-        accepted=torch.from_numpy(columns["accepted_length"]).long(),
-        tokens=tokens,
-        ends=torch.isin(tokens, torch.tensor(case.ends, dtype=torch.int32)),
-        cut=torch.from_numpy(columns["cut"]),
+        accepted=torch.from_numpy(columns["accepted_length"]).long(), tokens=tokens,
+        ends=torch.isin(tokens, torch.tensor(case.ends, dtype=torch.int32)), cut=torch.from_numpy(columns["cut"]),
         columns={name: torch.from_numpy(np.asarray(columns[name])) for name in (*ANCHOR_FEATURES, *names)},
         path=None if tree.is_chain else torch.from_numpy(columns["accepted"]),
         extra={name: torch.from_numpy(columns[name]) for name in CHANCES if name in columns},
-    )
+    )  # fmt: skip
 
 
 def profile(tree: Topology) -> Profile:

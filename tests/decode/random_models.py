@@ -78,21 +78,16 @@ SMALL: dict[str, Any] = {
 """Values of configuration fields; fields that a class does not have are skipped."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "llama4": {"attention_chunk_size": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8}, "llama4": {"attention_chunk_size": 8},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "reformer": {"is_decoder": True},
-    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 48},
-    "falcon": {"multi_query": True},
-    "mpt": {"expansion_ratio": 2},
-    "roberta": {"is_decoder": True},
-    "phi3": {"original_max_position_embeddings": 256},
-}
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]}, "reformer": {"is_decoder": True},
+    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 48}, "falcon": {"multi_query": True},
+    "mpt": {"expansion_ratio": 2}, "roberta": {"is_decoder": True}, "phi3": {"original_max_position_embeddings": 256},
+}  # fmt: skip
 """Additional values by model type."""
 
 
@@ -182,16 +177,11 @@ def expected_texts(model: PreTrainedModel, **options: Any) -> list[list[int]]:
 SECONDS = 60
 """Time limit for building a model, and for each decoding method."""
 ATTEMPTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_hidden_layers": 4},
-    {"head_dim": 4, "num_key_value_heads": 4},
-    {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 4},
-    {"num_key_value_heads": 4, "head_dim": 12},
-    {"num_hidden_layers": 8},
-    {"layer_types": ["linear_attention", "full_attention"]},
-    {"layer_types": ["sliding_attention", "full_attention"]},
-    {"vision_config": None, "audio_config": None},
-)
+    {}, {"num_hidden_layers": 4}, {"head_dim": 4, "num_key_value_heads": 4},
+    {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}, {"num_key_value_heads": 4, "head_dim": 12},
+    {"num_hidden_layers": 8}, {"layer_types": ["linear_attention", "full_attention"]},
+    {"layer_types": ["sliding_attention", "full_attention"]}, {"vision_config": None, "audio_config": None},
+)  # fmt: skip
 """Additional values for classes that cannot be built with `SMALL`, tried in order."""
 METHODS = {"alone": (0, None, 1), "side by side": (0, None, 3), "chain": (3, None, 3), "tree": (2, "2,2", 1)}
 """Draft length, tree and batch size of each decoding method."""

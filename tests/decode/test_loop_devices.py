@@ -23,7 +23,6 @@ from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.device import Copy
 from specstop.decode.models.pair import join
 from specstop.decode.records import Generation
-from specstop.decode.round_state import RoundState
 from specstop.decode.summaries import columns_on_device, launch, summarise_on_device
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, SIBLING_FEATURES, Columns, DrawnTokens, summarise
@@ -108,26 +107,20 @@ def test_columns_of_chains_are_those_of_the_host():
     np.testing.assert_allclose(actual, columns(summary, drawn, 0.7), atol=2e-5, rtol=2e-5)
 
 
-class Observer(Hook):
-    """Observes draft steps, so the host decides."""
-
-    def on_draft_step(self, round: RoundState, depth: int) -> None:
-        assert len(round.levels) == depth
-
-
 @pytest.mark.parametrize(("batch", "works"), [(1, True), (2, True), (1, False)])
 def test_draft_steps_after_a_stop_are_skipped(batch, works, prompt_ids, graphs, monkeypatch):
     """Recorded calls, which the host launches before it knows that the device has stopped; without such graphs it decides."""
     monkeypatch.setattr(device_policies, "recorder", functools.cache(recorder))
     monkeypatch.setattr(Copy, "has_arrived", lambda copy: False)
     if not works:
-        monkeypatch.setattr(
-            graphs.graph_class, "begin_capture_to_if_node", Mock(side_effect=RuntimeError("old driver"))
-        )
+        monkeypatch.setattr(graphs.graph_class, "begin_capture_to_if_node", Mock(side_effect=RuntimeError))
     target, policy = build_model(), random_policy("logistic", Derived([0.0, 0.2, 0.3, 0.3]), 4)
     pair, requests = join(target, build_draft(target)), [Request(ids, 1) for ids in prompt_ids[:3]]
     texts = []
-    for hooks in ([Observer()], []):
+    for hooks in (
+        [type("Observer", (Hook,), {"on_draft_step": Mock()})()],
+        [],
+    ):  # the host decides if steps are observed
         speculator = Speculator(pair, policy, Settings(0.7, 20, verification="match"), batch=batch, hooks=hooks)
         speculator.run(requests)
         assert not (hooks and graphs.skipped)

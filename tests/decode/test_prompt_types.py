@@ -16,27 +16,15 @@ from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
 
 TYPES = {
-    "list": list,
-    "tuple": tuple,
-    "tensor": torch.tensor,
-    "int32 tensor": lambda ids: torch.tensor(ids, dtype=torch.int32),
-    "list of 0-d tensors": lambda ids: list(torch.tensor(ids)),
-    "array": np.array,
-    "uint16 array": lambda ids: np.array(ids, dtype=np.uint16),
-    "list of numpy integers": lambda ids: list(np.array(ids)),
-}
+    "list": list, "tuple": tuple, "tensor": torch.tensor, "int32 tensor": lambda ids: torch.tensor(ids, dtype=torch.int32),
+    "list of 0-d tensors": lambda ids: list(torch.tensor(ids)), "array": np.array,
+    "uint16 array": lambda ids: np.array(ids, dtype=np.uint16), "list of numpy integers": lambda ids: list(np.array(ids)),
+}  # fmt: skip
 OTHERS = {
-    "text": "w7 w8",
-    "bytes": b"ab",
-    "floats": [7.0, 8.0],
-    "float tensor": torch.tensor([7.0, 8.0]),
-    "batch": torch.tensor([[7, 8]]),
-    "nested list": [[7, 8]],
-    "mapping": {7: 1, 8: 1},
-    "one id": 7,
-    "0-d tensor": torch.tensor(7),
-    "nothing": None,
-}
+    "text": "w7 w8", "bytes": b"ab", "floats": [7.0, 8.0], "float tensor": torch.tensor([7.0, 8.0]),
+    "batch": torch.tensor([[7, 8]]), "nested list": [[7, 8]], "mapping": {7: 1, 8: 1}, "one id": 7,
+    "0-d tensor": torch.tensor(7), "nothing": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from head_tensors import HIGH, LOW, NAMES, RANDOM_HEADS, TENSORS, draw, random_head, scalars, zeros
+from specstop.decode.device_policies import SCORES, score_function
+from specstop.decode.summaries import StateReducer
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES, Kind
 from specstop.policies.heads import build_head
@@ -117,7 +119,8 @@ def reference(name: str, x: ht.Array, hidden: dict[str, ht.Array], depth: int) -
 @pytest.mark.parametrize("name", RANDOM_HEADS)
 def test_scores_equal_a_slow_reference(name, depth):
     names, head = random_head(name)
-    x, hidden = scalars(names, 40), ht.hidden_states(name, 40)
+    x, hidden = scalars(names, 40), {n: h.astype(np.float16) for n, h in ht.hidden_states(name, 40).items()}
+    hidden = {state: values.astype(np.float32) for state, values in hidden.items()}
     if names == NAMES:
         x[:3, ht.PROBABILITIES] = np.array([0.0, 1.0, 0.5], dtype=np.float32)[:, None]
         x[3, 1] = np.nan if depth else 0.0  # an unknown feature makes a sum unknown
@@ -126,6 +129,10 @@ def test_scores_equal_a_slow_reference(name, depth):
     scores = head.scores(x, depth, hidden)
     assert scores.dtype == np.float64
     np.testing.assert_allclose(scores, reference(name, x, hidden, depth), rtol=NEAR, atol=NEAR)
+    if depth and type(head) in SCORES:
+        states = [StateReducer(head.reductions[n])(torch.from_numpy(values)) for n, values in hidden.items()]
+        score, near = score_function(head, torch.device("cpu")), NEAR if hidden or name == "resnet" else 1e-12
+        np.testing.assert_allclose(score(features=torch.from_numpy(x), states=states, depth=depth), scores, near, near)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

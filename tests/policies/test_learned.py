@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from head_tensors import DRAFT, NAMES, TENSORS, draw, feature_policy, features, kept_by, knots, random_policy, zeros
+from specstop.decode.device_policies import calibrated
 from specstop.policies.contract import Array
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
@@ -36,6 +38,9 @@ def test_a_calibration_map_is_its_closed_form_and_monotone(calibrator):
     else:
         expected = 1 / (1 + np.exp(-x / calibrator.temperature))
     np.testing.assert_allclose(calibrator(x), expected, atol=1e-5)
+    scores = np.append(x, np.nan)
+    on_device = calibrated(torch.from_numpy(scores), torch.from_numpy(calibrator.pieces))
+    np.testing.assert_allclose(on_device, calibrator(scores), rtol=1e-12)
     y = calibrator(x[:2001])
     assert (np.diff(y) >= 0).all() and 0 <= y.min() < y.max() <= 1
     assert np.array_equal(calibrator(x[:2001].reshape(3, -1)), y.reshape(3, -1))

@@ -83,22 +83,17 @@ def test_draws_of_a_profile_have_the_error_of_the_table(tmp_path: Path, form: st
 
 
 MALFORMED = {
-    "no such file": None,
-    "no table": "\x00\x01",
-    "without a column": TABLE.replace(",ms", ",seconds"),
-    "without rows": HEADER,
-    "without drafts": TABLE.replace("draft", "prefill").replace("first prefill", "outside"),
-    "an unknown part": TABLE.replace("outside", "inside"),
-    "a negative time": TABLE.replace("14,", "-14,"),
-    "no time": TABLE.replace(",14,", ",,"),
-    "not a number": TABLE.replace(",14,", ",nan,"),
+    "no such file": None, "no table": "\x00\x01", "without a column": TABLE.replace(",ms", ",seconds"),
+    "without rows": HEADER, "without drafts": TABLE.replace("draft", "prefill").replace("first prefill", "outside"),
+    "an unknown part": TABLE.replace("outside", "inside"), "a negative time": TABLE.replace("14,", "-14,"),
+    "no time": TABLE.replace(",14,", ",,"), "not a number": TABLE.replace(",14,", ",nan,"),
     "a call in no time": TABLE.replace(",14,", ",0,"),
     "fewer tokens than requests": TABLE.replace("target,8,8,", "target,8,4,"),
     "tokens of a draft step": TABLE.replace("draft,1,,", "draft,1,3,"),
     "a fraction of a request": TABLE.replace("draft,8,", "draft,8.5,"),
     "a missing value": TABLE.replace("prefill,,100,,20,", "prefill,,100"),
     "a context in some rows": TABLE.replace("target,1,3,512", "target,1,3,"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=list(MALFORMED))

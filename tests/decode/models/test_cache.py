@@ -83,14 +83,10 @@ def subtree(draw: random.Random) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [
-        ("llama", "sdpa"),
-        ("llama", "eager"),
-        ("mistral-window", "sdpa"),
-        ("gemma2", "eager"),
-        ("opt", "eager"),
+        ("llama", "sdpa"), ("llama", "eager"), ("mistral-window", "sdpa"), ("gemma2", "eager"), ("opt", "eager"),
         ("gpt2", "sdpa"),
     ],
-)
+)  # fmt: skip
 def test_each_row_has_the_logits_and_states_of_a_whole_forward_pass(kind, attention):
     """Random calls of three streams; tokens are rolled back, trees are cut to a path, and texts are replaced by others."""
     draw, near = random.Random(5), NEAR[attention]

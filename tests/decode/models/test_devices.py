@@ -12,22 +12,9 @@ import pytest
 import torch
 from accelerator import Accelerator, to_device
 from conftest import EOS, VOCABULARY, build_draft, build_model
-from head_tensors import (
-    RANDOM_HEADS,
-    draw,
-    fill,
-    hidden_states,
-    knots,
-    layers,
-    random_head,
-    random_policy,
-    residual,
-    scalars,
-    specdec,
-)  # fmt: skip
+from head_tensors import fill, knots, layers, random_policy, residual, specdec
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode import Pair, Settings, Speculator, join, load_pair, plain_texts, with_drafter, with_engine
-from specstop.decode.device_policies import SCORES, calibrated
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request
 from specstop.decode.models import attention as attention_module
@@ -36,10 +23,8 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel, open_cache
 from specstop.decode.models.device import Compiled, Copy
 from specstop.decode.models.engine import CompactModel
-from specstop.decode.models.outputs import round_states
 from specstop.decode.models.placement import copy_to_host
 from specstop.decode.round_state import RoundState
-from specstop.decode.summaries import StateReducer
 from specstop.policies import Confidence, FixedLength, InputError, SpecstopWarning
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES
@@ -111,26 +96,12 @@ def mapped() -> LearnedPolicy:
     """Return a policy on all scalars of chains, with maps of the product."""
     names = (*CHAIN_FEATURES, "drawn_token", "anchor_entropy")
     tensors = fill({**basis_shapes(names), "weight": (3, *basis_shapes(names)["mean"]), "bias": (3,)})
-    tensors["weight"] *= np.float32(0.1)
     maps = SurvivalMaps(np.sort(np.random.default_rng(3).random((2, 4, 2, 5), dtype=np.float32)))
-    head, exact = build_head("logistic", names, tensors), Calibrator("isotonic", knots=knots())
-    return LearnedPolicy("mapped", names, head, exact, exact, Threshold("survival", 0.4), 4, survival=maps)
+    head = build_head("logistic", names, {**tensors, "weight": tensors["weight"] / 10})
+    return LearnedPolicy("mapped", names, head, ISOTONIC, ISOTONIC, Threshold("survival", 0.4), 4, survival=maps)
 
 
-def play(pairs: tuple[Pair, Pair], policy: StopPolicy, settings: Settings, batch: int) -> list[tuple[int, int]]:
-    """Decode on the host and on the device, compare texts and rounds, and return the `Waits.rounds` after the first."""
-    requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
-    expected = Speculator(pairs[0], policy, settings, batch=batch).run(requests)
-    with Accelerator() as device, torch.no_grad():
-        waits = Waits(device)
-        texts = Speculator(pairs[1], policy, settings, batch=batch, hooks=[waits]).run(requests)
-    for text, other in zip(texts, expected, strict=True):
-        assert text.tokens == other.tokens
-        assert [round[:9] for round in text.rounds] == [round[:9] for round in other.rounds]  # all but seconds
-    assert len(waits.rounds) > 1
-    return waits.rounds[1:]
-
-
+ISOTONIC = Calibrator("isotonic", knots=knots())
 ANCHORED = Reads("anchor_prob", "drawn_prob", "mean_accepted", first=0)
 
 
@@ -142,61 +113,33 @@ ANCHORED = Reads("anchor_prob", "drawn_prob", "mean_accepted", first=0)
         (ANCHORED, "typical", 0.7, 2, 1), (Reads(*CHAIN_FEATURES, first=3), "match", 0.7, 2, 1),
         (Reads("top1", hidden=("draft_hidden", "target_hidden")), "match", 0.7, 1, 1),
         (learned("resnet"), "match", 0.7, 1, 1), (learned("specdec"), "rejection", 0.7, 1, 1),
-        (learned("dynasd-soft"), "match", 0.7, 2, 1),
+        (learned("dynasd-soft"), "match", 0.7, 2, 1), (learned("dynasd-soft"), "match", 0.7, 2, None),
+        (random_policy("logistic", Derived([0.1, 0.2, 0.3, 0.3]), 4), "match", 0.7, 2, None),
+        (random_policy("mlp", Threshold("survival", 0.05), 4), "block", 0.7, 1, None), (mapped(), "match", 0.7, 1, None),
+        (random_policy("tokens", Derived([0.2, 0.3, 0.4, 0.3], 2), 4), "match", 0.0, 2, None),
+        (random_policy("dynasd-hard", Threshold("any", 0.5), 4), "typical", 0.7, 1, None),
+        (learned("resnet", Derived([0.1, 0.2, 0.3, 0.3])), "match", 0.7, 2, None),
+        (learned("resnet"), "rejection", 0.7, 2, None), (learned("specdec"), "rejection", 0.7, 1, None),
     ],
 )  # fmt: skip
-def test_a_round_waits_once_and_once_for_each_decision(pairs, policy, mode, temperature, batch, more):
-    """Chains on a device: tokens stay there until the policy reads features, and the verification is one transfer."""
-    rounds = play(pairs, policy, Settings(temperature, 14, verification=mode), batch)
-    assert all(count <= 1 + more * drafted for count, drafted in rounds)
+def test_a_round_waits_once_and_once_for_each_decision(pairs, policy, mode, temperature, batch, more, monkeypatch):
+    """Chains on a device: tokens stay there until the policy reads features, and the verification is one transfer.
 
-
-@pytest.mark.parametrize(
-    ("policy", "mode", "temperature", "batch", "late"),
-    [
-        (random_policy("logistic", Derived([0.1, 0.2, 0.3, 0.3]), 4), "match", 0.7, 2, True),
-        (mapped(), "match", 0.7, 1, True),
-        (random_policy("mlp", Threshold("survival", 0.05), 4), "block", 0.7, 1, False),
-        (random_policy("tokens", Derived([0.2, 0.3, 0.4, 0.3], 2), 4), "match", 0.0, 2, False),
-        (random_policy("dynasd-hard", Threshold("any", 0.5), 4), "typical", 0.7, 1, True),
-        (learned("resnet", Derived([0.1, 0.2, 0.3, 0.3])), "match", 0.7, 2, False),
-        (learned("resnet"), "rejection", 0.7, 2, True),
-        (learned("specdec"), "rejection", 0.7, 1, False), (learned("dynasd-soft"), "match", 0.7, 2, True),
-    ],
-)  # fmt: skip
-def test_a_policy_that_decides_on_the_device_waits_once_for_all_decisions(
-    pairs, policy, mode, temperature, batch, late, monkeypatch
-):
-    """If the host sees at once that all streams have stopped, and if it launches all steps."""
-    monkeypatch.setattr(CachedModel, "skips", property(lambda model: model._device.type != "cpu"))
-    monkeypatch.setattr(Copy, "has_arrived", lambda copy: not late)
-    rounds = play(pairs, policy, Settings(temperature, 14, verification=mode), batch)
-    assert all(count <= 2 for count, _ in rounds) and len({drafted for _, drafted in rounds}) > 1
-
-
-@pytest.mark.parametrize("name", [name for name in RANDOM_HEADS if not name.startswith("xgboost")])
-def test_heads_on_a_device_score_as_on_the_host(name):
-    (names, head), count = random_head(name), 40
-    rows, states = scalars(names, count), hidden_states(name, count)
-    states = {name: round_states(torch.from_numpy(values)).numpy() for name, values in states.items()}
-    score, on_host = SCORES[type(head)]
-    arguments = [
-        torch.tensor(x) if isinstance(x, np.ndarray) and i != on_host else x for i, x in enumerate(head.arguments[0])
-    ]
-    reduced = [StateReducer(head.reductions[name])(torch.tensor(values)) for name, values in states.items()]
-    for depth in (1, 2, 5):
-        actual = score(*arguments, features=torch.tensor(rows), states=reduced, depth=depth)
-        tolerance = 1e-5 if states or name == "resnet" else 1e-12  # single precision, or double
-        np.testing.assert_allclose(actual, head.scores(rows, depth, states), tolerance, tolerance)
-
-
-@pytest.mark.parametrize(
-    "calibrator", [Calibrator("temperature", temperature=1.5), Calibrator("isotonic", knots=knots())]
-)
-def test_calibrations_on_a_device_are_those_of_the_host(calibrator):
-    scores = np.concatenate([draw(50), calibrator.knots[0], [-1e9, 1e9, np.nan]]).astype(np.float64)
-    actual = calibrated(torch.tensor(scores), torch.tensor(calibrator.pieces))
-    np.testing.assert_allclose(actual, calibrator(scores), 1e-14)
+    A policy that decides on the device (None) takes one more wait, also if the host launches all steps before it knows.
+    """
+    monkeypatch.setattr(CachedModel, "skips", property(lambda model: more is None and model._device.type != "cpu"))
+    monkeypatch.setattr(Copy, "has_arrived", lambda copy: batch == 1)
+    settings = Settings(temperature, 14, verification=mode)
+    requests = [Request(PROMPT, 7), Request([7], 2)][:batch]
+    expected = Speculator(pairs[0], policy, settings, batch=batch).run(requests)
+    with Accelerator() as device, torch.no_grad():
+        waits = Waits(device)
+        texts = Speculator(pairs[1], policy, settings, batch=batch, hooks=[waits]).run(requests)
+    for text, other in zip(texts, expected, strict=True):
+        assert text.tokens == other.tokens
+        assert [round[:9] for round in text.rounds] == [round[:9] for round in other.rounds]  # all but seconds
+    assert len(waits.rounds) > 1
+    assert all(count <= (2 if more is None else 1 + more * drafted) for count, drafted in waits.rounds[1:])
 
 
 @pytest.mark.parametrize(

@@ -37,27 +37,13 @@ TREE = "3,2,1"
 KEY = 91
 
 FIELDS: dict[str, Any] = {
-    "bad_words_ids": [[7], [9, 10], [20], [30], [40]],
-    "begin_suppress_tokens": [*range(20, 44)],
-    "encoder_no_repeat_ngram_size": 1,
-    "encoder_repetition_penalty": 0.3,
-    "epsilon_cutoff": 0.03,
-    "eta_cutoff": 0.1,
-    "exponential_decay_length_penalty": (2, 3.0),
-    "forced_bos_token_id": 9,
-    "forced_eos_token_id": EOS,
-    "min_length": 24,
-    "min_new_tokens": 24,
-    "min_p": 0.2,
-    "no_repeat_ngram_size": 1,
-    "repetition_penalty": 1.7,
-    "sequence_bias": [[[9], 4.0], [[10, 11], 5.0]],
-    "suppress_tokens": [*range(20, 34)],
-    "top_h": 0.4,
-    "top_k": 4,
-    "top_p": 0.7,
-    "typical_p": 0.6,
-}
+    "bad_words_ids": [[7], [9, 10], [20], [30], [40]], "begin_suppress_tokens": [*range(20, 44)],
+    "encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 0.3, "epsilon_cutoff": 0.03, "eta_cutoff": 0.1,
+    "exponential_decay_length_penalty": (2, 3.0), "forced_bos_token_id": 9, "forced_eos_token_id": EOS, "min_length": 24,
+    "min_new_tokens": 24, "min_p": 0.2, "no_repeat_ngram_size": 1, "repetition_penalty": 1.7,
+    "sequence_bias": [[[9], 4.0], [[10, 11], 5.0]], "suppress_tokens": [*range(20, 34)], "top_h": 0.4, "top_k": 4,
+    "top_p": 0.7, "typical_p": 0.6,
+}  # fmt: skip
 """Fields of `generation_config` with values that change texts."""
 
 
