@@ -5,8 +5,7 @@
 
 The target learns the next token of the text, the draft the target's distribution. All weights are rounded to int8
 with one scale per row before they are measured. Prompts come from files that neither model has seen. The table has
-the acceptance by depth on the test prompts. The last line is one JSON object; with `--check` the exit code is 1
-unless P(A >= 1) is between 0.6 and 0.85, and P(A = 0) and P(A >= 6) are above 0.15. `--smoke` trains for two steps.
+the acceptance by depth on the test prompts. The last line is one JSON object. `--smoke` trains for two steps.
 """
 
 from __future__ import annotations
@@ -502,7 +501,6 @@ def main() -> int:
     parser.add_argument("--ship", type=Path, help="folder to write the package data to")
     parser.add_argument("--overwrite", action="store_true", help="replace the pair in --out")
     parser.add_argument("--smoke", action="store_true", help="train for two steps, to see that the script runs")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the acceptance is not in its range")
     options = parser.parse_args()
     recipe = dataclasses.replace(RECIPE, seed=options.seed)
     if options.smoke:
@@ -530,10 +528,8 @@ def main() -> int:
     write_manifest(options.out, files)
     if options.ship is not None:
         ship(options.out, options.ship, f"python benchmarks/tools/make_pair.py --seed {recipe.seed} --out pair", rates)
-    first, sixth = rates[0]["accepted"], rates[5]["accepted"]
-    met = 0.6 <= first <= 0.85 and 1 - first > 0.15 and sixth > 0.15
-    print(json.dumps({"out": str(options.out), "met": met, "acceptance": rates}))
-    return int(options.check and not met)
+    print(json.dumps({"out": str(options.out), "acceptance": rates}))
+    return 0
 
 
 if __name__ == "__main__":
