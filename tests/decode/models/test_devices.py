@@ -261,7 +261,7 @@ def test_the_text_is_that_of_plain_decoding(source, temperature, prompt_ids):
     target, is_engine, drafts = build_model(), source in ("plain", "compact"), source in DRAFTERS
     pair = join(copy.deepcopy(target).cuda(), build_draft(target).cuda())
     pair = with_engine(pair, source) if is_engine else pair if drafts else with_drafter(pair, source)
-    prompts, thresholds = prompt_ids[:4], [Confidence(0.3, 6)] if is_engine else []
+    prompts, thresholds = prompt_ids[:4], [Confidence(0.3, 6), random_policy("logistic")] if is_engine else []
     expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]
     for policy, tree, batch in itertools.product([FixedLength(3), *thresholds], (None, "2,2,1"), (1, 3)):
         settings = Settings(temperature, 24, tree=tree, verification="match")
