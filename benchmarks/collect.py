@@ -127,14 +127,10 @@ def completions(run: Run) -> None:
     sampled = {temperature: _sampled(run.stock, prompts, new + 8, temperature) for temperature in (0.7, 1.0)}
     given = ss.collect(run.pair, prompts, run.folder("completions"), completions=sampled[0.7], **options)
     generated = ss.collect(run.pair, prompts, run.folder("generated"), **options)
-    lengths = []
-    for trace in (given, generated):
-        table = (
-            trace.to_pandas(["prompt_id", "accepted_length"])
-            .groupby("prompt_id")["accepted_length"]
-            .agg(["sum", "size"])
-        )
-        lengths.append(table["sum"] / table["size"])
+    lengths = [
+        trace.to_pandas(["prompt_id", "accepted_length"]).groupby("prompt_id")["accepted_length"].mean()
+        for trace in (given, generated)
+    ]
     both = sorted(set(lengths[0].index) & set(lengths[1].index))
     ratio = ratio_of_sums([lengths[0][name] for name in both], [lengths[1][name] for name in both])
     covers = ratio.low is None or ratio.low <= 1.0 <= (ratio.high or 1.0)

@@ -99,7 +99,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
                 shutil.copytree(earlier, work / earlier.name)
             ss.train_drafter(
                 run.stock, run.prompts("train", run.choose(800, 6)), folder / kind, kind, depth=DEPTH,
-                max_new_tokens=run.choose(128, 16), epochs=run.choose(None, 1), work=work,
+                max_new_tokens=run.choose(128, 8), epochs=run.choose(None, 1), work=work,
             )  # fmt: skip
             minutes = (time.process_time() - started) / 60
             run.bar(f"{kind}: minutes of CPU time to train", minutes, at_most=2 * MINUTES)
@@ -118,7 +118,7 @@ class Comparison:
 
     def __init__(self, run: Run, pair: ss.Pair, name: str, temperature: float) -> None:
         self.run, self.pair, self.name, self.temperature = run, pair, name, temperature
-        self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 8)
+        self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 6)
         self.tree: str | None = run.choose(TREE, "2,1")
         self.counts = run.choose({"train": 160, "test": 40}, {"train": 5, "test": 2})
         self.prompts = run.encoded("test", self.counts["test"])

@@ -137,7 +137,7 @@ def pair(run: Run) -> None:
             plain_texts(run.pair, [ids] * count, keys[at], NEW, temperature, True).tokens
             for at, ids in enumerate(prompts)
         ]
-        for mode, tree in (*run.choose(MODES, MODES[:1]), ("typical", "chain:4")):
+        for mode, tree in (*MODES, ("typical", "chain:4")):
             settings = ss.Settings(temperature, NEW, ignore_eos=True, verification=mode, tree=tree)
             speculator = ss.Speculator(run.pair, ss.load_policy("confidence:0.2").limited(4), settings)
             drawn, shares = [], []

@@ -169,15 +169,10 @@ class Run:
         return ss.measure_profile(pair or self.pair, self.prompts("train", prompts), **{**defaults, **options})
 
     def with_decisions(
-        self,
-        profile: ss.Profile,
-        policies: Sequence[ss.StopPolicy],
-        settings: ss.Settings,
-        pair: ss.Pair | None = None,
-        prompts: int = 8,
+        self, profile: ss.Profile, policies: list[ss.StopPolicy], settings: ss.Settings, pair: ss.Pair | None = None
     ) -> ss.Profile:
         """Return the profile with the costs of decisions of policies, timed in the loop on training prompts."""
-        ids = self.ids("train", self.choose(prompts, 2))
+        ids = self.ids("train", self.choose(16, 2))
         timed = loop_decisions(pair or self.pair, policies, ids, settings, profile, self.effort)
         return profile.with_measured_decisions(timed)
 

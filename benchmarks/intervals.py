@@ -54,8 +54,6 @@ def worlds(run: Run) -> None:
     """Count how often the intervals of `evaluate` and `importance_estimate` cover the truth."""
     count = run.choose(500, 2)
     estimates = list(chain(*run.map(dense_world, range(count)), *run.map(live_world, range(count))))
-    if count < 2:
-        return
     rmse: dict[tuple[str, str], list[float]] = {}
     for method, what, prompts in dict.fromkeys(
         (e.method, e.what, e.prompts * (e.method != "evaluate")) for e in estimates

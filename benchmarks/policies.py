@@ -72,14 +72,13 @@ def replayed(run: Run) -> None:
     """Compare rules and heads by replay."""
     for temperature in run.temperatures:
         where = f"T={temperature:g}"
-        names = list(HEADS) if not run.smoke else ["logistic"]
-        rules = RULES if not run.smoke else {"confidence": RULES["confidence"]}
+        names = run.choose(list(HEADS), ["logistic", "dynasd-hard"])
         hidden = (DRAFT_HIDDEN,) if "resnet" in names or "dynasd-soft" in names else ()
         train, test = _traces(run, where, 400, 400, temperature=temperature, hidden=hidden).values()
-        published = {name: ss.load_policy(spec).limited(DEPTH) for name, (spec, _) in rules.items()}
+        published = {name: ss.load_policy(spec).limited(DEPTH) for name, (spec, _) in RULES.items()}
         settings, profile = _settings(run, temperature), run.profile(depth=DEPTH, temperature=temperature)
         profile = run.with_decisions(profile, list(published.values()), settings)
-        tuned = {name: _tuned(run, train, profile, name) for name in rules}
+        tuned = {name: _tuned(run, train, profile, name) for name in RULES}
         trained = {name: ss.train(train, profile, name=name, **HEADS[name]) for name in names}
         heads = {name: result.policy for name, result in trained.items()}
         profile = run.with_decisions(profile, list(heads.values()), settings)

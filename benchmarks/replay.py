@@ -37,12 +37,12 @@ ERROR, ROUNDS_PER_S, SWEEP_S, GIB = 0.05, 100_000, 60.0, 1.0
 def rounds(run: Run) -> None:
     """Compare rounds and speeds, by temperature and shape."""
     for temperature in run.temperatures:
-        for tree in run.choose((None, TREE), (None,)):
+        for tree in (None, TREE):
             _live(run, temperature, tree)
 
 
 def _live(run: Run, temperature: float, tree: str | None) -> None:
-    where, new = f"{tree or 'chain'}, T={temperature:g}", run.choose(128, 16)
+    where, new = f"{tree or 'chain'}, T={temperature:g}", run.choose(128, 8)
     counts = run.choose({"test": 40, "train": 64}, {"test": 2, "train": 5})
     traces = run.traces(where, counts, temperature=temperature, max_new_tokens=new, depth=DEPTH, tree=tree)
     calibration = CalibrationRun(
@@ -53,7 +53,7 @@ def _live(run: Run, temperature: float, tree: str | None) -> None:
         calibration.play(number)
     policies = _policies(run, traces["train"], calibration.profile(), tree)
     settings = ss.Settings(temperature, new, tree=tree, verification="match")
-    costs = run.with_decisions(calibration.profile(), policies, settings, prompts=counts["train"])
+    costs = run.with_decisions(calibration.profile(), policies, settings)
     methods = [ss.Speculator(run.pair, policy, settings, costs) for policy in policies]
     texts = run_alternating(methods, run.encoded("test", counts["test"]), calibration=calibration)
     profile, held_out = calibration.profile().with_decisions(costs.decision_s), traces["test"]
@@ -77,11 +77,11 @@ def _live(run: Run, temperature: float, tree: str | None) -> None:
 
 def _policies(run: Run, traces: ss.Trace, profile: ss.Profile, tree: str | None) -> list[ss.StopPolicy]:
     """Return plain decoding and policies of every kind; learned ones are trained on the traces."""
-    specs = (*SPECS, *(TREE_SPECS if tree else ()))
-    policies = [ss.load_policy(spec).limited(DEPTH if tree is None else 4) for spec in run.choose(specs, specs[:4])]
+    specs = (*run.choose(SPECS, SPECS[:2]), *TREE_SPECS) if tree else SPECS
+    policies = [ss.load_policy(spec).limited(DEPTH if tree is None else 4) for spec in specs]
     if tree:
         return [*policies, ss.train(traces, profile, rule="gain", name="gain, learned").policy]
-    for head in run.choose(HEADS, HEADS[:1]):
+    for head in run.choose(HEADS, ("logistic", "tokens")):
         features = ("top1", "depth", *TOKEN_FEATURES) if head == "tokens" else None
         policies.append(ss.train(traces, profile, head=head, features=features).policy)
     return policies

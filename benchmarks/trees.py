@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import replace
+from functools import partial
 
 from harness import Run, ratio_of_sums
 from specstop.decode.benchmark import run_alternating, speed_ratio
@@ -67,8 +68,9 @@ def compare(run: Run) -> None:
             run.traces(f"{where}-{kind}", counts, tree=shape, **options)
             for kind, shape in (("tree", tree), ("chain", None))
         )
+        settings = partial(ss.Settings, temperature, new, depth, verification="match")
         measured = run.profile(depth=depth, temperature=temperature, tree=tree)
-        for machine in run.choose(("cpu", "gpu"), ("cpu",)):
+        for machine in ("cpu", "gpu"):
             profile = gpu_profile(measured) if machine == "gpu" else measured
             at = f"{where}, {machine}"
             for _ in range(run.choose(2, 1)):  # the second fit knows the price of the decisions of the first one
@@ -76,8 +78,7 @@ def compare(run: Run) -> None:
                 shape = str(result.metrics["tree"])
                 chain = ss.train(chains["train"], profile, head="logistic", name="chain").policy
                 for policy, drawn in ((result.policy, shape), (chain, None)):
-                    settings = ss.Settings(temperature, new, depth, tree=drawn, verification="match")
-                    profile = run.with_decisions(profile, [policy], settings)
+                    profile = run.with_decisions(profile, [policy], settings(tree=drawn))
             held_out = run.traces(f"{at}-held-out", {"test": counts["test"]}, tree=shape, **options)["test"]
             report = ss.evaluate(held_out, profile, [result.policy])
             for line in report.lines:
@@ -95,9 +96,7 @@ def compare(run: Run) -> None:
             run.bar(f"{at}: tree over the best chain", ratio, above=1.0, note=best.name)
             if machine == "cpu":
                 methods = [
-                    ss.Speculator(
-                        run.pair, policy, ss.Settings(temperature, new, depth, tree=drawn, verification="match")
-                    )
+                    ss.Speculator(run.pair, policy, settings(tree=drawn))
                     for policy, drawn in ((best, None), (result.policy, shape))
                 ]
                 base, texts = run_alternating(methods, run.encoded("test", run.choose(200, 2)))

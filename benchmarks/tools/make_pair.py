@@ -30,8 +30,8 @@ import transformers
 from safetensors.torch import save_file
 from specstop.collect import collect, read_prompts
 from specstop.decode import load_pair
-from specstop.policies.errors import InputError, SpecstopError
-from specstop.policies.files import prepare_output_dir, read_json, staged_folder, write_manifest
+from specstop.policies.errors import SpecstopError
+from specstop.policies.files import prepare_output_dir, staged_folder, write_manifest
 from specstop.train.shipped_pair import WEIGHTS, expand_weights, quantize_weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
@@ -499,7 +499,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pair; an existing pair is measured")
     parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
     parser.add_argument("--ship", type=Path, help="folder to write the package data to")
-    parser.add_argument("--overwrite", action="store_true", help="replace the pair in --out")
     parser.add_argument("--smoke", action="store_true", help="train for two steps, to see that the script runs")
     options = parser.parse_args()
     recipe = dataclasses.replace(RECIPE, seed=options.seed)
@@ -508,15 +507,9 @@ def main() -> int:
         recipe = dataclasses.replace(recipe, **few)
     transformers.logging.disable_progress_bar()
     try:
-        if (options.out / "pair.json").is_file() and not options.overwrite:
-            existing = read_json(options.out / "pair.json", "the pair")
-            wanted = json.loads(json.dumps(dataclasses.asdict(recipe)))
-            if existing["recipe"] != wanted:
-                raise InputError(f"--out: {options.out} holds a pair of another recipe; pass --overwrite to replace it")
-        else:
-            prepare_output_dir(options.out, overwrite=options.overwrite, inputs=[])
-            documents = stdlib_documents()[: 60 if options.smoke else None]
-            make_pair(documents, recipe, options.out)
+        if not (options.out / "pair.json").is_file():
+            prepare_output_dir(options.out, overwrite=False, inputs=[])
+            make_pair(stdlib_documents()[: 60 if options.smoke else None], recipe, options.out)
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

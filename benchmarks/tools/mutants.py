@@ -119,9 +119,9 @@ def nodes(node: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
             yield from nodes(child)
 
 
-def mutants_of(root: Path, file: str) -> list[Mutant]:
+def mutants_of(file: str) -> list[Mutant]:
     """Return every mutant of a file."""
-    source = (root / file).read_bytes()
+    source = (ROOT / file).read_bytes()
     offsets = [0]
     for text in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(text))
@@ -135,15 +135,15 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
     return result
 
 
-def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Mutant]:
+def draw(paths: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """Return random mutants of files and folders, in the order of their lines."""
     files = []
     for path in paths:
-        matches = [root / path] if (root / path).is_file() else sorted((root / path).rglob("*.py"))
+        matches = [ROOT / path] if (ROOT / path).is_file() else sorted((ROOT / path).rglob("*.py"))
         if not matches:
-            raise SystemExit(f"expected Python files at {root / path}, got none; pass others with --files")
-        files += [str(file.relative_to(root)) for file in matches]
-    candidates = [mutant for file in dict.fromkeys(files) for mutant in mutants_of(root, file)]
+            raise SystemExit(f"expected Python files at {ROOT / path}, got none; pass others with --files")
+        files += [str(file.relative_to(ROOT)) for file in matches]
+    candidates = [mutant for file in dict.fromkeys(files) for mutant in mutants_of(file)]
     drawn = random.Random(seed).sample(candidates, min(count, len(candidates)))
     return sorted(drawn, key=lambda mutant: (mutant.file, mutant.start, mutant.after))
 
@@ -203,11 +203,11 @@ def link_packages(root: Path, site: Path) -> None:
 class Worker:
     """A copy of a checkout in which mutants are tested one after the other."""
 
-    def __init__(self, folder: Path, root: Path, tests: Path) -> None:
+    def __init__(self, folder: Path, tests: Path) -> None:
         self.log = folder / "output.txt"
         self.root, self.site = folder / "tree", folder / "site"
         ignore = shutil.ignore_patterns(".*", "__pycache__", "build")
-        shutil.copytree(root, self.root, ignore=ignore)
+        shutil.copytree(ROOT, self.root, ignore=ignore)
         shutil.rmtree(self.root / "tests", ignore_errors=True)
         shutil.copytree(tests, self.root / "tests", ignore=ignore)
         link_packages(self.root, self.site)
@@ -250,18 +250,16 @@ class Worker:
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="+", default=FILES, help="product files or folders, relative to --root")
+    parser.add_argument("--files", nargs="+", default=FILES, help="product files or folders, relative to the checkout")
     parser.add_argument("--count", type=int, default=200, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of mutants")
     parser.add_argument("--budget", type=float, default=60, help="seconds of tests per mutant")
-    parser.add_argument("--root", type=Path, default=ROOT, help="checkout with the product files")
-    parser.add_argument("--tests", type=Path, help="folder of tests (default: tests/ of --root)")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="folder of tests")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
-    root, tests = options.root.resolve(), (options.tests or options.root / "tests").resolve()
-    mutants, results = draw(root, options.files, options.count, options.seed), list[str]()
+    mutants, results = draw(options.files, options.count, options.seed), list[str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        worker = Worker(Path(folder), root, tests)
+        worker = Worker(Path(folder), options.tests.resolve())
         selection = Selection(worker)
         for name in PRELOADED:
             importlib.import_module(name)
@@ -281,7 +279,7 @@ def main() -> int:
     line = {"seed": options.seed, "mutants": len(mutants), "killed": len(mutants) - len(survived)}
     if options.out:
         rows = [{**asdict(mutant), "result": result} for mutant, result in zip(mutants, results, strict=True)]
-        options.out.write_text(json.dumps({**line, "tests": str(tests), "rows": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**line, "tests": str(options.tests), "rows": rows}, indent=1) + "\n")
     print(json.dumps(line))
     return 0
 

@@ -104,12 +104,13 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     Raises:
         InputError: an option is not `key=value` or is given twice.
     """
-    where, known = f"--drafter: {text!r}", DRAFTERS.names() if "+" in text else ()
+    where = f"--drafter: {text!r}"
     # Paths and values may contain plus signs: one counts after a bare name, or before a known one.
     signs = (
         at
         for at, sign in enumerate(text)
-        if sign == "+" and (NAME.fullmatch(text[:at]) or re.split("[:?+]", text[at + 1 :], maxsplit=1)[0] in known)
+        if sign == "+"
+        and (NAME.fullmatch(text[:at]) or re.split("[:?+]", text[at + 1 :], maxsplit=1)[0] in DRAFTERS.names())
     )
     end = next(signs, len(text))
     name, value, options = split_spec(text[:end], where)
