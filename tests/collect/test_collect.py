@@ -87,15 +87,14 @@ def collect_and_be_killed(models: Path, out: Path, rank: DistributedRank, shards
 
 def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(pair, pair_folder, many, alone, tmp_path):
     """One of two processes is killed while it collects and the other while it writes."""
-    out, context = tmp_path / "out", multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.models.pair"])
+    out, context = tmp_path / "out", multiprocessing.get_context("fork")  # a new interpreter takes 5 s to import torch
     ends = ((2, True), (1, False))
     arguments = [(pair_folder, out, DistributedRank(rank, 2), *end) for rank, end in enumerate(ends)]
     children = [context.Process(target=collect_and_be_killed, args=one, daemon=True) for one in arguments]
     for child in children:
         child.start()
     for child in children:
-        child.join()
+        child.join(120)
         assert child.exitcode == -signal.SIGKILL
     assert len(Trace(out, alone.header).finished) == 3 and len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == 1
     calls: list[tuple[int, int]] = []

@@ -251,11 +251,11 @@ def sweep_class(name: str) -> Row:
                 row.note, model = row.note or f"not built: {type(error).__name__}: {first_line(error)}", None
         if model is None:
             return row
-        row.cls, row.note = type(model).__name__, ""
+        row.cls, row.note, draft = type(model).__name__, "", noisy(model)
         for method, (depth, tree, batch) in METHODS.items():
             try:
                 with time_limit(SECONDS):
-                    pair = join(model, noisy(model))
+                    pair = join(model, draft)
                     speculator = Speculator(pair, FixedLength(depth), Settings(0.0, NEW, tree=tree), batch=batch)
                     results = speculator.run([Request(prompt) for prompt in PROMPTS])
                 texts = [list(result.tokens) for result in results]

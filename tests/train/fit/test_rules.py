@@ -22,6 +22,7 @@ from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.display import silent
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.learned import PathCalibrator, TreeGain
+from specstop.policies.published.load import LoadLength
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
@@ -124,10 +125,11 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(held, timed):
     name = for_batches(free, profile=timed).cost_name
     settled = tune_batch_rule(free, [Part(held)], timed.with_decisions({name: 3.0}))
     assert [size for size, _ in settled.rule.lengths] == [2, 4] and sorted(settled.unasked) == [1, 2, 3, 4]
-    for size, length in settled.rule.lengths:
+    scheduled = LoadLength(",".join(f"{size}:{length}" for size, length in sorted(settled.unasked.items())))
+    for size, _ in settled.rule.lengths:
         played, fixed = (
             replay_batch(held, policy, settled.profile, size, arrive_at_once(held.sequences))
-            for policy in (settled, FixedLength(length))
+            for policy in (settled, scheduled)
         )
         assert float(played.seconds.sum()) == pytest.approx(float(fixed.seconds.sum()), rel=EXACT)
         assert not played.decisions.any()
