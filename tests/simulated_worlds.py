@@ -159,22 +159,9 @@ def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
     """Return a trace in memory. Columns that the policies do not read are zero."""
     longest = int(columns["text_tokens"].max()) + DEPTH + 1
     header = Header(
-        "simulated",
-        "simulated",
-        {},
-        8,
-        (),
-        0.0,
-        parents(chain(DEPTH)),
-        ("drawn_prob",),
-        (),
-        longest,
-        0,
-        1,
-        prompts,
-        "",
+        "simulated", "simulated", {}, 8, (), 0.0, parents(chain(DEPTH)), ("drawn_prob",), (), longest, 0, 1, prompts, "",
         **more,
-    )
+    )  # fmt: skip
     rows, nodes = columns["accepted"].shape
     zeros: dict[str, Any] = {
         **dict.fromkeys(("group", "sample", "text_hash"), [""] * rows),

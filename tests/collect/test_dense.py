@@ -75,12 +75,7 @@ def search(
 @pytest.mark.parametrize("tree", [None, "3,2,1", ODD])
 def test_rows_are_those_of_a_search_without_cache(plain_pair, prompts, prompt_ids, tmp_path, tree, temperature):
     """Every anchor has a row; every tenth row is compared."""
-    options: dict[str, Any] = {
-        "temperature": temperature,
-        "max_new_tokens": NEW,
-        "verification": "match",
-        "hidden": BOTH,
-    }
+    options = {"temperature": temperature, "max_new_tokens": NEW, "verification": "match", "hidden": BOTH}
     trace = collect(plain_pair, prompts, tmp_path, tree=tree, depth=DEPTH, **options)
     topology, names, keys = trace.header.tree, trace.header.features, [stream_key(0, prompt.id) for prompt in prompts]
     assert topology.parent == parse_tree(tree or f"chain:{DEPTH}").parent

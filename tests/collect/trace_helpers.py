@@ -25,23 +25,10 @@ from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
 
 HEADER = Header(
-    target="t",
-    draft="d",
-    pair={"target": "ab", "draft": "cd"},
-    vocabulary=48,
-    eos=(16, 2),
-    temperature=0.7,
-    topology=parents(chain(3)),
-    features=("top1", "entropy"),
-    anchor_features=("anchor_top1",),
-    max_new_tokens=9,
-    seed=4,
-    shards=2,
-    prompts=5,
-    prompts_hash="ef",
-    hidden={"draft_hidden": 2},
-    facts={"device": "cpu"},
-)
+    target="t", draft="d", pair={"target": "ab", "draft": "cd"}, vocabulary=48, eos=(16, 2), temperature=0.7,
+    topology=parents(chain(3)), features=("top1", "entropy"), anchor_features=("anchor_top1",), max_new_tokens=9, seed=4,
+    shards=2, prompts=5, prompts_hash="ef", hidden={"draft_hidden": 2}, facts={"device": "cpu"},
+)  # fmt: skip
 
 
 def random_rows(rows: int, seed: int, header: Header = HEADER) -> dict[str, Any]:

@@ -20,17 +20,9 @@ from specstop import Profile, load_trace, shipped_pair
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(
-    train=12,
-    test=4,
-    live=3,
-    routed=10,
-    tokens=12,
-    depth=3,
-    heads=("logistic", "mlp"),
-    effort=EFFORT,
-    decision_effort=EFFORT,
-    route_effort=EFFORT,
-)
+    train=12, test=4, live=3, routed=10, tokens=12, depth=3, heads=("logistic", "mlp"), effort=EFFORT,
+    decision_effort=EFFORT, route_effort=EFFORT,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
