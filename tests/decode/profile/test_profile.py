@@ -54,7 +54,7 @@ def known_clock(pair: Pair, monkeypatch: Patch, streams: bool = False) -> list[f
             return TARGET + ROW * count
         return DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)
 
-    def read_streams(cache: CachedModel, parts: Any) -> float:
+    def read_streams(cache: CachedModel, parts: Any, *rest: Any) -> float:
         parts = [parts] if isinstance(parts, Part) else parts
         tokens = sum(len(part.tokens) for part in parts)
         is_target = cache.original is pair.target
