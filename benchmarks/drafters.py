@@ -98,7 +98,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
             if not work.exists() and earlier is not None:
                 shutil.copytree(earlier, work / earlier.name)
             ss.train_drafter(
-                run.stock, run.prompts("train", run.choose(800, 6)), folder / kind, kind, depth=DEPTH,
+                run.stock, run.prompts("train", run.choose(800, 4)), folder / kind, kind, depth=DEPTH,
                 max_new_tokens=run.choose(128, 8), epochs=run.choose(None, 1), work=work,
             )  # fmt: skip
             minutes = (time.process_time() - started) / 60
