@@ -86,13 +86,11 @@ def pytest_sessionstart() -> None:
         from specstop.policies import kernels
         from specstop.policies.kernels.compiled import Kernel
 
-        modules = [
-            importlib.import_module(name)
-            for _, name, _ in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")
-        ]
-        compiled = [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
-        for kernel in compiled[:: -1 if int(worker.removeprefix("gw")) % 2 else 1]:
-            kernel.compiled  # noqa: B018
+        names = sorted(module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."))
+        values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+        for value in values[:: -1 if int(worker.removeprefix("gw")) % 2 else 1]:
+            if isinstance(value, Kernel):
+                value.compiled  # noqa: B018
 
 
 def pytest_collection_finish() -> None:

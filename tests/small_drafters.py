@@ -49,11 +49,7 @@ def small_network(
 
 
 def small_drafter(
-    kind: str,
-    pair: Pair,
-    depth: int = 3,
-    noise: float = 0.1,
-    place: Callable[[nn.Module], nn.Module] | None = None,
+    kind: str, pair: Pair, depth: int = 3, noise: float = 0.1, place: Callable[[nn.Module], nn.Module] | None = None
 ) -> Any:
     """Return a drafter of a pair; `place` moves its network to where the pair lies."""
     output = output_weight(pair).cpu().float()

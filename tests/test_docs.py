@@ -12,12 +12,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import cli, write_prompts
+from commands import cli, loading_once, write_prompts
 from conftest import make_prompts
 from small_drafters import small_network
 from specstop.cli.main import COMMANDS
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.profile.measuring import Effort
+from specstop.train.evaluate.plots import Plot
 
 import specstop
 
@@ -33,7 +34,7 @@ def place(pair_folder, tmp_path, monkeypatch):
     """A folder with the inputs of the guide: `target`, `draft`, `train.jsonl` and `test.jsonl`."""
     for name in ("target", "draft"):
         shutil.copytree(pair_folder / name, tmp_path / name)
-    for side, count, seed in (("train", 8, 21), ("test", 4, 22)):
+    for side, count, seed in (("train", 6, 21), ("test", 3, 22)):
         write_prompts(tmp_path / f"{side}.jsonl", make_prompts(count, side, seed))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -46,8 +47,8 @@ def commands(block: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def one_repetition(monkeypatch):
-    """Measure profiles with one repetition instead of until the budget is spent."""
+def quick(place, monkeypatch):
+    """Measure profiles with one repetition instead of until the budget is spent, load the pair once, and draw no plots."""
     check = Effort.__post_init__
 
     def bounded(effort: Effort) -> None:
@@ -55,10 +56,13 @@ def one_repetition(monkeypatch):
         object.__setattr__(effort, "repetitions", effort.repetitions or 1)
 
     monkeypatch.setattr(Effort, "__post_init__", bounded)
+    monkeypatch.setattr(Plot, "svg", lambda plot, name: "")
+    with loading_once():
+        yield
 
 
 @pytest.mark.parametrize("pages", RUN, ids=" ".join)
-@pytest.mark.usefixtures("place", "module_cache", "one_repetition", "few_draws")
+@pytest.mark.usefixtures("module_cache", "quick", "few_draws")
 def test_every_block_of_the_pages_runs(pages):
     names: dict[str, object] = {}
     for page in pages:
@@ -72,7 +76,7 @@ def test_every_block_of_the_pages_runs(pages):
                 assert words[0] == "specstop" and result.code == 0, (page, words, result.err)
 
 
-@pytest.mark.usefixtures("module_cache", "one_repetition", "few_draws")
+@pytest.mark.usefixtures("module_cache", "quick", "few_draws")
 def test_the_first_hour_in_python_runs(place, tmp_path, monkeypatch):
     """With the small pair and fewer prompts than the page has."""
     for side in ("train", "test"):

@@ -142,10 +142,7 @@ def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(tokenizer, prompts
 # Any drafter
 
 SHORT = 3
-SPECS = (
-    *("lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer"),
-    *("suffix+model", "lookup+medusa"),
-)
+SPECS = (*("lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer"), *("suffix+model", "lookup+medusa"))
 
 
 @pytest.fixture(scope="module")

@@ -99,11 +99,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToken
         model.float().save_pretrained(where / name)
         tokenizer.save_pretrained(where / name)
     (where / "acceptance.json").write_text('{"slope": 0.75, "intercepts": [0.5, 0.25]}')
-    config = {
-        "method": "custom_class",
-        "model": "specstop.decode.engines.vllm.Proposer",
-        "num_speculative_tokens": 5,
-    }
+    config = {"method": "custom_class", "model": "specstop.decode.engines.vllm.Proposer", "num_speculative_tokens": 5}
     entries = [{"draft": str(where / "draft"), "policy": policy, "drafter": drafter} for policy, drafter in POLICIES]
     options = [{"speculative_config": config, "additional_config": {"specstop": entry}} for entry in entries]
     task = {

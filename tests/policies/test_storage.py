@@ -143,11 +143,7 @@ def originals(tmp_path_factory):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    name=st.sampled_from(sorted(POLICIES)),
-    damage=st.sampled_from(DAMAGES),
-    seed=st.integers(0, 2**32),
-)
+@given(name=st.sampled_from(sorted(POLICIES)), damage=st.sampled_from(DAMAGES), seed=st.integers(0, 2**32))
 def test_a_damaged_folder_is_refused_or_decides(originals, name, damage, seed):
     """No checksum distinguishes a forgery from another policy: it may load, but it must not fail later."""
     original, before = originals[name]

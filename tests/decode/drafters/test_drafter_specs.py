@@ -26,14 +26,7 @@ from specstop.decode.drafters import (
     with_drafter,
 )
 from specstop.decode.drafters.folder import DRAFTER_FILE, load_drafter
-from specstop.decode.drafters.spec import (
-    DRAFTERS,
-    change_paths,
-    drafter_names,
-    needs_draft,
-    parse_spec,
-    spec_paths,
-)
+from specstop.decode.drafters.spec import DRAFTERS, change_paths, drafter_names, needs_draft, parse_spec, spec_paths
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts

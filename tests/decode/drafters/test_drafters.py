@@ -13,12 +13,7 @@ import torch
 from conftest import NEW
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from small_drafters import new_round, proposed
-from specstop.decode.drafters import (
-    LookupDrafter,
-    ModelDrafter,
-    SuffixDrafter,
-    find_drafters,
-)
+from specstop.decode.drafters import LookupDrafter, ModelDrafter, SuffixDrafter, find_drafters
 from specstop.decode.drafters.suffix import SuffixAutomaton, SuffixIndex
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator

@@ -116,10 +116,7 @@ def rotated(kind: str, seed: int = 0, **options: Any) -> hub.PreTrainedModel:
     return hub.LlamaForCausalLM(hub.LlamaConfig(**{**SIZES, **rope, **options})).double().eval()
 
 
-@pytest.mark.parametrize(
-    ("kind", "draft_kind"),
-    [("phi3", "llama-long"), ("llama-long", "same"), ("llama", "phi3")],
-)
+@pytest.mark.parametrize(("kind", "draft_kind"), [("phi3", "llama-long"), ("llama-long", "same"), ("llama", "phi3")])
 def test_position_encodings_that_change_with_the_length_give_the_text_of_generate(kind, draft_kind):
     target = rotated(kind)
     pair = join(target, table.noisy(target) if draft_kind == "same" else rotated(draft_kind, 1))

@@ -330,7 +330,7 @@ def test_the_achievable_estimate_depends_on_the_information_in_features(is_infor
         1.0, ((1, 0.25), (4, 0.25)), {size: ((size, 4.0), (5 * size, 4.0 + 2.0 * size)) for size in (1, 4)}
     )
     high, batch = dataclasses.replace(low, context=99.0), BatchCosts(many, dataclasses.replace(many, context=99.0))
-    arrays, profile = telling_trace(12), Profile(low, high, 0.0, 0.0, (0.0, 0.0), batch=batch)
+    arrays, profile = telling_trace(8), Profile(low, high, 0.0, 0.0, (0.0, 0.0), batch=batch)
     if not is_informative:
         noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
         arrays = with_signal(arrays, noise, noise[:, 0])
