@@ -19,7 +19,6 @@ import safetensors.torch
 import torch
 from pydantic.dataclasses import dataclass as validated_dataclass
 from safetensors import SafetensorError
-from torch import nn
 
 from ...policies.display import markdown_table, training_facts
 from ...policies.errors import InputError, SpecstopError
@@ -168,7 +167,7 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
     return TrainedDrafter(header.kind, network, header.target, header.provenance, header.metrics, identity)
 
 
-def _load_weights(network: nn.Module, folder: Path, files: Mapping[str, str]) -> None:
+def _load_weights(network: MedusaHeads | LayerNetwork, folder: Path, files: Mapping[str, str]) -> None:
     """Load the weights after validating file names, size, checksum, types and shapes."""
     if set(files) != {WEIGHTS_FILE}:
         raise InputError(f"expected the weights in {WEIGHTS_FILE} only")
