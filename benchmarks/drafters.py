@@ -253,7 +253,7 @@ class RouteComparison(Comparison):
         policies = {**dict(zip(names, best, strict=True)), "rule": rule, "route": route}
         settings = {name: Setting(policy, None, traces["test"]) for name, policy in policies.items()}
         profile = self.with_decisions(profile, [settings["rule"], settings["route"]])
-        report = ss.evaluate(traces["test"], profile, [rule, route])
+        report = ss.evaluate(traces["test"], profile, [*{one.shown_name: one for one in (rule, route)}.values()])
         for name, policy in (("rule", rule), ("route", route)):
             speed = report[policy.shown_name].speedup
             self.run.row(f"{self.where}, {name}: of the best fixed length, held out", speed, policy.name)
@@ -271,7 +271,7 @@ class RouteComparison(Comparison):
                 continue
             self.run.bar(f"{self.where}: route over {one} alone", speed, at_least=ROUTED, above=1.0)
             by_group = defaultdict[str | None, list[int]](list)
-            for at, prompt in enumerate(self.test):
+            for at, prompt in enumerate(self.run.prompts("test", self.counts["test"])):
                 by_group[prompt.group].append(at)
             for group, members in by_group.items():
                 if group and len(members) >= MEMBERS:
