@@ -52,6 +52,7 @@ SETTINGS = (
 """Settings of assisted generation that users choose among, from fixed lengths to its defaults."""
 
 LOOKUP_SETTINGS = tuple(AssistedSetting(f"prompt lookup {k}", k, is_lookup=True) for k in (2, 4, 6, 10))
+"""Settings of assisted generation without an assistant model."""
 
 
 class Assisted:

@@ -128,8 +128,8 @@ class TokenHead(Head):
             table = np.ascontiguousarray(t["table"][:, known].transpose(1, 2, 0))
             strides = hashed.strides[:0] if first else hashed.strides
             places = np.array(ids, dtype=np.int64)[known]
-            hasharguments = hashed.columns, hashed.edges, strides, cross_table
-            return self.bounds[first], odds, weights, bias, places, table, *hasharguments
+            hash_arguments = hashed.columns, hashed.edges, strides, cross_table
+            return self.bounds[first], odds, weights, bias, places, table, *hash_arguments
 
         self.arguments = arguments(False), arguments(True)
 

@@ -25,7 +25,7 @@ from head_tensors import learned
 from small_drafters import small_network
 from specstop.decode import Pair, PolicyStoppingCriteria, SamplingParams, Settings, Speculator, plain_texts
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter
-from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.hf.baseline import LOOKUP_SETTINGS, PLAIN, SETTINGS, Assisted
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request
 from specstop.decode.verify.noise import stream_key
@@ -197,7 +197,9 @@ def test_unsupported_arguments_are_refused_by_name(pair, prompt_ids, options, me
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("setting", "batch"), [(PLAIN, 1), (PLAIN, 2), (SETTINGS[0], 1), (SETTINGS[-1], 1)])
+@pytest.mark.parametrize(
+    ("setting", "batch"), [(PLAIN, 1), (PLAIN, 2), (SETTINGS[0], 1), (SETTINGS[-1], 1), (LOOKUP_SETTINGS[0], 1)]
+)
 def test_the_baseline_of_transformers_writes_the_targets_texts_and_restores_the_assistant(
     pair, prompt_ids, setting, batch
 ):
