@@ -165,8 +165,8 @@ def bench(
         policies: policies, specs such as `fixed:4`, or policy folders.
         ids: name of each prompt; default: see `encode_prompts`.
         settings: shared by all policies, except for the tree of a policy that has one (`Settings.for_policy`).
-        library: the same pair with the engine `plain`. If given, transformers' `generate` is measured too. For batch size 1 so
-            is its assisted generation, which supports no other size; without a draft model, prompt lookup is measured.
+        library: the same pair with the engine `plain`. If given, transformers' `generate` is measured too. With batch size 1,
+            its assisted generation is measured as well; without a draft model, prompt lookup.
         profile: see `Speculator`.
         seed: of the streams.
         batch: number of texts decoded side by side.
