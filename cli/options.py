@@ -128,7 +128,8 @@ _TEXTS: dict[str, dict[str, str]] = {
     "Policy": {
         "head": "Head to fit: logistic, tokens, mlp, xgboost, ...; with --tune several, separated by commas. Default: "
         "logistic, or with --tune these four.",
-        "decide": "What to learn: stop (when to stop drafting), route (which of several drafters drafts) or both.",
+        "decide": "What to learn: stop (when to stop drafting; of several drafters the first, or stop@NAME), route (which of "
+        "them drafts) or both.",
         "rule": "derived (from costs), survival, step, any, batch, or gain for trees; with --tune several, separated by "
         "commas. Default: the head's.",
         "threshold": "Threshold of the rules survival, step and any. Default: the one that replays fastest.",

@@ -63,7 +63,8 @@ def train(
         print_json(trained.metrics)
         return
     show_trained(trained, out)
-    next_step("evaluate", "--traces", "HELD_OUT", "--train-traces", traces[0], "--profile", profile, "--policy", out,
+    spec = f"{out}@{drafter}" if (drafter := decide.partition("@")[2]) else out
+    next_step("evaluate", "--traces", "HELD_OUT", "--train-traces", traces[0], "--profile", profile, "--policy", spec,
               "--out", "report")  # fmt: skip
 
 

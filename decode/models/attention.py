@@ -26,8 +26,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types for which masks are computed here, as in `layer_types` of a configuration."""
 
 PACKED = "specstop_packed"
-MIN_DIVIDED_SLOTS, MIN_PART_SLOTS, MAX_PARTS = 2048, 256, 32
-"""Minimum slots for attention in parts, minimum slots of a part, maximum number of parts."""
+MIN_DIVIDED_SLOTS, MIN_PART_SLOTS, MAX_DIVIDED_QUERIES, MAX_BLOCKS = 512, 128, 256, 512
+"""Of attention in parts: minimum slots, minimum slots of a part, maximum queries of a key head, and maximum number of blocks
+(parts x heads x texts), which is a few for each processor of a large GPU."""
 
 
 def backend_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,18 +132,20 @@ class PackedCall:
     `slots` slots of the cache.
 
     Attributes:
+        data: uint8, holds the values of the next four, so that one copy moves all.
         line: [5, T] int64: token, position, stream, slot and index in the rectangle [S, n] of queries.
         base: [S] int64, slots of each stream that all its tokens see.
-        relation: [S, n, W] bool, which slots from `base` on each query sees.
         rows: [R] int64, tokens for which logits are returned; None = all.
+        relation: [S, n, W] bool, which slots from `base` on each query sees.
         is_full: Whether the tokens fill the rectangle in their order.
         needed: [] bool on the device; see `CachedModel.read_parts`.
     """
 
+    data: Tensor
     line: Tensor
     base: Tensor
-    relation: Tensor
     rows: Tensor | None
+    relation: Tensor
     slots: int
     is_full: bool
     needed: Tensor | None = None
@@ -150,14 +153,13 @@ class PackedCall:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The inputs."""
-        optional = (tensor for tensor in (self.rows, self.needed) if tensor is not None)
-        return self.line, self.base, self.relation, *optional
+        return (self.data,) if self.needed is None else (self.data, self.needed)
 
     @property
     def shape(self) -> tuple[object, ...]:
         """A key that is equal for calls that can share a recording."""
-        missing = self.rows is None, self.needed is None
-        return (*(tensor.shape for tensor in self.tensors), missing, self.slots, self.is_full)
+        rows = None if self.rows is None else len(self.rows)
+        return self.line.shape[1], self.relation.shape, rows, self.needed is None, self.slots, self.is_full
 
     def mask(self) -> Tensor:
         """Return [S, 1, n, slots] bool."""
@@ -174,10 +176,8 @@ class PackedCall:
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         """Write states [1, heads, T, width] into buffers and return the slots that attention reads."""
-        line, rows = self.line.to(keys.device), len(self.base)
-        # Indices with a slice between them put their own dimension first: [T, heads, width].
-        keys[line[2], :, line[3]] = new_keys[0].transpose(0, 1)
-        values[line[2], :, line[3]] = new_values[0].transpose(0, 1)
+        rows = len(self.base)
+        _store(keys, values, self.line.to(keys.device), new_keys, new_values)
         return keys[:rows, :, : self.slots], values[:rows, :, : self.slots]
 
     def spread(self, queries: Tensor) -> Tensor:
@@ -192,6 +192,13 @@ class PackedCall:
         """Return [1, T, heads, width] from a rectangle [S, n, heads, width]."""
         rows = out.reshape(1, -1, *out.shape[2:])
         return rows if self.is_full else rows.index_select(1, self.line[4].to(rows.device))
+
+
+@fused
+def _store(keys: Tensor, values: Tensor, line: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+    # Indices with a slice between them put their own dimension first: [T, heads, width].
+    keys[line[2], :, line[3]] = new_keys[0].transpose(0, 1)
+    values[line[2], :, line[3]] = new_values[0].transpose(0, 1)
 
 
 def pack(
@@ -235,12 +242,15 @@ def pack(
     if not has_all_rows and round_up(len(rows)) < line.shape[1]:  # R = T would mean all rows
         rows += rows[-1:] * (round_up(len(rows)) - len(rows))
     is_full = line.shape[1] == total == streams * count and [part.stream for part in parts] == list(range(streams))
-    lines = upload(line, device)
+    places = np.concatenate([line.ravel(), base, [] if has_all_rows else rows]).astype(np.int64)
+    data = upload(np.concatenate([places.view(np.uint8), relation.ravel().view(np.uint8)]), device)
+    numbers, seen = data[: places.nbytes].view(torch.int64), data[places.nbytes :].view(torch.bool)
+    lines, bases, kept = numbers.split([line.size, streams, len(places) - line.size - streams])
+    lines = lines.view(line.shape)
     if on_device := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # then all are tensors
         lines[0] = torch.cat([*on_device, on_device[-1][-1:].expand(line.shape[1] - total)])
     last = max(lengths[part.stream] + size for part, size in zip(parts, sizes, strict=True))
-    kept_rows = None if has_all_rows else upload(rows, device)
-    return PackedCall(lines, upload(base, device), upload(relation, device), kept_rows, last, is_full)
+    return PackedCall(data, lines, bases, None if has_all_rows else kept, seen.view(relation.shape), last, is_full)
 
 
 class KVCache:
@@ -329,6 +339,16 @@ class KVLayer(CacheLayerMixin):
         return self.kv.capacity
 
 
+def grouped_mask(mask: Tensor, heads: int, groups: int) -> Tensor:
+    """Return an additive mask [B, 1, n, slots] for `grouped_attention`, so that layers need not repeat it.
+
+    It is [1, 1, rows, slots], or [B, groups, rows, slots] for several texts; rows are those of a group, or 1 for one query.
+    """
+    if mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, heads // groups, 1)
+    return mask if len(mask) == 1 else mask.repeat(1, groups, 1, 1)
+
+
 def grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -346,17 +366,16 @@ def grouped_attention(
         module, scaling, kwargs: See `AttentionInterface`; `kwargs` are ignored.
         query: [B, heads, n, width].
         key, value: [B, groups, slots, width].
-        attention_mask: [B, 1, n, slots] additive; None = no mask.
+        attention_mask: [B, 1, n, slots] additive, or that of `grouped_mask`; None = no mask.
     """
     batch, heads, count, width = query.shape
     rows = query.reshape(batch, key.shape[1], -1, width)  # [B, groups, heads / groups x n, width]
     # n queries of each head, head by head. The mask's one row of a single query is broadcast.
-    if attention_mask is not None and count > 1:
+    if attention_mask is not None and attention_mask.shape[2] not in (1, rows.shape[2]):
         attention_mask = attention_mask.repeat(1, 1, rows.shape[2] // count, 1)
     if attention_mask is not None and is_divided(rows, key, attention_mask):
-        out = divided_attention(rows, key, value, attention_mask, scaling)
-    else:
-        out = attend(rows, key, value, attention_mask, scaling)
+        return divided_attention(rows, key, value, attention_mask, scaling, count), None
+    out = attend(rows, key, value, attention_mask, scaling)
     return out.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
 
 
@@ -408,41 +427,54 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
 
 def is_divided(query: Tensor, key: Tensor, mask: Tensor) -> bool:
     """Whether to attend in parts: a GPU kernel reads the keys of one head sequentially, which uses little of the GPU."""
-    slots = key.shape[2]
-    if query.device.type != "cuda" or query.dtype == torch.float64:
+    slots, streams = key.shape[2], len(key)
+    if query.device.type != "cuda" or query.dtype == torch.float64 or query.shape[2] > MAX_DIVIDED_QUERIES:
         return False
-    if slots < MIN_DIVIDED_SLOTS or slots % MIN_PART_SLOTS or len(key) > 1 or query.shape[2] > MIN_PART_SLOTS:
+    if slots < MIN_DIVIDED_SLOTS or slots % MIN_PART_SLOTS or 2 * streams * key.shape[1] > MAX_BLOCKS:
+        return False
+    if streams > 1 and (mask.shape[1] != key.shape[1] or key.stride(0) != key.shape[1] * key.stride(1)):
         return False
     # Required by the kernel.
     aligned = mask.is_floating_point() and mask.is_contiguous() and mask.data_ptr() % 16 == 0
     return aligned and query.shape[-1] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Return [1, heads, n, width], combined from attention to parts of the slots (Flash-Decoding).
+def divided_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, count: int = 1
+) -> Tensor:
+    """Return [B, count, groups x rows / count, width], combined from attention to parts of the slots (Flash-Decoding).
 
-    `query` is [1, heads, n, width], `key` and `value` [1, heads, slots, width], `mask` [1, 1, 1 or n, slots], without -inf.
+    Args:
+        query: [B, groups, rows, width]; the rows are `count` queries of each head, head by head.
+        key, value: [B, groups, slots, width]; texts and groups can be merged without a copy.
+        mask: [B, 1 or groups, 1 or rows, slots] without -inf.
+        scaling: see `scaled_dot_product_attention`.
+        count: number of queries of a head.
     """
-    slots = key.shape[2]
-    parts = next(n for n in range(min(slots // MIN_PART_SLOTS, MAX_PARTS), 0, -1) if slots % n == 0)
-    keys, values = (states[0].unflatten(1, (parts, -1)).transpose(0, 1) for states in (key, value))
-    queries = query.expand(parts, -1, -1, -1)
-    masks = mask[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)[:, None]  # [parts, 1, 1 or n, slots of a part]
-    masks = masks.expand(parts, query.shape[1], query.shape[2], -1)
+    batch, groups, rows, _ = query.shape
+    heads, slots = batch * groups, key.shape[2]
+    most = min(slots // MIN_PART_SLOTS, max(1, MAX_BLOCKS // heads))
+    parts = next(n for n in range(most, 0, -1) if slots % (n * MIN_PART_SLOTS) == 0)
+    keys, values = (states.flatten(0, 1).unflatten(1, (parts, -1)).transpose(0, 1) for states in (key, value))
+    queries = query.flatten(0, 1).expand(parts, -1, -1, -1)
+    masks = mask.flatten(0, 1).unflatten(2, (parts, -1)).permute(2, 0, 1, 3)  # [parts, 1 or heads, 1 or rows, part]
+    masks = masks.expand(parts, heads, rows, -1)
     if query.device.type == "cpu":
         cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, log_sums = cpu(queries, keys, values, attn_mask=masks, scale=scaling)
     else:
         gpu = torch.ops.aten._scaled_dot_product_efficient_attention
         out, log_sums = gpu(queries, keys, values, masks, True, scale=scaling)[:2]
-    return _combined(out, log_sums[:, :, : query.shape[2]])
+    return _combined(out, log_sums[:, :, :rows], batch, count)
 
 
 @fused
-def _combined(out: Tensor, log_sums: Tensor) -> Tensor:
-    """Return [1, heads, n, width] of parts [parts, heads, n, width] and log sums [parts, heads, n]."""
-    share = (log_sums - log_sums.amax(0)).exp()[..., None]
-    return ((out * share).sum(0, keepdim=True) / share.sum(0, keepdim=True)).to(out.dtype)
+def _combined(out: Tensor, log_sums: Tensor, batch: int, count: int) -> Tensor:
+    """Return [B, count, heads, width] of parts [parts, B x groups, rows, width] and log sums [parts, B x groups, rows]."""
+    wide = log_sums[..., None].expand_as(out)  # so that one kernel computes all sums
+    share = (wide - wide.amax(0)).exp()
+    mixed = ((out * share).sum(0) / share.sum(0)).to(out.dtype)
+    return mixed.unflatten(1, (-1, count)).unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
 
 
 class _Current(threading.local):

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
-from .attention import LayerMasks, attend, backend_mask, causal, grouped_attention
+from .attention import LayerMasks, attend, backend_mask, causal, grouped_attention, grouped_mask
 from .device import can_widen, fused, wide_linear
 from .placement import is_modified, modified_module, replacement_refusal
 
@@ -178,7 +178,8 @@ def _join_linears(*linears: nn.Linear) -> PackedLinear:
 @fused
 def _rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return [B, heads, n, width] of queries and keys [B, n, heads, width]: x cos + rotate_half(x) sin."""
-    return torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).transpose(1, 2)
+    out = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).transpose(1, 2)
+    return out.contiguous() if out.is_cuda else out  # in the same kernel
 
 
 @fused
@@ -211,6 +212,8 @@ class _Norm:
     def __init__(self, norm: Any) -> None:
         weight, size = norm.weight.data, len(norm.weight)
         self._plain, self._eps = weight, norm.variance_epsilon
+        if weight.is_cuda:  # a sum over a known number of columns needs one pass
+            torch._dynamo.mark_static(weight, 0)
         self._weight = weight * size**0.5
         self._floor = torch.tensor(self._eps * size, dtype=weight.dtype, device=weight.device).sqrt()
 
@@ -293,6 +296,8 @@ class CompactModel(nn.Module):
         # `is_causal` starts at the first key, so a prefix needs a mask.
         if attention_mask is None and count > 1 and start:
             attention_mask = backend_mask(causal(start, count, self.device), self.dtype)
+        if attention_mask is not None and self._grouped:
+            attention_mask = grouped_mask(attention_mask, self._heads, self._groups)
         rotation = _rotation(position_ids, self._frequencies, self._scaling)
         cos, sin = (part.to(self.dtype) for part in rotation)
         x = functional.embedding(input_ids, self._embed)

@@ -19,6 +19,9 @@ from specstop.policies.measurements import VERIFY
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.testing import PolicyTests
+from specstop.train.fit.adapt import adapt_to_profile
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
 
 DRAFTERS = ("--drafter", "suffix", "--drafter", "model")
 ROUTE = "agreement?lengths=3+2"
@@ -28,7 +31,7 @@ ROUTE = "agreement?lengths=3+2"
 def place(tmp_path_factory, pair_folder):
     """A folder with prompts, a trace and a profile of two drafters."""
     here = tmp_path_factory.mktemp("place")
-    write_prompts(here / "prompts.jsonl", make_prompts(3, "r", 5))
+    write_prompts(here / "prompts.jsonl", make_prompts(8, "r", 5))
     common = (*model_options(pair_folder), *DRAFTERS, "--prompts", here / "prompts.jsonl", "--depth", 3, "--quiet")
     answer = cli("collect", *common, "--out", here / "traces", "--max-new-tokens", 16)
     assert answer.code == 0 and "--drafter suffix --drafter model" in answer.out, answer.err
@@ -89,6 +92,24 @@ def test_a_profile_of_fewer_drafters_is_refused(place, pair_folder, profile, tmp
     assert "--profile" in refused(*common, "--profile", tmp_path / "one.json", "--policy", ROUTE)
     assert "--profile" in refused(*common, "--profile", tmp_path / "one.json", "--policy", "fixed:2@model")
     assert "layer" in refused(*common, "--policy", "fixed:2@layer")
+
+
+def test_when_one_of_several_drafters_stops_is_learned(place, tmp_path):
+    traces, file = place / "traces", place / "profile.json"
+    common = ("train", "--traces", traces, "--profile", file, "--report-share", 0, "--quiet")
+    answer = cli(*common, "--decide", "stop@model", "--out", tmp_path / "stop")
+    assert answer.code == 0 and f"--policy {tmp_path / 'stop'}@model" in " ".join(answer.out.split()), answer.err
+    assert "--decide" in refused(*common, "--decide", "stop@lookup", "--out", tmp_path / "other")
+    policy, arrays = load_policy(f"{tmp_path / 'stop'}@model"), trace_arrays(load_trace(traces))
+    profile = Profile.load(file)
+    assert adapt_to_profile(policy, arrays, profile) == (policy, "")
+    low = dataclasses.replace(profile.others[0].low, draft_s=(1e-9, 1e-9), verify_s=(1.0, 1.0, 1.0, 1.0))
+    model = dataclasses.replace(profile.others[0], low=low, high=low)
+    free = dataclasses.replace(profile, others=(model,), decision_s={})
+    adapted, note = adapt_to_profile(policy, arrays, free)
+    assert note and adapted.drafter == "model"
+    own, costs = arrays.of_policy(policy), free.of_policy(policy, arrays.drafters)
+    assert replay(own, adapted, costs).rate > 1.5 * replay(own, load_policy("fixed:0"), costs).rate
 
 
 def test_the_example_of_the_page_routes_and_passes_the_conformance_tests(pair):

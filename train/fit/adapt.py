@@ -57,6 +57,8 @@ def adapt_to_profile(policy: StopPolicy, arrays: TraceArrays | None, profile: Pr
         arrays: dense training traces to solve rates on, never the evaluated ones; None if there are none.
         profile: what rounds cost, decisions of this policy included.
     """
+    if arrays is not None and arrays.tree.drafters > 1 and not policy.routes:
+        profile, arrays = profile.of_policy(policy, arrays.drafters), arrays.of_policy(policy)
     priced = with_costs(policy, profile)
     if priced is not policy:
         return priced, BY_COSTS
@@ -91,6 +93,7 @@ def retune(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts:
     """
     solved, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts)
     retuned = copy.copy(tune_batch_lengths(solved, [Part(arrays)], profile, MIN_GAIN_IN_SAMPLE))
+    retuned.drafter = policy.drafter  # type: ignore[misc]
     metrics = {name: value for name, value in policy.metadata.metrics.items() if not name.startswith("held_out_")}
     retuned.metadata = dataclasses.replace(
         policy.metadata, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics

@@ -70,7 +70,8 @@ class TrainOptions:
         nodes: with rule "gain", sizes of the sub-trees that are tried, of which the fastest is kept; none = as recorded.
         tune: number of trials of a search over heads, hyper-parameters and rules (`tune.search`).
         storage: journal file of optuna that keeps the trials; a search continues from it.
-        decide: "stop", when to stop drafting; "route", which of several drafters drafts, with fixed lengths; or "both".
+        decide: "stop", when to stop drafting, of several drafters the first, or the one after an @ ("stop@suffix"); "route",
+            which of several drafters drafts, with fixed lengths; or "both".
 
     Raises:
         InputError: a value out of range, or options that cannot be combined.
@@ -109,9 +110,10 @@ class TrainOptions:
         excluded = (self.mixed, self.host, self.tune, self.threshold, self.hidden)
         if "gain" in self.rules and (not self.cross_fit or any(value is not None for value in excluded)):
             raise InputError("--rule gain: leave out --mixed, --for, --tune, --threshold, --hidden and cross_fit=False")
-        if self.decide not in DECISIONS:
-            raise InputError(f"--decide: expected {', '.join(DECISIONS)}, not {self.decide!r}")
-        if self.decide != "stop" and (any(excluded) or self.rule not in (None, "derived") or len(self.heads) > 1):
+        decision, at, drafter = self.decide.partition("@")
+        if decision not in DECISIONS or (at and (decision != "stop" or not drafter)):
+            raise InputError(f"--decide: expected {', '.join(DECISIONS)} or stop@DRAFTER, not {self.decide!r}")
+        if decision != "stop" and (any(excluded) or self.rule not in (None, "derived") or len(self.heads) > 1):
             raise InputError(
                 "--decide: leave out --rule, --threshold, --hidden, --mixed, --for and --tune, and give one --head, to learn "
                 "which drafter drafts"

@@ -116,9 +116,7 @@ def train(
     if not opened:
         raise TraceError("--traces: expected at least one trace")
     warn_other_rounds(profile, opened[0].header)
-    several, folder = opened[0].header.tree.drafters > 1, None
-    if several and options.decide == "stop":
-        raise InputError("--decide: expected route or both for traces of several drafters")
+    routes, folder = options.decide in ("route", "both"), None
     plans = [] if options.decide == "route" else make_plans(_stop_options(options), opened)
     sources = [trace.folder for trace in (*opened, mixed) if trace is not None]
     if out is not None:
@@ -129,7 +127,7 @@ def train(
         folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*sources, profile.source])
     metrics: dict[str, Any] = {}
     policy: LearnedPolicy | RoutingPolicy
-    if options.decide != "stop":
+    if routes:
         policy, files = _fit_route(options, plans, opened, profile, progress), dict[str, bytes]()
     else:
         policy, files = _fit_stop(options, plans, opened, profile, mixed, metrics, progress)
@@ -155,7 +153,7 @@ def _fit_stop(
     progress: Progress,
 ) -> tuple[LearnedPolicy, dict[str, bytes]]:
     """Return `fit_policy` of the plan, or of the best one of a search, whose trials are added to `metrics`."""
-    arrays = _read(opened, plans)
+    arrays, profile = _of_drafter(_read(opened, plans), profile, options.decide.partition("@")[2])
     if not options.features and arrays.only_positions:  # their rounds have no earlier ones
         plans = [
             dataclasses.replace(plan, features=tuple(n for n in plan.features if n not in HISTORY_FEATURES))
@@ -172,9 +170,23 @@ def _fit_stop(
     return fit_policy(plan, arrays, profile, mixed_rows, progress)
 
 
+def _of_drafter(arrays: TraceArrays, profile: Profile, name: str) -> tuple[TraceArrays, Profile]:
+    """Return trace and costs of one of several drafters: the first one, or the one of this name."""
+    known = ", ".join(arrays.drafters)
+    if name and name not in arrays.drafters:
+        raise InputError(f"--decide: expected one of the drafters {known} after the @, not {name!r}")
+    if arrays.tree.drafters == 1:
+        return arrays, profile
+    index = arrays.drafters.index(name) if name else 0
+    if index > len(profile.others):
+        raise InputError(f"--profile: expected the costs of {known}, got {len(profile.others) + 1} drafters")
+    costs = dataclasses.replace((profile, *profile.others)[index], others=(), decision_s=profile.decision_s)
+    return arrays.each_drafter[index], costs
+
+
 def _stop_options(options: TrainOptions) -> TrainOptions:
     """Return the options of the stop policies: with `decide` "both", `features` are those of the route."""
-    if options.decide == "stop":
+    if options.decide not in ("route", "both"):
         return options
     return dataclasses.replace(options, decide="stop", features=None, name=None)
 
@@ -193,10 +205,10 @@ def _fit_route(
     kind = options.heads[0] if options.head else ROUTE_HEAD
     head = head_of(options, kind) if isinstance(kind, str) else kind
     stops = []
-    for own, costs in zip(arrays.each_drafter, (profile, *profile.others), strict=False):
-        for plan in plans:
-            single = dataclasses.replace(costs, others=(), batch=None)  # lengths for batches would be of one drafter
-            stops.append(fit_policy(plan, own, single, None, progress)[0])
+    for drafter in arrays.drafters[: 1 + len(profile.others)] if plans else ():
+        own, costs = _of_drafter(arrays, profile, drafter)
+        single = dataclasses.replace(costs, batch=None)  # lengths for batches would be of one drafter
+        stops += [fit_policy(plan, own, single, None, progress)[0] for plan in plans]
     return fit_route(arrays, profile, head, options, stops, progress)
 
 

@@ -234,7 +234,7 @@ class TraceArrays:
             name: values[:, nodes] if values.shape[1:] == self.ends.shape[1:] else values
             for name, values in self.columns.items()
         }
-        columns |= {name: self.columns[name][:, index : index + 1] for name in header.signals}
+        columns |= {name: columns[name][:, index : index + 1] for name in header.signals if name in columns}
         depths = torch.from_numpy(tree.depths[1:])
         return dataclasses.replace(
             self, header=header, columns=columns, tokens=self.tokens[:, nodes], ends=self.ends[:, nodes],
@@ -433,7 +433,7 @@ def joined_arrays(
     hidden: Sequence[str] | None = None,
     extra: Sequence[str] = (),
 ) -> TraceArrays:
-    """Read traces of chains as one, texts after texts; `temperature` becomes a column.
+    """Read traces of chains, of one or several drafters, as one, texts after texts; `temperature` becomes a column.
 
     A prompt of several traces keeps its id, so that splits by prompt keep its texts together.
 
@@ -451,7 +451,7 @@ def joined_arrays(
     first = traces[0]
     for other in traces[1:]:
         check_compatible(first.header, other.header, str(first.folder), str(other.folder))
-    if not first.header.tree.is_chain:
+    if not all(tree.is_chain for tree in first.header.tree.trees):
         raise TraceError(
             f"--traces: {first.folder} is of a tree; give --rule gain, which learns the nodes to verify, or collect without "
             "--tree"
