@@ -104,8 +104,8 @@ def test_when_one_of_several_drafters_stops_is_learned(place, tmp_path):
     profile = Profile.load(file)
     assert adapt_to_profile(policy, arrays, profile) == (policy, "")
     low = dataclasses.replace(profile.others[0].low, draft_s=(1e-9, 1e-9), verify_s=(1.0, 1.0, 1.0, 1.0))
-    model = dataclasses.replace(profile.others[0], low=low, high=low)
-    free = dataclasses.replace(profile, others=(model,), decision_s={})
+    others = (dataclasses.replace(profile.others[0], low=low, high=low),)
+    free = dataclasses.replace(profile, others=others, decision_s={})
     adapted, note = adapt_to_profile(policy, arrays, free)
     assert note and adapted.drafter == "model"
     own, costs = arrays.of_policy(policy), free.of_policy(policy, arrays.drafters)
@@ -122,10 +122,9 @@ def test_the_example_of_the_page_routes_and_passes_the_conformance_tests(pair):
     for name in dir(tests):
         if name.startswith("test_"):
             getattr(tests, name)()
-    text = decode(
-        pair, "w7 w8 w7 w8 w7", names["LongMatch"](1.0), drafter=["suffix", "model"], settings=Settings(0.0, 24)
-    )
-    plain = decode(pair, "w7 w8 w7 w8 w7", "fixed:0", settings=Settings(0.0, 24))
+    prompt, settings, drafters = "w7 w8 w7 w8 w7", Settings(0.0, 24), ["suffix", "model"]
+    text = decode(pair, prompt, names["LongMatch"](1.0), drafter=drafters, settings=settings)
+    plain = decode(pair, prompt, "fixed:0", settings=settings)
     assert text.tokens == plain.tokens and {one.drafter for one in text.rounds} & {0, 1} and text.failure is None
 
 

@@ -82,9 +82,6 @@ def test_a_list_of_parents_is_renumbered_by_depth_and_stays_the_same_tree(offset
 # The state of a round
 
 
-# Records
-
-
 def make_round(drafted: int, verified: int, accepted: int, cut: bool = False, committed: int = -1) -> Round:
     committed = accepted + 1 if committed < 0 else committed
     return Round(

@@ -289,6 +289,17 @@ def test_attention_without_cudnn_is_near_the_reference(dtype, count, slots, mask
     assert torch.allclose(out.float().cpu(), expected, atol=0.03 if dtype == torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.parametrize(("texts", "count"), [(1, 1), (1, 5), (3, 1), (3, 5)])
+def test_attention_in_parts_is_attention(texts, count):
+    query, keys, values = (torch.randn(4, heads, n, 16) for heads, n in ((6, count), (2, 1280), (2, 1280)))
+    mask = backend_mask((torch.rand(texts, 1, count, 512) < 0.5).index_fill(3, torch.tensor([0]), True), torch.float32)
+    query, key, value = query[:texts], keys[:texts, :, :512], values[:texts, :, :512]  # views of longer buffers
+    grouped = attention_module.grouped_mask(mask, 6, 2)
+    out = attention_module.divided_attention(query.reshape(texts, 2, -1, 16), key, value, grouped, None, count)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    assert torch.allclose(out, expected.transpose(1, 2), atol=1e-5)
+
+
 ON_GPU = "model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"
 HALF_ON_CPU = {**dict.fromkeys(ON_GPU, 0), "model.layers.1": "cpu"}
 
