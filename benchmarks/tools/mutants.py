@@ -44,15 +44,7 @@ FILES = (
 )
 """Product files and folders that are mutated by default."""
 
-PRELOADED = (
-    "torch",
-    "transformers.models.llama.modeling_llama",
-    "lightning",
-    "xgboost",
-    "numba",
-    "sklearn",
-    "hypothesis",
-)
+PRELOADED = ("torch", "transformers.models.llama.modeling_llama", "lightning", "xgboost", "numba", "sklearn")
 """Modules that are imported once, before the tests of the mutants run in forks."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -80,6 +80,8 @@ def sources(data: Path) -> dict[str, list[str]]:
     """Return the prompts of each group."""
 
     def read(name: str) -> list[dict[str, str | list[str]]]:
+        if not (data / name).is_file():
+            raise SystemExit(f"--data: expected a folder with the prompt sets, got {data} without {name}")
         with open(data / name, encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
