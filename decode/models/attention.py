@@ -132,7 +132,7 @@ class PackedCall:
     `slots` slots of the cache.
 
     Attributes:
-        data: uint8, holds the values of the next four, so that one copy moves all.
+        data: int64, holds the values of the next four, so that one copy moves all.
         line: [5, T] int64: token, position, stream, slot and index in the rectangle [S, n] of queries.
         base: [S] int64, slots of each stream that all its tokens see.
         rows: [R] int64, tokens for which logits are returned; None = all.
@@ -218,12 +218,18 @@ def pack(
         round_up: Rounds T, n, W and R up. The last token is then repeated in the same slot, which changes nothing.
     """
     sizes = [len(part.tokens) for part in parts]
-    total, count = sum(sizes), round_up(max(sizes))
+    total, kept = sum(sizes), sum(part.rows or size for part, size in zip(parts, sizes, strict=True))
+    tokens, count = round_up(total), round_up(max(sizes))
     width = round_up(max(n + (len(part.tree.before) if part.tree else 0) for n, part in zip(sizes, parts, strict=True)))
-    line = np.zeros((5, round_up(total)), dtype=np.int64)
-    base, relation = np.zeros(streams, dtype=np.int64), np.zeros((streams, count, width), dtype=bool)
-    rows: list[int] = []
-    end = 0
+    # R = T would mean all rows.
+    row_count = 0 if kept == total else round_up(kept) if round_up(kept) < tokens else kept
+    pairs = streams * count * width
+    line_end, base_end = 5 * tokens, 5 * tokens + streams
+    rows_end = base_end + row_count
+    data = np.zeros(rows_end + (pairs + 7) // 8, dtype=np.int64)
+    line, base, rows = data[:line_end].reshape(5, tokens), data[line_end:base_end], data[base_end:rows_end]
+    relation = data[rows_end:].view(bool)[:pairs].reshape(streams, count, width)
+    end = read = 0
     for part, size in zip(parts, sizes, strict=True):
         first, start, tree = end, lengths[part.stream], part.tree
         end += size
@@ -236,21 +242,24 @@ def pack(
         line[4, first:end] = np.arange(size) + part.stream * count
         base[part.stream] = start if tree is None else tree.base
         relation[part.stream, :size, : sees.shape[1]] = sees
-        rows += range(end - (part.rows or size), end)
+        if row_count:
+            last = part.rows or size
+            rows[read : read + last] = np.arange(end - last, end)
+            read += last
     line[:, total:] = line[:, total - 1 : total]
-    has_all_rows = len(rows) == total
-    if not has_all_rows and round_up(len(rows)) < line.shape[1]:  # R = T would mean all rows
-        rows += rows[-1:] * (round_up(len(rows)) - len(rows))
-    is_full = line.shape[1] == total == streams * count and [part.stream for part in parts] == list(range(streams))
-    places = np.concatenate([line.ravel(), base, [] if has_all_rows else rows]).astype(np.int64)
-    data = upload(np.concatenate([places.view(np.uint8), relation.ravel().view(np.uint8)]), device)
-    numbers, seen = data[: places.nbytes].view(torch.int64), data[places.nbytes :].view(torch.bool)
-    lines, bases, kept = numbers.split([line.size, streams, len(places) - line.size - streams])
-    lines = lines.view(line.shape)
+    rows[read:] = total - 1
+    is_full = tokens == total == streams * count and [part.stream for part in parts] == list(range(streams))
+    if device.type == "cpu":  # views of arrays cost half of those of tensors
+        inputs, *views = map(torch.from_numpy, (data, line, base, rows, relation))
+    else:
+        inputs = upload(data, device)
+        seen = inputs[rows_end:].view(torch.bool)[:pairs].view(relation.shape)
+        views = [inputs[:line_end].view(5, tokens), inputs[line_end:base_end], inputs[base_end:rows_end], seen]
+    lines, bases, kept_rows, relations = views
     if on_device := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # then all are tensors
-        lines[0] = torch.cat([*on_device, on_device[-1][-1:].expand(line.shape[1] - total)])
-    last = max(lengths[part.stream] + size for part, size in zip(parts, sizes, strict=True))
-    return PackedCall(data, lines, bases, None if has_all_rows else kept, seen.view(relation.shape), last, is_full)
+        lines[0] = torch.cat([*on_device, on_device[-1][-1:].expand(tokens - total)])
+    most = max(lengths[part.stream] + size for part, size in zip(parts, sizes, strict=True))
+    return PackedCall(inputs, lines, bases, kept_rows if row_count else None, relations, most, is_full)
 
 
 class KVCache:
@@ -474,7 +483,9 @@ def _combined(out: Tensor, log_sums: Tensor, batch: int, count: int) -> Tensor:
     wide = log_sums[..., None].expand_as(out)  # so that one kernel computes all sums
     share = (wide - wide.amax(0)).exp()
     mixed = ((out * share).sum(0) / share.sum(0)).to(out.dtype)
-    return mixed.unflatten(1, (-1, count)).unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
+    by_head = mixed.unflatten(1, (-1, count)).unflatten(0, (batch, -1))  # [B, groups, heads / groups, count, width]
+    result: Tensor = by_head.permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
+    return result
 
 
 class _Current(threading.local):

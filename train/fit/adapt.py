@@ -93,7 +93,7 @@ def retune(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts:
     """
     solved, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts)
     retuned = copy.copy(tune_batch_lengths(solved, [Part(arrays)], profile, MIN_GAIN_IN_SAMPLE))
-    retuned.drafter = policy.drafter  # type: ignore[misc]
+    retuned.drafter = policy.drafter
     metrics = {name: value for name, value in policy.metadata.metrics.items() if not name.startswith("held_out_")}
     retuned.metadata = dataclasses.replace(
         policy.metadata, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics
