@@ -112,8 +112,6 @@ def test_a_fitted_curve_never_falls_and_keeps_the_sum(timings):
     assert predicted == pytest.approx(sum(float(values.sum()) for values in side.values()))
 
 
-# Measurements
-
 EXACT = 1e-6
 
 
