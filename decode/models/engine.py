@@ -14,7 +14,6 @@ are one product, gate and up another, and the cache is written in place.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -213,9 +212,6 @@ class _Norm:
     def __init__(self, norm: Any) -> None:
         weight, size = norm.weight.data, len(norm.weight)
         self._plain, self._eps = weight, norm.variance_epsilon
-        if weight.is_cuda:
-            with contextlib.suppress(ImportError):  # where torch cannot compile, see `fused`
-                torch._dynamo.mark_static(weight, 0)  # a sum over a known number of columns needs one pass
         self._weight = weight * size**0.5
         self._floor = torch.tensor(self._eps * size, dtype=weight.dtype, device=weight.device).sqrt()
 
