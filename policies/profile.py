@@ -65,6 +65,12 @@ class Profile(Costs):
     verification: str = ""
     others: tuple[Profile, ...] = ()
 
+    @property
+    def each_drafter(self) -> list[Profile]:
+        """The costs of each drafter, as if it were the only one. Decisions are timed with all drafters, once."""
+        costs = (self, *self.others)
+        return [dataclasses.replace(one, others=(), decision_s=self.decision_s) for one in costs]
+
     def of_policy(self, policy: StopPolicy, drafters: Sequence[str]) -> Profile:
         """Return the costs of a policy's rounds: all of them if it routes, otherwise those of its drafter.
 
@@ -77,15 +83,14 @@ class Profile(Costs):
         """
         if len(drafters) == 1:
             return self
-        profiles = (dataclasses.replace(self, others=()), *self.others)
+        profiles = self.each_drafter
         index = drafters.index(policy.drafter) if policy.drafter else 0
         if index >= len(profiles) or (policy.routes and len(profiles) != len(drafters)):
             raise InputError(
                 f"--profile: expected the costs of the drafters {', '.join(drafters)} for {policy.name}, got those of "
                 f"{len(profiles)}; measure it with the same --drafter options"
             )
-        # Decisions are timed with all drafters, once.
-        return self if policy.routes else dataclasses.replace(profiles[index], decision_s=self.decision_s)
+        return self if policy.routes else profiles[index]
 
     def round_seconds(
         self, context: Array, drafted: Array, verified: Array, backlog: Array, decisions: Array, decision: float,

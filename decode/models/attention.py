@@ -349,9 +349,10 @@ class KVLayer(CacheLayerMixin):
 
 
 def grouped_mask(mask: Tensor, heads: int, groups: int) -> Tensor:
-    """Return an additive mask [B, 1, n, slots] for `grouped_attention`, so that layers need not repeat it.
+    """Repeat an additive mask [B, 1, n, slots] once for all layers that call `grouped_attention`.
 
-    It is [1, 1, rows, slots], or [B, groups, rows, slots] for several texts; rows are those of a group, or 1 for one query.
+    Returns:
+        [1, 1, rows, slots], or [B, groups, rows, slots] for several texts. The rows are those of a group, or 1 for one query.
     """
     if mask.shape[2] > 1:
         mask = mask.repeat(1, 1, heads // groups, 1)

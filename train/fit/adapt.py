@@ -119,7 +119,7 @@ def _adapt_route(route: RoutingPolicy, arrays: TraceArrays | None, profile: Prof
     if route.lengths is not None:
         adapted = tune_lengths(route, arrays, profile)
     else:
-        costs = [dataclasses.replace(one, others=(), batch=None) for one in (profile, *profile.others)]
+        costs = [dataclasses.replace(one, batch=None) for one in profile.each_drafter]
         parts = zip(route.stops, arrays.each_drafter, costs, strict=True)
         adapted = with_stops(route, [adapt_to_profile(stop, part, cost)[0] for stop, part, cost in parts])
     adapted.name = route.name

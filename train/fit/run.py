@@ -177,11 +177,10 @@ def _of_drafter(arrays: TraceArrays, profile: Profile, name: str) -> tuple[Trace
         raise InputError(f"--decide: expected one of the drafters {known} after the @, not {name!r}")
     if arrays.tree.drafters == 1:
         return arrays, profile
-    index = arrays.drafters.index(name) if name else 0
-    if index > len(profile.others):
-        raise InputError(f"--profile: expected the costs of {known}, got {len(profile.others) + 1} drafters")
-    costs = dataclasses.replace((profile, *profile.others)[index], others=(), decision_s=profile.decision_s)
-    return arrays.each_drafter[index], costs
+    index, costs = arrays.drafters.index(name) if name else 0, profile.each_drafter
+    if index >= len(costs):
+        raise InputError(f"--profile: expected the costs of {known}, got those of {len(costs)}")
+    return arrays.each_drafter[index], costs[index]
 
 
 def _stop_options(options: TrainOptions) -> TrainOptions:
@@ -205,8 +204,7 @@ def _fit_route(
     kind = options.heads[0] if options.head else ROUTE_HEAD
     head = head_of(options, kind) if isinstance(kind, str) else kind
     stops = []
-    for drafter in arrays.drafters[: 1 + len(profile.others)] if plans else ():
-        own, costs = _of_drafter(arrays, profile, drafter)
+    for own, costs in zip(arrays.each_drafter, profile.each_drafter, strict=False):
         single = dataclasses.replace(costs, batch=None)  # lengths for batches would be of one drafter
         stops += [fit_policy(plan, own, single, None, progress)[0] for plan in plans]
     return fit_route(arrays, profile, head, options, stops, progress)
