@@ -38,7 +38,7 @@ from specstop.train.replay.batch import arrive_at_once, replay_batch
 
 import specstop as ss
 
-DEPTH, SIZES = 6, (1, 2, 4, 8, 16, 32)
+DEPTH, SIZES = 6, (1, 4, 8, 32)
 JOINT = ("tetris:2?extra=2", "adaptive-verification:4", "smartspec", "load?table=1:6,4:4,8:2")
 CUDA_GRAPH = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 """Tokens of the verifications that a GPU has recorded; others are padded to the next of them."""
@@ -143,8 +143,9 @@ def live(run: Run) -> None:
     rates = {}
     for size in run.choose(setup.sizes, setup.sizes[-1:]):
         turn = texts_per_turn(size)
-        prompts = setup.prompts * -(-turn * run.choose(8, 1) // len(setup.prompts))
-        fixed = [ss.load_policy(f"fixed:{k}") for k in run.choose((0, 1, 2, 3, 4, 6), (0, 2))]
+        count = run.choose(max(4 * turn, 16), turn)
+        prompts = (setup.prompts * -(-count // len(setup.prompts)))[:count]
+        fixed = [ss.load_policy(f"fixed:{k}") for k in run.choose((0, 1, 2, 4), (0, 2))]
         methods = [
             ss.Speculator(run.pair, policy, setup.settings, setup.profile, batch=size)
             for policy in (*fixed, setup.policy)

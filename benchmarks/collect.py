@@ -42,7 +42,7 @@ FEATURES, ROWS, MIB = 2e-3, 1 / 500, 100.0
 
 def speed(run: Run) -> None:
     """Time generation, dense and live traces in alternation."""
-    count, new = run.choose((32, 128), (2, 8))
+    count, new = run.choose((16, 128), (2, 8))
     prompts, encoded = run.prompts("test", count), run.encoded("test", count)
     keys = [stream_key(0, name) for name, _ in encoded]
     numbers = iter(range(10_000))
@@ -62,7 +62,7 @@ def speed(run: Run) -> None:
         }
         if temperature:
             methods |= {mode: lambda mode=mode: collected(temperature=0.7, verification=mode) for mode in MODES}
-        seconds = alternate(methods, run.choose(5, 1), warm_up=run.choose(1, 0))
+        seconds = alternate(methods, run.choose(3, 1), warm_up=run.choose(1, 0))
         dense, live = (methods[name]() for name in ("dense", "live"))
         times = live.to_pandas(["seconds", "verify_s"])
         drafting = float((times["seconds"] - times["verify_s"]).sum())
@@ -121,7 +121,7 @@ def _differences(live: ss.Trace, dense: ss.Trace) -> tuple[int, int, float]:
 
 def completions(run: Run) -> None:
     """Collect texts that transformers has sampled."""
-    count, new = run.choose((200, 128), (6, 12))
+    count, new = run.choose((60, 128), (6, 12))
     prompts = run.prompts("train", count)
     options = {"depth": 8, "temperature": 0.7, "max_new_tokens": new, "verification": "match"}
     sampled = {temperature: _sampled(run.stock, prompts, new + 8, temperature) for temperature in (0.7, 1.0)}

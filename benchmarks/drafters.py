@@ -6,8 +6,7 @@
 The head drafters (Medusa, Hydra, CTC, one layer) are trained on the training prompts, or read from `--work`; on two
 cores each is trained within 10 minutes. For each drafter and temperature:
 
-- tokens per target call, as chains and in the published tree of 63 nodes; in the tree Medusa < Hydra < CTC, the order
-  of the CTC-drafter's paper;
+- tokens per target call: in the published tree of 63 nodes Medusa < Hydra < CTC, the order of the CTC-drafter's paper;
 - by replay with the costs of this machine, the best fixed length, a learned length, the whole tree, and the tree
   policy, of which the last is at least 1.05 times as fast as the best static tree (Medusa and Hydra);
 - live, in alternation with plain decoding: every lossless text is that of plain decoding, the rounds are those of
@@ -76,8 +75,7 @@ def compare(run: Run) -> None:
         where, per_call, speeds = f"T={temperature:g}", {}, {}
         for name in names:
             comparison = Comparison(run, with_drafter(run.pair, specs.get(name, name)), name, temperature)
-            per_call[name] = comparison.tokens_per_call()
-            speeds[name] = comparison.live()
+            speeds[name], per_call[name] = comparison.live()
         order = [per_call[name] for name in TRAINED[:3] if name in per_call]
         if len(order) == 3:
             run.bar(f"{where}: Medusa, Hydra and CTC in order", float(order == sorted(order)), at_least=1.0)
@@ -98,7 +96,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
             if not work.exists() and earlier is not None:
                 shutil.copytree(earlier, work / earlier.name)
             ss.train_drafter(
-                run.stock, run.prompts("train", run.choose(800, 4)), folder / kind, kind, depth=DEPTH,
+                run.stock, run.prompts("train", run.choose(400, 4)), folder / kind, kind, depth=DEPTH,
                 max_new_tokens=run.choose(128, 8), epochs=run.choose(None, 1), work=work,
             )  # fmt: skip
             minutes = (time.process_time() - started) / 60
@@ -114,28 +112,18 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
 class Comparison:
     """One drafter at one temperature."""
 
-    depth = DEPTH
+    depth, train_prompts, test_prompts = DEPTH, 80, 20
 
     def __init__(self, run: Run, pair: ss.Pair, name: str, temperature: float) -> None:
         self.run, self.pair, self.name, self.temperature = run, pair, name, temperature
         self.where, self.new = f"T={temperature:g}, {name}", run.choose(128, 6)
         self.tree: str | None = run.choose(TREE, "2,1")
-        self.counts = run.choose({"train": 160, "test": 40}, {"train": 5, "test": 2})
+        self.counts = run.choose({"train": self.train_prompts, "test": self.test_prompts}, {"train": 5, "test": 2})
         self.prompts = run.encoded("test", self.counts["test"])
 
     def settings(self, tree: str | None, verification: str = "match") -> ss.Settings:
         """Return the settings of a run."""
         return ss.Settings(self.temperature, self.new, self.depth, tree=tree, verification=verification)
-
-    def tokens_per_call(self) -> float:
-        """Add rows of tokens per target call in chains and in the whole tree, and return the latter."""
-        policy, efficiency = ss.load_policy(f"fixed:{DEPTH}"), 0.0
-        prompts = self.run.prompts("test", self.counts["test"])
-        for tree in (None, self.tree):
-            texts = ss.decode(self.pair, prompts, policy, settings=self.settings(tree))
-            efficiency = Tally(texts).block_efficiency
-            self.run.row(f"{self.where}, {tree or 'chain'}: tokens per target call", efficiency)
-        return efficiency
 
     def traces(self, tree: str | None, label: str) -> dict[str, ss.Trace]:
         """Return the dense traces of both sides."""
@@ -183,11 +171,12 @@ class Comparison:
             profile = self.run.with_decisions(profile, [one.policy], self.settings(one.tree), self.pair)
         return profile
 
-    def live(self) -> float:
-        """Decode all settings in alternation with plain decoding and return the speed of the fastest lossless one."""
+    def live(self) -> tuple[float, float]:
+        """Decode all settings in alternation; return the speed of the fastest, and the most tokens per target call."""
         settings, costs = self.choose()
         texts = self.decode(settings, costs)
-        return max(speed_ratio(texts[name], texts["plain"]).value for name in settings)
+        speeds = [speed_ratio(texts[name], texts["plain"]).value for name in settings]
+        return max(speeds), max(Tally(texts[name]).block_efficiency for name in settings)
 
     def decode(self, settings: dict[str, Setting], costs: ss.Profile, batch: int = 1) -> dict[str, list[Generation]]:
         """Decode all settings in alternation with plain decoding; add rows and bars, and return the texts."""
@@ -238,6 +227,8 @@ class Comparison:
 
 class RouteComparison(Comparison):
     """Two drafters in one loop."""
+
+    train_prompts, test_prompts = 160, 40
 
     def choose(self) -> tuple[dict[str, Setting], ss.Profile]:
         """Return each drafter at its best fixed length, the best tuned rule and the trained route, and the costs."""

@@ -98,7 +98,7 @@ def prove_quietly(case: Case, most: int) -> tuple[Case, Proof]:
 
 def texts(run: Run) -> None:
     """Compare texts of the pair with plain decoding, alone and side by side, on chains and trees."""
-    count, new = run.choose((40, 128), (2, 5))
+    count, new = run.choose((16, 128), (2, 5))
     prompts = run.encoded("test", count)
     tokens = [ids for _, ids in prompts]
     keys = [stream_key(0, name) for name, _ in prompts]
@@ -164,7 +164,7 @@ def lossy(run: Run) -> None:
     seeds = range(run.choose(40, 1))
     distances = [prove(Case("typical", "2,1", kind="dense", seed=seed, new=3)).distance for seed in seeds]
     run.bar("typical on tables, mean total variation", float(np.mean(distances)), at_least=LOSSY)
-    count, new = run.choose((20, 64), (1, 3))
+    count, new = run.choose((10, 64), (1, 3))
     stock, prompts = run.stock, run.ids("test", count)
     for temperature in (0.0, 1.0):
         base = [target_initialized(stock, ids, 0, temperature, new, seed) for seed, ids in enumerate(prompts)]

@@ -74,7 +74,7 @@ def replayed(run: Run) -> None:
         where = f"T={temperature:g}"
         names = run.choose(list(HEADS), ["logistic", "dynasd-hard"])
         hidden = (DRAFT_HIDDEN,) if "resnet" in names or "dynasd-soft" in names else ()
-        train, test = _traces(run, where, 400, 400, temperature=temperature, hidden=hidden).values()
+        train, test = _traces(run, where, 200, 200, temperature=temperature, hidden=hidden).values()
         published = {name: ss.load_policy(spec).limited(DEPTH) for name, (spec, _) in RULES.items()}
         settings, profile = _settings(run, temperature), run.profile(depth=DEPTH, temperature=temperature)
         profile = run.with_decisions(profile, list(published.values()), settings)
@@ -124,9 +124,9 @@ def _tuned(run: Run, train: ss.Trace, profile: ss.Profile, name: str) -> ss.Stop
 
 def sampled(run: Run) -> None:
     """Decode sampled texts live with heads trained for `block` and for `match`."""
-    prompts = run.encoded("test", run.choose(80, 2))
+    prompts = run.encoded("test", run.choose(60, 2))
     for mode in run.choose(("match", "block"), ("block",)):
-        train = _traces(run, mode, 200, temperature=0.7, verification=mode)["train"]
+        train = _traces(run, mode, 120, temperature=0.7, verification=mode)["train"]
         settings, profile = _settings(run, 0.7, mode), run.profile(depth=DEPTH, temperature=0.7, verification=mode)
         head = ss.train(train, profile, head="logistic", name=f"{mode}-head").policy
         profile = run.with_decisions(profile, [head], settings)
@@ -140,8 +140,8 @@ def sampled(run: Run) -> None:
 
 def filters(run: Run) -> None:
     """Replay heads that were trained with and without a top-p filter, with the filter."""
-    plain = _traces(run, "plain", 200, temperature=0.7)["train"]
-    train, test = _traces(run, "filtered", 200, 200, temperature=0.7, sampling=SamplingParams(top_p=0.9)).values()
+    plain = _traces(run, "plain", 120, temperature=0.7)["train"]
+    train, test = _traces(run, "filtered", 120, 120, temperature=0.7, sampling=SamplingParams(top_p=0.9)).values()
     profile = run.profile(depth=DEPTH, temperature=0.7)
     with_filter, without = (
         ss.train(traces, profile, head="logistic", name=name).policy

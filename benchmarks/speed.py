@@ -73,7 +73,7 @@ def loop(run: Run) -> None:
             pair, stock = (
                 ss.load_pair(where / "target", where / "draft", engine=engine) for engine in ("auto", "plain")
             )
-            prompts = encode_prompts(pair, run.prompts("test", run.choose(40, 2)))
+            prompts = encode_prompts(pair, run.prompts("test", run.choose(20, 2)))
             for temperature in run.temperatures:
                 _contest(run, f"{name}, T={temperature:g}", pair, stock, prompts, temperature, required)
 

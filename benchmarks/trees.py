@@ -22,7 +22,7 @@ from specstop.policies.costs import CostTable
 
 import specstop as ss
 
-DEPTH, NODES = 10, (5, 12, 28, 72, 160)
+DEPTH, NODES = 10, (5, 12, 28, 64)
 RATES = (0.62, 0.15, 0.07, 0.042, 0.028, 0.02)
 """Acceptance rates of the candidates of each rank, on pairs that are neither very similar nor very different."""
 
@@ -57,7 +57,7 @@ def gpu_profile(profile: ss.Profile) -> ss.Profile:
 
 def compare(run: Run) -> None:
     """Compare trees and chains."""
-    new, counts = run.choose(128, 8), run.choose({"train": 160, "test": 240}, {"train": 5, "test": 2})
+    new, counts = run.choose(128, 8), run.choose({"train": 100, "test": 80}, {"train": 5, "test": 2})
     sizes = run.choose(NODES, (4, 8))
     tree = likely_tree(sizes[-1], run.choose(DEPTH, 4))
     depth = ss.parse_tree(tree).deepest
@@ -99,7 +99,7 @@ def compare(run: Run) -> None:
                     ss.Speculator(run.pair, policy, settings(tree=drawn))
                     for policy, drawn in ((best, None), (result.policy, shape))
                 ]
-                base, texts = run_alternating(methods, run.encoded("test", run.choose(200, 2)))
+                base, texts = run_alternating(methods, run.encoded("test", run.choose(60, 2)))
                 run.row(f"{at}, live: tree over the best chain", speed_ratio(texts, base))
 
 

@@ -10,7 +10,7 @@ interrupted run continues.
 - `texts`: texts at temperature 0 with arrivals and aborted requests are those of plain vLLM, except for ties.
 - `sampling`: the first tokens of texts sampled at 0.7 have the distribution of plain vLLM (chi-square test, p above
   0.001).
-- `speeds`: tokens/s at 1, 4, 8 and 16 requests. Trained policies are above the best fixed length of their drafter at
+- `speeds`: tokens/s at 1, 4 and 16 requests. Trained policies are above the best fixed length of their drafter at
   1 and 4 requests, and above the best drafter of vLLM.
 - `overhead`: at most 10% of the time is outside of the draft model. Memory grows by at most 16 MiB more than that of
   plain vLLM.
@@ -53,8 +53,8 @@ ENVIRONMENT = {
 COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run; sys.exit(run())")
 CLASS = "specstop.decode.engines.vllm.Proposer"
 SUFFIX = "suffix"
-SIZES, PROMPTS, TOKENS, DEPTH, LENGTHS = (1, 4, 8, 16), 40, 128, 8, (1, 2, 3, 4, 5)
-SAMPLES, FIRST, ERROR, ROUNDS = 20_000, 3, 0.1, 5
+SIZES, PROMPTS, TOKENS, DEPTH, LENGTHS = (1, 4, 16), 16, 64, 8, (1, 2, 4)
+SAMPLES, FIRST, ERROR, ROUNDS = 4000, 3, 0.1, 3
 
 
 def ours(folder: Path, policy: str, depth: int = DEPTH, **more: Any) -> dict[str, Any]:
@@ -235,13 +235,13 @@ class Workspace:
         """Return the profile of the engine with a drafter."""
         return self.command(
             f"profile-{drafter[:6]}.json", "profile", "--through", "vllm", "--prompts", self.train, "--depth", DEPTH,
-            "--batch", ",".join(map(str, SIZES)), "--budget", 240, "--drafter", drafter,
+            "--batch", ",".join(map(str, SIZES)), "--budget", 120, "--drafter", drafter,
         )  # fmt: skip
 
     def policy(self, rule: str = "", drafter: str = "model") -> str:
         """Return the folder of a policy that is trained for the engine."""
         traces = self.command(
-            f"traces-{drafter[:6]}", "collect", "--prompts", self.train, "--limit", 160, "--depth", DEPTH, "--drafter",
+            f"traces-{drafter[:6]}", "collect", "--prompts", self.train, "--limit", 96, "--depth", DEPTH, "--drafter",
             drafter, "--max-new-tokens", TOKENS,
         )  # fmt: skip
         more = ("--rule", rule) if rule else ()
@@ -307,34 +307,40 @@ def speeds(run: Run) -> None:
     for drafter in ("model", SUFFIX):
         methods |= {f"{drafter} fixed:{k}": (drafter, f"fixed:{k}") for k in LENGTHS}
         methods |= {f"{drafter} {rule or 'learned'}": (drafter, space.policy(rule, drafter)) for rule in ("", "batch")}
-    prompts = space.prompts(24 * ROUNDS)
-    for size in SIZES:
-        tokens: dict[str, list[int]] = {name: [] for name in methods}
-        seconds: dict[str, list[float]] = {name: [] for name in methods}
-        turn = max(8, 3 * size)
-        with engines(space.pair, options) as running:
-            for engine in running.values():
-                engine.call("serve", prompts=prompts[:8], tokens=16, size=size)
-            for start in range(0, len(prompts), turn):
-                names = list(methods) if start // turn % 2 == 0 else list(methods)[::-1]
-                for name in names:
-                    engine, policy = running[methods[name][0]], methods[name][1]
-                    batch = prompts[start : start + turn]
-                    answer = engine.call("serve", prompts=batch, tokens=TOKENS, size=size, policy=policy)
-                    tokens[name] += map(len, answer["texts"])
-                    seconds[name] += answer["shares"]
-        rates = {name: sum(tokens[name]) / sum(seconds[name]) for name in methods}
-        for name, rate in rates.items():
-            run.row(f"{size} requests, {name}, tokens/s", rate)
-        rival = max((n for n in rates if n == "plain" or n.startswith(("draft_model", "ngram"))), key=rates.__getitem__)
-        for drafter in ("model", SUFFIX):
-            best = max((n for n in rates if n.startswith(f"{drafter} fixed")), key=rates.__getitem__)
-            for rule in ("learned", "batch"):
-                name = f"{drafter} {rule}"
-                to_best, to_rival = (ratio_of_sums(seconds[other], seconds[name]) for other in (best, rival))
-                limit: dict[str, float] = {"above": 1.0} if size <= 4 else {"at_least": 0.99}
-                run.bar(f"{size} requests: {name} over {best}", to_best, **limit)
-                run.bar(f"{size} requests: {name} over {rival}", to_rival, above=1.0)
+    with engines(space.pair, options) as running:
+        for size in SIZES:
+            _speeds(run, space.prompts(max(24, 6 * size)), size, running, methods)
+
+
+def _speeds(
+    run: Run, prompts: Sequence[str], size: int, running: Mapping[str, Engine], methods: Mapping[str, tuple[str, str]]
+) -> None:
+    """Compare tokens/s at one number of requests; `methods` are engine and policy by name."""
+    tokens: dict[str, list[int]] = {name: [] for name in methods}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for engine in running.values():
+        engine.call("serve", prompts=prompts[:8], tokens=16, size=size)
+    turn = max(8, 3 * size)
+    for start in range(0, len(prompts), turn):
+        names = list(methods) if start // turn % 2 == 0 else list(methods)[::-1]
+        for name in names:
+            engine, policy = running[methods[name][0]], methods[name][1]
+            batch = prompts[start : start + turn]
+            answer = engine.call("serve", prompts=batch, tokens=TOKENS, size=size, policy=policy)
+            tokens[name] += map(len, answer["texts"])
+            seconds[name] += answer["shares"]
+    rates = {name: sum(tokens[name]) / sum(seconds[name]) for name in methods}
+    for name, rate in rates.items():
+        run.row(f"{size} requests, {name}, tokens/s", rate)
+    rival = max((n for n in rates if n == "plain" or n.startswith(("draft_model", "ngram"))), key=rates.__getitem__)
+    for drafter in ("model", SUFFIX):
+        best = max((n for n in rates if n.startswith(f"{drafter} fixed")), key=rates.__getitem__)
+        for rule in ("learned", "batch"):
+            name = f"{drafter} {rule}"
+            to_best, to_rival = (ratio_of_sums(seconds[other], seconds[name]) for other in (best, rival))
+            limit: dict[str, float] = {"above": 1.0} if size <= 4 else {"at_least": 0.99}
+            run.bar(f"{size} requests: {name} over {best}", to_best, **limit)
+            run.bar(f"{size} requests: {name} over {rival}", to_rival, above=1.0)
 
 
 def overhead(run: Run) -> None:
