@@ -96,6 +96,8 @@ class CostTable:
         verify_s: a verification of n = 0, 1, ..., K drafted tokens.
         later_draft_s: each draft step after the first; None = as the first of one token.
         tree_verify_s: (drafted tokens, seconds) of a verification of a tree; empty = as of chains.
+        tree_draft_s: a draft step of a tree after the first that reads one row, and each further row; None = grows as
+            verification does.
     """
 
     context: float
@@ -104,11 +106,13 @@ class CostTable:
     verify_s: tuple[float, ...]
     later_draft_s: float | None = None
     tree_verify_s: Points = ()
+    tree_draft_s: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.verify_s) <= MAX_DEPTH + 1:
             raise ValueError(f"verify_s: expected 1 to {MAX_DEPTH + 1} numbers")
-        _check_range("draft_s, draft_token_s, later_draft_s", [*self.draft_s, self.draft_token_s, self.later_s])
+        drafts = [*self.draft_s, self.draft_token_s, self.later_s, *(self.tree_draft_s or ())]
+        _check_range("draft_s, draft_token_s, later_draft_s, tree_draft_s", drafts)
         _check_range("verify_s", self.verify_s, MIN_CALL_S)
         _check_points("tree_verify_s", self.tree_verify_s, 0, MIN_CALL_S)
 
@@ -118,7 +122,10 @@ class CostTable:
         return self.draft_s[0] if self.later_draft_s is None else self.later_draft_s
 
     def tree_draft(self, rows: int) -> Array:
-        """Return [rows + 1] seconds of a later draft step that reads 0, 1, ..., `rows` rows: grows as verification."""
+        """Return [rows + 1] seconds of a later draft step that reads 0, 1, ..., `rows` rows."""
+        if self.tree_draft_s is not None:
+            step, row = self.tree_draft_s
+            return np.append(0.0, step + row * np.arange(rows))
         growth = read_curve(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / self.verify_s[0]
         return np.append(0.0, self.later_s * growth)
 

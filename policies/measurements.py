@@ -10,6 +10,7 @@ two contexts, and the counts of each (`Key.counts`):
     outside (drafted)               all of a round except models and policy
     prefill (prompt tokens)         reading a prompt
     tree verify (tokens)            a verification of a tree
+    tree drafts (steps, rows)       all draft steps but the first, which read so many tokens together
     tree outside (drafted)          all of a round of a tree except models and policy
     batch plain (streams)           a round of plain decoding, of several texts side by side
     batch verify (streams, tokens)  a round except drafting and decisions, the streams' anchors included
@@ -50,13 +51,14 @@ CONTEXTS = ("short", "long")
 DECISIONS, VERIFY = "decisions", "verify"
 
 PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "plain", "first draft", "later drafts", "outside", "prefill"
-TREE_VERIFY, TREE_OUTSIDE = "tree verify", "tree outside"
+TREE_VERIFY, TREE_DRAFTS, TREE_OUTSIDE = "tree verify", "tree drafts", "tree outside"
 BATCH_PLAIN, BATCH_VERIFY = "batch plain", "batch verify"
 BATCH_FIRST, BATCH_DRAFTS = "batch first draft", "batch drafts"
 
 MIN_COUNTS: Mapping[str, tuple[int, ...]] = {
     VERIFY: (0,), PLAIN: (), FIRST: (1,), LATER: (2,), OUTSIDE: (0,), PREFILL: (1,), TREE_VERIFY: (1,),
-    TREE_OUTSIDE: (0,), DECISIONS: (1,), BATCH_PLAIN: (1,), BATCH_VERIFY: (1, 1), BATCH_FIRST: (1,), BATCH_DRAFTS: (1, 1),
+    TREE_DRAFTS: (1, 1), TREE_OUTSIDE: (0,), DECISIONS: (1,), BATCH_PLAIN: (1,), BATCH_VERIFY: (1, 1), BATCH_FIRST: (1,),
+    BATCH_DRAFTS: (1, 1),
 }  # fmt: skip
 """The smallest counts of each part."""
 
@@ -279,8 +281,12 @@ def estimate(timings: Timings, contexts: tuple[float, float], depth: int) -> Cos
     if group(timings, TREE_VERIFY):
         curves = fit_curves([group(timings, TREE_VERIFY, side) for side in CONTEXTS])
         low, high = (
-            dataclasses.replace(table, tree_verify_s=((0, table.verify_s[0]), *curve))  # of no tokens: plain decoding
-            for table, curve in zip((low, high), curves, strict=True)
+            dataclasses.replace(
+                table,
+                tree_verify_s=((0, table.verify_s[0]), *curve),  # of no tokens: plain decoding
+                tree_draft_s=_tree_draft(timings, side),
+            )
+            for table, curve, side in zip((low, high), curves, CONTEXTS, strict=True)
         )
         timed = group(timings, TREE_OUTSIDE)
         if len(timed) > 1:  # unknowns
@@ -290,6 +296,15 @@ def estimate(timings: Timings, contexts: tuple[float, float], depth: int) -> Cos
         low, high, step_s, round_s, (constant, slope), decision_prices(timings), tree_outside_s=tree_outside,
         batch=batch_costs(timings, contexts),
     )  # fmt: skip
+
+
+def _tree_draft(timings: Timings, side: str) -> tuple[float, float] | None:
+    """Return the seconds of a draft step of a tree after the first, and of each row after the first; None if not timed."""
+    timed = group(timings, TREE_DRAFTS, side) or group(timings, TREE_DRAFTS)
+    if not timed:
+        return None
+    step, row = fit_line([((steps, rows - steps), seconds) for (steps, rows), seconds in timed.items()])
+    return step, row
 
 
 def decision_prices(timings: Timings) -> dict[str, float]:

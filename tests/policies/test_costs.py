@@ -214,7 +214,8 @@ def test_each_kind_of_noise_has_its_closed_form():
 def batch_profile(profile: Profile) -> Profile:
     """Return the profile with costs of trees and of batches."""
     points = (0, 4e-3), (1, 4.1e-3), (8, 6e-3), (14, 6.2e-3)
-    low, high = (dataclasses.replace(t, later_draft_s=1e-3, tree_verify_s=points) for t in (profile.low, profile.high))
+    more = {"later_draft_s": 1e-3, "tree_verify_s": points, "tree_draft_s": (1e-3, 1e-4)}
+    low, high = (dataclasses.replace(table, **more) for table in (profile.low, profile.high))
     verify = {1: ((1, 4e-3), (5, 5e-3)), 4: ((4, 5e-3), (16, 5e-3), (17, 7e-3), (20, 7e-3))}
     sides = (BatchTable(context, ((1, 1e-3), (4, 1.5e-3)), verify) for context in (8.0, 40.0))
     tree = (1e-4, 2e-5, 1e-6)

@@ -208,6 +208,7 @@ def scale_costs(profile: Profile, draft: float = 1.0, verify: float = 1.0) -> Pr
             later_draft_s=None if side.later_draft_s is None else side.later_draft_s * draft,
             verify_s=tuple(s * verify for s in side.verify_s),
             tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
+            tree_draft_s=side.tree_draft_s and (side.tree_draft_s[0] * draft, side.tree_draft_s[1] * draft),
         )
 
     others = tuple(scale_costs(one, draft, verify) for one in profile.others)
