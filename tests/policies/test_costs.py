@@ -217,9 +217,8 @@ def batch_profile(profile: Profile) -> Profile:
     more = {"later_draft_s": 1e-3, "tree_verify_s": points, "tree_draft_s": (1e-3, 1e-4)}
     low, high = (dataclasses.replace(table, **more) for table in (profile.low, profile.high))
     verify = {1: ((1, 4e-3), (5, 5e-3)), 4: ((4, 5e-3), (16, 5e-3), (17, 7e-3), (20, 7e-3))}
-    sides = (BatchTable(context, ((1, 1e-3), (4, 1.5e-3)), verify) for context in (8.0, 40.0))
-    tree = (1e-4, 2e-5, 1e-6)
-    return dataclasses.replace(profile, low=low, high=high, tree_outside_s=tree, batch=BatchCosts(*sides))
+    batch = BatchCosts(*(BatchTable(context, ((1, 1e-3), (4, 1.5e-3)), verify) for context in (8.0, 40.0)))
+    return dataclasses.replace(profile, low=low, high=high, tree_outside_s=(1e-4, 2e-5, 1e-6), batch=batch)
 
 
 KINDS: dict[str, Callable[[Profile], Profile]] = {
