@@ -42,7 +42,7 @@ FEATURES, ROWS, MIB = 2e-3, 1 / 500, 100.0
 
 def speed(run: Run) -> None:
     """Time generation, dense and live traces in alternation."""
-    count, new = run.choose((16, 128), (2, 8))
+    count, new = run.choose((8, 128), (2, 8))
     prompts, encoded = run.prompts("test", count), run.encoded("test", count)
     keys = [stream_key(0, name) for name, _ in encoded]
     numbers = iter(range(10_000))
@@ -78,7 +78,7 @@ def speed(run: Run) -> None:
 
 def agreement(run: Run) -> None:
     """Compare live rows with dense rows."""
-    prompts, new = run.prompts("test", run.choose(20, 3)), run.choose(128, 12)
+    prompts, new = run.prompts("test", run.choose(10, 3)), run.choose(128, 12)
     for temperature in run.choose((0.0, 0.7), (0.7,)):
         for tree in (None, TREE):
             options = {
@@ -180,7 +180,7 @@ def kills(run: Run) -> None:
     """Kill collecting processes at random moments."""
     if run.smoke and len(run.options.part) > 1:
         return  # starting processes takes longer than a smoke run may; `--smoke --part kills` runs it
-    chance, limit = random.Random(0), run.choose(100, 1)
+    chance, limit = random.Random(0), run.choose(60, 1)
     started = time.perf_counter()
     if _start(run, run.folder("undisturbed"), 0, 1).wait():
         raise RuntimeError("collect ended with an error")

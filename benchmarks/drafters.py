@@ -96,7 +96,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
             if not work.exists() and earlier is not None:
                 shutil.copytree(earlier, work / earlier.name)
             ss.train_drafter(
-                run.stock, run.prompts("train", run.choose(400, 4)), folder / kind, kind, depth=DEPTH,
+                run.stock, run.prompts("train", run.choose(300, 4)), folder / kind, kind, depth=DEPTH,
                 max_new_tokens=run.choose(128, 8), epochs=run.choose(None, 1), work=work,
             )  # fmt: skip
             minutes = (time.process_time() - started) / 60
@@ -112,7 +112,7 @@ def _trained(run: Run, kinds: list[str]) -> dict[str, str]:
 class Comparison:
     """One drafter at one temperature."""
 
-    depth, train_prompts, test_prompts = DEPTH, 80, 20
+    depth, train_prompts, test_prompts = DEPTH, 64, 16
 
     def __init__(self, run: Run, pair: ss.Pair, name: str, temperature: float) -> None:
         self.run, self.pair, self.name, self.temperature = run, pair, name, temperature

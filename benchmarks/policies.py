@@ -74,7 +74,7 @@ def replayed(run: Run) -> None:
         where = f"T={temperature:g}"
         names = run.choose(list(HEADS), ["logistic", "dynasd-hard"])
         hidden = (DRAFT_HIDDEN,) if "resnet" in names or "dynasd-soft" in names else ()
-        train, test = _traces(run, where, 200, 200, temperature=temperature, hidden=hidden).values()
+        train, test = _traces(run, where, 160, 160, temperature=temperature, hidden=hidden).values()
         published = {name: ss.load_policy(spec).limited(DEPTH) for name, (spec, _) in RULES.items()}
         settings, profile = _settings(run, temperature), run.profile(depth=DEPTH, temperature=temperature)
         profile = run.with_decisions(profile, list(published.values()), settings)
