@@ -26,7 +26,7 @@ class Round(NamedTuple):
         together: number of streams in the round. They share one verification, and its seconds are divided equally.
         deepest: largest depth of the tokens sent; equal to `verified` for a chain.
         drafter: index of the drafter that drafted, of those that the policy chooses from; -1 = none or several.
-        steps, rows: draft steps after the first, and tokens that the draft read in them.
+        later_steps, later_rows: draft steps after the first, and tokens that the draft read in them together.
     """
 
     anchor: int
@@ -46,8 +46,8 @@ class Round(NamedTuple):
     together: int = 1
     deepest: int = 0
     drafter: int = -1
-    steps: int = 0
-    rows: int = 0
+    later_steps: int = 0
+    later_rows: int = 0
 
     @property
     def outside_s(self) -> float:

@@ -339,8 +339,8 @@ def _add_text(
         if r.verified and not r.cut:  # without candidates it is plain decoding, which is timed separately
             timed[Key(TREE_VERIFY, side, (r.verified,))].append(r.verify_s)
             timed[Key(TREE_OUTSIDE, side, (r.drafted,))].append(r.outside_s)
-            if r.steps:
-                timed[Key(TREE_DRAFTS, side, (r.steps, r.rows))].append(r.draft_s)
+            if r.later_steps:
+                timed[Key(TREE_DRAFTS, side, (r.later_steps, r.later_rows))].append(r.draft_s)
 
 
 def _add_batch_round(timed: dict[Key, list[float]], side: str, parts: Sequence[Round]) -> None:
