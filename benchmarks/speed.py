@@ -152,7 +152,7 @@ class BareForwards:
         for r in text.rounds:
             base = r.context - 1
             self._target.roll_back(base)
-            self._draft.roll_back(min(self._draft.length, r.context - r.backlog))
+            self._draft.roll_back(min(self._draft.lengths[0], r.context - r.backlog))
             begin = time.perf_counter()
             (self._chain if self._shape.is_chain else self._tree)(ids, base, r.context, r.drafted, r.verified)
             seconds += time.perf_counter() - begin
@@ -160,7 +160,7 @@ class BareForwards:
 
     def _chain(self, ids: torch.Tensor, base: int, context: int, drafted: int, verified: int) -> None:
         for step in range(drafted):
-            start = self._draft.length if step == 0 else context + step - 1
+            start = self._draft.lengths[0] if step == 0 else context + step - 1
             self._draft.read(ids[:, start : context + step], rows=1)
         self._target.read(ids[:, base : base + verified + 1])
 
@@ -168,7 +168,7 @@ class BareForwards:
         shape, tokens, fed = self._shape, [0] * len(self._shape), [0]
         depth = next(d for d in range(shape.deepest + 1) if sum(map(len, shape.levels[1 : d + 1])) >= drafted)
         if depth:
-            self._draft.read(ids[:, self._draft.length : context], rows=1)
+            self._draft.read(ids[:, self._draft.lengths[0] : context], rows=1)
         for level in shape.levels[1:depth]:
             rows = [row for row in level if shape.children[row]]
             self._draft.read_parts([Part(0, tokens[: len(rows)], tree=TreeRows(shape, base, fed, rows))])

@@ -164,7 +164,7 @@ class Proposals:
         self._read_text(draft)
         if target is not None:
             # Only for the keys that candidates off the text attend to: the text has the target's rows.
-            target.read(torch.tensor([text.ids[: draft.length]], device=device), rows=1)
+            target.read(torch.tensor([text.ids[: draft.lengths[0]]], device=device), rows=1)
         self._read_branches(draft, target)
 
     def _text_tokens(self, place: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class Proposals:
         off_text = shape.rank[line] != self.accepted[:, None]  # [U, N]
         wanted = off_text & shape.has_children & (shape.depth > 0) & (shape.depth < reach[:, None])
         widest = torch.stack([wanted[:, level].sum(1) for level in levels]).amax(0)
-        states, prefix = widest.nonzero()[:, 0], draft.length
+        states, prefix = widest.nonzero()[:, 0], draft.lengths[0]
         chunk = (widest[states].cumsum(0) - 1) // self.collector.most_rows  # of about `most_rows` rows each
         for number in chunk.unique():
             for model in (draft, target):
@@ -261,7 +261,7 @@ class Proposals:
         position = self.start + self.place[state] - 1  # of the last token of the text that each row sees
         # The columns of the text come first, then the rows of the chunk in the order in which they are read. Each sees its
         # prefix of the text, itself and its ancestors of the same state.
-        text = torch.arange(draft.length, device=state.device) <= position[:, None]
+        text = torch.arange(draft.lengths[0], device=state.device) <= position[:, None]
         end = 0
         for depth, count in enumerate(torch.bincount(shape.depth[row]).tolist()):
             if not count:

@@ -57,11 +57,6 @@ class Ratio:
         """Whether the whole interval lies below 1."""
         return self.high is not None and self.high < 1.0
 
-    def times(self, factor: float) -> Ratio:
-        """Return value and interval, multiplied."""
-        low, high = (None if end is None else factor * end for end in (self.low, self.high))
-        return Ratio(factor * self.value, low, high)
-
     def text(self, digits: int = 3) -> str:
         """Return `1.042 [1.021, 1.063]`, or the value alone if there is no interval."""
         interval = "" if self.low is None or self.high is None else f" [{self.low:.{digits}f}, {self.high:.{digits}f}]"

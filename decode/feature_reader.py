@@ -14,7 +14,6 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.features import (
     DRAFT_HIDDEN,
-    ROUTE_FEATURES,
     TARGET_HIDDEN,
     Columns,
     DrawnTokens,
@@ -51,11 +50,6 @@ class _Fetched:
         summary = self.launched.summary(self.on_host[name], drawn, entries=self.entries)
         columns(summary, drawn, temperature, out)
         return summary.path
-
-
-def no_signals(round: RoundState, history: History) -> Array:
-    """Return ROUTE features of 0, of rounds in which no drafter provides any."""
-    return np.zeros((len(round.active), round.topology.drafters, len(ROUTE_FEATURES)), dtype=np.float32)
 
 
 class NextAnchors:
@@ -111,7 +105,7 @@ class FeatureReader:
         temperature: sampling temperature; 0 = greedy.
         widths: H of each hidden state that the policy reads.
         streams: S.
-        signals: returns the ROUTE features [S, D, .] of a round, given the round and the history.
+        signals: returns the ROUTE features [S, D, .] of a round, given the round and the history; None = 0.
     """
 
     def __init__(
@@ -123,7 +117,7 @@ class FeatureReader:
         streams: int = 1,
         signals: Callable[[RoundState, History], Array] | None = None,
     ) -> None:
-        self._signals = signals or no_signals
+        self._signals = signals
         self.policy, self._topology, self._temperature, self._streams = policy, topology, temperature, streams
         self._first = policy.first  # a policy may change its attributes while it runs
         self._layout, self._widths = Layout(policy.features), dict(widths or {})
@@ -285,9 +279,14 @@ class FeatureReader:
         base = np.zeros((self._streams, self._topology.drafters, len(self._layout.names)), dtype=np.float32)
         if self._reads_target:
             rows, last = self._anchor_rows()
-            columns = base[streams, 0]
-            read_anchors(self._layout, rows, last, self._temperature, columns, self._anchors)
-            base[streams] = columns[:, None]
+            if self._layout.anchor:
+                drawn = DrawnTokens.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(last)])
+                columns, out = self._layout.anchor_columns, base[streams, 0]
+                if self._anchors is None:
+                    read_columns(columns, rows, drawn, self._temperature, out)
+                else:
+                    self._anchors.write(columns, "anchors", drawn, self._temperature, out)
+                base[streams] = out[:, None]
             if TARGET_HIDDEN in self.policy.hidden:
                 if self._anchors is None:
                     states = self._to_host(TARGET_HIDDEN, self._anchor_states())
@@ -298,7 +297,7 @@ class FeatureReader:
         if self._layout.history:
             values = history.values(self._layout.history)  # [S, n], or [S, D, n] with several drafters
             base[..., self._layout.history_at] = values[:, None] if self._owners is None else values
-        if self._layout.route:
+        if self._layout.route and self._signals is not None:
             base[..., self._layout.route_at] = self._signals(round, history).take(self._layout.route_columns, -1)
         return base
 
@@ -359,32 +358,6 @@ class FeatureReader:
         if scores.states is not None and not (is_full and tree.branches[depth] == 1):
             self._states = scores.states[drawn.ids[:, 0].tolist()]
         return features, path, (streams, branch)
-
-
-def read_anchors(
-    layout: Layout,
-    rows: Tensor,
-    anchors: Sequence[tuple[int, int]],
-    temperature: float,
-    out: Array,
-    fetched: _Fetched | None = None,
-) -> None:
-    """Write the ANCHOR columns of rounds.
-
-    Args:
-        layout: of the features.
-        rows: [A, V] logits of the target from which the anchors were drawn.
-        anchors: A pairs of an anchor and the token before it.
-        temperature: sampling temperature.
-        out: [A, F] float32.
-        fetched: statistics of the rows, if they are on the host.
-    """
-    if layout.anchor:
-        drawn = DrawnTokens.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
-        if fetched is None:
-            read_columns(layout.anchor_columns, rows, drawn, temperature, out)
-        else:
-            fetched.write(layout.anchor_columns, "anchors", drawn, temperature, out)
 
 
 def set_anchors(

@@ -160,22 +160,9 @@ class Speculator:
         """Whether policy or drafter carry state from text to text. Rounds then depend on the order of texts."""
         return self.policy.carries or any(drafter.carries for drafter in self._drafters)
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        key: int = 0,
-        on_commit: Callable[[list[int]], None] | None = None,
-    ) -> Generation:
-        """Decode one prompt.
-
-        Args:
-            prompt, key: see `Request`.
-            on_commit: called with the tokens of each round, for streaming.
-
-        Raises: see `run`.
-        """
-        forward = None if on_commit is None else lambda number, tokens: on_commit(tokens)
-        return self.run([Request(prompt, key)], forward)[0]
+    def generate(self, prompt: Sequence[int], key: int = 0) -> Generation:
+        """Decode one prompt; arguments as of `Request`, errors as of `run`."""
+        return self.run([Request(prompt, key)])[0]
 
     @torch.inference_mode()
     def run(

@@ -340,7 +340,7 @@ class RecordedStatistics(Recorded[Tensor]):
     """A reading of up to R rows and B tokens, recorded as a CUDA graph on fixed input buffers.
 
     Args:
-        reading: what is computed.
+        statistics: what is computed.
         size: R and B.
         vocabulary: V.
         is_read: whether logits, log-weights and scores are read.

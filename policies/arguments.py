@@ -96,7 +96,6 @@ LIMITS: Mapping[str, Limit] = {
     "folds": Limit(2, 1000),
     "learning-rate": Limit(1e-9, 10.0),
     "limit": Limit(1, _MAX_SEED),
-    "max-batch": Limit(1, 1 << 16),
     "max-depth": _LENGTH,
     "max-new-tokens": Limit(1, _MAX_TOKENS),
     "memory": Limit(1, 1 << 20, "a whole number from 1 to 1048576 MiB"),
@@ -111,16 +110,12 @@ LIMITS: Mapping[str, Limit] = {
     "report-share": _SHARE,
     "seed": _SEED,
     "shards": Limit(1, 99_999),  # five digits in the names of the files
-    "shuffle-seed": _SEED,
-    "split-seed": _SEED,
     # Logits divided by less leave the range of half precision, and a float32 row turns into infinities.
     "temperature": Limit(0.01, 100.0, "0 or more: 0 is greedy, others from 0.01 to 100", zero=True),
-    "test-share": Limit(_TINY, 1 - _TINY, "a number above 0 and below 1"),
     "threshold": _SHARE,
     "top-k": Limit(0, _MAX_SEED),
     "top-p": _POSITIVE_SHARE,
     "tune": Limit(1, 100_000, "a whole number from 1 to 100000 trials"),
-    "tune-folds": Limit(2, 1000),
 }
 """Limits of options, by name."""
 

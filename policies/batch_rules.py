@@ -359,4 +359,6 @@ def for_batches(
         rule = dataclasses.replace(trained, send=send or trained.send, lengths=lengths)
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, metadata, policy.survival
-    return kind(policy.name, policy.features, *parts)
+    changed = kind(policy.name, policy.features, *parts)
+    changed.drafter = policy.drafter
+    return changed

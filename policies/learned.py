@@ -299,7 +299,9 @@ class LearnedPolicy(StopPolicy):
     def with_rule(self, rule: Rule) -> Self:
         """Return this policy with another rule of the same class of policies; see `batch_rules.for_batches` too."""
         parts = self.head, self.accept, self.next, rule, self.max_depth, self.metadata, self.survival
-        return type(self)(self.name, self.features, *parts)
+        changed = type(self)(self.name, self.features, *parts)
+        changed.drafter = self.drafter
+        return changed
 
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
         """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""

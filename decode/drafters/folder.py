@@ -1,6 +1,6 @@
 """The folder of a trained drafter: `drafter.json`, `weights.safetensors`, `README.md`. Loading runs no code.
 
-As with policy folders, everything is validated before any of it is used (`policies.safe_loading`).
+As with policy folders, everything is validated before any of it is used (`policies.files`).
 """
 
 from __future__ import annotations

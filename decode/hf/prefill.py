@@ -3,7 +3,7 @@
 The first step uses `prepare_inputs_for_generation` of the model and one forward pass for all rows of a batch. The cached keys
 and values are copied to the buffers of the loop. A second step of the model determines how `generate` would continue: which
 slots later tokens see, and their positions. The loop continues a text only if it computes the same logits for the second
-step (`ReadPrompt.check`).
+step (`CachedModel.adopt`).
 """
 
 from __future__ import annotations

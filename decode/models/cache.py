@@ -153,11 +153,6 @@ class CachedModel:
         """Tokens in the cache, by stream."""
         return self._kv.lengths[: self.streams]
 
-    @property
-    def length(self) -> int:
-        """Tokens of the first stream in the cache."""
-        return self._kv.lengths[0]
-
     def roll_back(self, length: int, stream: int = 0) -> None:
         """Remove all tokens of a stream after the first `length`."""
         assert length <= self._kv.lengths[stream]

@@ -180,7 +180,7 @@ class Recorded(Generic[Out]):
     """Calls of one shape: the first runs as it is, the second is recorded, all later ones are played.
 
     Attributes:
-        fresh: Number of calls of all shapes so far that were not played.
+        not_replayed: Number of calls of all shapes so far that were not played.
     """
 
     not_replayed: ClassVar[int] = 0

@@ -49,7 +49,7 @@ class Pair:
         hashes: Of target and draft, if the engine has changed their parameters; of another drafter, its identity and then
             the hash of the draft model if it uses one.
         drafter: Default drafter (`drafters.find_drafters`).
-        home: Device from which a target without a draft is called, if not its own.
+        call_device: Device from which a target without a draft is called, if not its own.
         readings: Supported calls of target and draft (`self_check`).
     """
 

@@ -33,7 +33,7 @@ class Sampler:
     Attributes:
         reads_prefix: whether there are processors.
         reads_tokens: whether a processor reads the tokens of prefixes.
-        constrained: whether there is a grammar, so that no token may remain.
+        has_grammar: whether there is a grammar, so that no token may remain.
         untruncated: [R, V] the latest logits before truncation, if there is a truncating processor.
     """
 

@@ -39,7 +39,6 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.evaluate.evaluate import evaluate
-from specstop.train.evaluate.importance import importance_estimate
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.checks import check_fit, check_training_traces
 from specstop.train.replay.single_rounds import ROUND_COLUMNS, evaluate_rounds
@@ -295,7 +294,6 @@ def test_lengths_that_vary_identify_no_longer_ones(tmp_path: Path, profile: Prof
     for run, noun in (
         (lambda: evaluate_rounds(arrays, FixedLength(2), profile), f"at most {limit} tokens"),
         (lambda: evaluate(trace, profile, [FixedLength(2)]), f"at most {limit} tokens"),
-        (lambda: importance_estimate(trace, FixedLength(2), profile), "explore"),
     ):
         with pytest.raises(TraceError, match=noun):
             run()

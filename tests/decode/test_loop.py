@@ -146,7 +146,7 @@ def test_the_records_add_up_and_on_commit_receives_the_tokens(pair, prompt_ids, 
     speculator = Speculator(pair, FixedLength(4), Settings(temperature, NEW, verification="match"))
     for key, prompt in enumerate(prompt_ids):
         parts: list[list[int]] = []
-        generation = speculator.generate(prompt, key, lambda new, parts=parts: parts.append(list(new)))
+        (generation,) = speculator.run([Request(prompt, key)], lambda _, new, parts=parts: parts.append(list(new)))
         assert [t for part in parts for t in part] == list(generation.tokens)
         assert [len(part) for part in parts] == [1, *(r.committed for r in generation.rounds)]
         at, unread = 1, len(prompt) + 1

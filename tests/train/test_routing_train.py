@@ -22,9 +22,10 @@ from specstop.train.evaluate.statistics import form_clusters
 from specstop.train.fit.achievable import achievable_route
 from specstop.train.fit.adapt import adapt_to_profile
 from specstop.train.fit.plan import TrainOptions
-from specstop.train.fit.route import always, anchor_values, fit_route, rule_lengths, tuned_rules
+from specstop.train.fit.route import anchor_values, fit_route, rule_lengths, tuned_rules
 from specstop.train.fit.rules import best_of, fixed_grid
 from specstop.train.heads import make_head
+from specstop.train.replay.arrays import policy_features
 from specstop.train.replay.bounds import ROUTE_ERRORS, oracle_plan, planned_rounds, round_regret, route_errors
 from specstop.train.replay.checks import kept_back, require_disjoint_prompts
 from specstop.train.replay.run import replay, replay_lengths
@@ -99,7 +100,10 @@ def test_known_lengths_have_the_rounds_of_the_policies(policies: str) -> None:
         known = fixed_grid(arrays, PROFILE)
         same = ("log", "committed", "decisions", "steps")
     else:
-        rules = [*tuned_rules(arrays, PROFILE), always(0, [FixedLength(2), FixedLength(3)], "always-lookup")]
+        rules = [
+            *tuned_rules(arrays, PROFILE),
+            ValueRoute("always-lookup", (), (), 0, [FixedLength(2), FixedLength(3)]),
+        ]
         lengths = torch.stack([rule_lengths(one, arrays) for one in rules])
         known = replay_lengths(arrays, lengths, lengths, PROFILE, rules)
         same = ("log", "committed", "decisions", "steps", "backlog", "drafting", "context")
@@ -117,6 +121,15 @@ def test_the_achievable_estimate_is_between_the_rules_and_the_bound() -> None:
     best = max(replay(arrays, one, PROFILE).rate for one in tuned_rules(arrays, PROFILE))
     assert best < estimate.rate < float(arrays.text_tokens.sum() / oracle_plan(arrays, PROFILE).seconds.sum())
     assert (estimate.tokens == arrays.text_tokens).all() and not estimate.decision_seconds(PROFILE).any()
+
+
+def test_heads_are_trained_on_the_signals_of_their_drafter() -> None:
+    arrays = routing_trace(texts=3, anchors=12, depth=1)  # as many nodes as drafters
+    row = torch.arange(len(arrays.accepted))
+    for index, part in enumerate(arrays.each_drafter):
+        seen = policy_features(part, ["match_length", "prompt_tokens"], row, torch.zeros(len(row), 4))
+        expected = torch.stack([arrays.columns["match_length"][:, index], torch.full((len(row),), 7.0)], 1)
+        assert torch.equal(seen, expected[:, None].expand(-1, 2, -1))
 
 
 def test_errors_of_routes_are_those_of_the_plan() -> None:

@@ -20,7 +20,7 @@ from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
 from ..fit.rules import fixed_grid
 from ..replay.arrays import TraceArrays
-from ..replay.bounds import best_static_tree, isolate_subtree, oracle_plan, planned_rounds
+from ..replay.bounds import best_static_tree, oracle_plan, planned_rounds
 from ..replay.rounds import Rounds
 from ..replay.run import replay
 from ..replay.single_rounds import check_identified, evaluate_rounds, identified_limit
@@ -225,9 +225,9 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
         played.append(replay(arrays, job.policy, profile))
     progress("replay", 1 + len(jobs), 1 + len(jobs))
     if not arrays.tree.is_chain and arrays.tree.drafters == 1:
-        static, _ = best_static_tree(arrays, profile)
+        static, rounds_of_static = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
-        played.append(replay(*isolate_subtree(arrays, static.nodes), profile))
+        played.append(rounds_of_static)
         jobs = [*jobs, Job("best static tree", "static", f"{shape}; chosen on these prompts", static)]
     by_name = dict(zip([job.name for job in jobs], played[len(fixed) :], strict=True))
     tokens, boot = arrays.text_tokens.double().numpy(), setting.resamples(setting.clusters)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...collect.store import Trace, replay_text
-from ...decode.verify.modes import MODES, describe_mode
+from ...decode.verify.modes import describe_mode
 from ...policies import kernels
 from ...policies.arguments import as_list
 from ...policies.contract import StopPolicy
@@ -393,7 +393,7 @@ def _facts(place: _Place, compared: ComparisonResult) -> dict[str, Any]:
         "temperature": header.shown_temperature,
         "sampling": dict(header.sampling),
         "verification": header.verification,
-        "mode": describe_mode(header.verification) if header.verification in MODES else header.verification,
+        "mode": describe_mode(header.verification),
         "exactness": replay_text(header),
         "depth": arrays.depth,
         "topology": arrays.tree.name,

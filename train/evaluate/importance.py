@@ -90,7 +90,7 @@ def importance_estimate(
     header = traces.header
     target = with_costs(as_policy(policy), profile)
     behaviour = as_policy(recorded) if recorded is not None else _builtin_policy(header.policy)
-    arrays = trace_arrays(traces, extra=COLUMNS if header.collector == "live" else ())
+    arrays = trace_arrays(traces, extra=COLUMNS)
     profile, _ = with_prices(profile, [target, *([behaviour] if behaviour else [])], header)
     rounds = observed_rounds(arrays, target.limited(min(arrays.depth, profile.max_depth)), profile)
     replayed, reason = _replay_recorded(arrays, behaviour, profile)
@@ -180,9 +180,9 @@ def observed_rounds(
             the collector has no profile. Another policy observes its own rounds, or the recorded ones if its own are unknown.
 
     Raises:
-        TraceError: the trace is dense or of trees, or the policy reads what it does not hold.
+        TraceError: the policy reads or selects what the trace does not hold.
     """
-    _require_estimable(arrays, policy)
+    _require_estimable(policy)
     source, trace = _DrawnTokens(arrays, policy), _RecordedColumns(arrays)
     cut, accepted_length, rounds = arrays.cut.numpy(), arrays.accepted.numpy(), len(arrays.cut)
     host, price = _ContinuingHost(policy), profile.decision(policy.cost_name)
@@ -226,7 +226,7 @@ def importance_weights(
     if recorded is not None:
         shorter = (recorded.drafted < rounds.drafted) | (recorded.verified < rounds.verified)
         by_exploration = np.where(explored, shorter, ~observed)
-    elif share:
+    else:
         # Not what unexplored rounds happen to show: the probability of that depends on the unknown policy.
         observed, by_exploration = observed & explored, np.ones(len(explored), dtype=bool)
     probability = np.where(by_exploration, share, 1.0)
@@ -272,26 +272,11 @@ def _replay_recorded(
     return rounds, ""
 
 
-def _require_estimable(arrays: TraceArrays, policy: StopPolicy) -> None:
-    header, is_live = arrays.header, arrays.header.collector == "live" and arrays.drawn is not None
-    for is_possible, message in (
-        (is_live, "importance weighting is for live traces (--collector live); dense traces are replayed exactly"),
-        (
-            header.texts != "vllm",
-            "expected rounds with recorded exploration (--explore), got vLLM's records without it",
-        ),
-        (arrays.tree.is_chain, "importance weighting is for chains; collect live traces without --tree"),
-        (
-            not (policy.hidden or policy.reads_clock),
-            f"{policy.name} reads hidden states or the clock, which are not in the trace",
-        ),
-        (
-            type(policy).select is StopPolicy.select,
-            f"{policy.name} selects among drawn tokens, expected one that stops",
-        ),
-    ):
-        if not is_possible:
-            raise TraceError(message)
+def _require_estimable(policy: StopPolicy) -> None:
+    if policy.hidden or policy.reads_clock:
+        raise TraceError(f"{policy.name} reads hidden states or the clock, which are not in the trace")
+    if type(policy).select is not StopPolicy.select:
+        raise TraceError(f"{policy.name} selects among drawn tokens, expected one that stops")
 
 
 class _RecordedColumns:

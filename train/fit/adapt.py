@@ -93,7 +93,6 @@ def retune(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, firsts:
     """
     solved, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts)
     retuned = copy.copy(tune_batch_lengths(solved, [Part(arrays)], profile, MIN_GAIN_IN_SAMPLE))
-    retuned.drafter = policy.drafter
     metrics = {name: value for name, value in policy.metadata.metrics.items() if not name.startswith("held_out_")}
     retuned.metadata = dataclasses.replace(
         policy.metadata, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics
@@ -117,7 +116,7 @@ def _adapt_route(route: RoutingPolicy, arrays: TraceArrays | None, profile: Prof
     if arrays is None:
         return route, "lengths as saved, of another profile; give dense training traces to solve them for this one"
     if route.lengths is not None:
-        adapted = tune_lengths(route, arrays, profile)
+        adapted = copy.copy(tune_lengths(route, arrays, profile))  # may be the route itself
     else:
         costs = [dataclasses.replace(one, batch=None) for one in profile.each_drafter]
         parts = zip(route.stops, arrays.each_drafter, costs, strict=True)

@@ -165,11 +165,6 @@ def with_stops(route: RoutingPolicy, stops: Sequence[StopPolicy]) -> RoutingPoli
     return ValueRoute(route.name, route.route_features, route.heads, route.reference, stops, route.metadata)
 
 
-def always(drafter: int, stops: Sequence[StopPolicy], name: str) -> ValueRoute:
-    """Return the route that always uses one drafter."""
-    return ValueRoute(name, (), (), drafter, stops)
-
-
 def tuned_rules(arrays: TraceArrays, profile: Profile) -> list[RoutingPolicy]:
     """Return each drafter alone, and the best threshold on each signal, all with the fastest fixed lengths.
 
@@ -178,7 +173,9 @@ def tuned_rules(arrays: TraceArrays, profile: Profile) -> list[RoutingPolicy]:
     best = {name: best_of([one for one in fixed_grid(arrays, profile) if one.policy.drafter == name])
             for name in arrays.drafters}  # fmt: skip
     stops = [FixedLength(played.policy.max_depth) for played in best.values()]
-    rules: list[RoutingPolicy] = [always(at, stops, f"always-{name}") for at, name in enumerate(arrays.drafters)]
+    rules: list[RoutingPolicy] = [
+        ValueRoute(f"always-{name}", (), (), at, stops) for at, name in enumerate(arrays.drafters)
+    ]
     for signal, levels in LEVELS.items():
         if signal in arrays.header.signals:
             candidates = [ThresholdRoute(signal, level, stops) for level in levels]

@@ -228,18 +228,30 @@ class TraceArrays:
         nodes = np.flatnonzero(self.tree.drafter_of[1:] == index)
         tree = self.tree.trees[index]
         facts = {**self.header.facts, "drafter": self.drafters[index], "reading": [self.header.readings[index]]}
-        header = dataclasses.replace(self.header, topology=parents(tree), drafters=(), facts=facts)
-        path = self.accepted_nodes()[:, nodes]
+        header = dataclasses.replace(self.header, drafters=(), facts=facts)
+        part = self.of_nodes(nodes, tree, header)
+        signals = {name: self.columns[name][:, index : index + 1] for name in header.signals if name in self.columns}
+        return dataclasses.replace(part, columns={**part.columns, **signals})
+
+    def of_nodes(self, nodes: Sequence[int] | Array, tree: Topology, header: Header) -> TraceArrays:
+        """Return the trace of nodes that are closed under parents.
+
+        Args:
+            nodes: numbered from 0, without the root.
+            tree: of these nodes.
+            header: facts of the result, except its topology.
+        """
+        at = torch.as_tensor(nodes, dtype=torch.int64)
+        path, depths = self.accepted_nodes()[:, at], torch.from_numpy(tree.depths[1:])
         columns = {
-            name: values[:, nodes] if values.shape[1:] == self.ends.shape[1:] else values
+            name: values if values.dim() == 1 or name in self.header.signals else values[:, at]
             for name, values in self.columns.items()
         }
-        columns |= {name: columns[name][:, index : index + 1] for name in header.signals if name in columns}
-        depths = torch.from_numpy(tree.depths[1:])
         return dataclasses.replace(
-            self, header=header, columns=columns, tokens=self.tokens[:, nodes], ends=self.ends[:, nodes],
-            accepted=(path * depths).amax(1) if len(nodes) else torch.zeros_like(self.accepted),
-            path=None if tree.is_chain else path, drawn=None if self.drawn is None else self.drawn[:, nodes],
+            self, header=dataclasses.replace(header, topology=parents(tree)), columns=columns, tokens=self.tokens[:, at],
+            ends=self.ends[:, at], path=None if tree.is_chain else path,
+            accepted=(path * depths).amax(1) if len(at) else torch.zeros_like(self.accepted),
+            drawn=None if self.drawn is None else self.drawn[:, at],
         )  # fmt: skip
 
     def subset(self, keep: Sequence[int]) -> TraceArrays:
@@ -504,6 +516,9 @@ def policy_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, hist
     base = np.zeros((len(row), len(layout.names)), dtype=np.float32)
     base[:, layout.anchor_at] = anchor[row].numpy()
     base[:, layout.history_at] = history[:, [HISTORY_FEATURES.index(name) for name in layout.history]].numpy()
+    for name, at in zip(layout.route, layout.route_at, strict=True):
+        if name != "idle_tokens":  # 0 if there is one drafter
+            base[:, at] = arrays.column(name)[row, 0].numpy()
     seen = np.repeat(base[:, None], node.shape[1] + 1, 1)
     # Before drafting, PRE and POST features are 0.
     seen[:, 1:, layout.node_at] = node[row].numpy()

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
-from ...policies.contract import Array, DraftStep, StopPolicy
+from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError, TraceError
-from ...policies.features import HISTORY_FEATURES, History
+from ...policies.features import HISTORY_FEATURES
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .arrays import TraceArrays
@@ -145,22 +144,6 @@ def check_batch(arrays: TraceArrays, profile: Profile, batch: int) -> None:
         )
 
 
-class _BatchSource(TraceSource):
-    """A trace as the source of rounds of S streams that are verified together, each with one text at a time."""
-
-    def __init__(self, arrays: TraceArrays, policy: StopPolicy, streams: int) -> None:
-        # Texts are opened as requests arrive, not taken from queues.
-        super().__init__(arrays, policy, np.zeros((streams, 1), dtype=np.int64))
-        self.active = np.zeros(streams, dtype=bool)
-
-    def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
-        """See `decode.rounds.RoundSource`."""
-        step = super().step(round, depth, alive, history)
-        # All streams with a round share one verification, on which the decisions of joint policies depend.
-        batch = np.where(self.active, 0, -1)
-        return DraftStep(step.depth, step.alive, step.parent, step.features, step.hidden, batch)
-
-
 class _Batch:
     """A batch while it is decoded: the request of each stream (-1 = none), the requests that wait, and the clock."""
 
@@ -168,7 +151,9 @@ class _Batch:
         self, arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int, texts: Array, arrived: Array
     ) -> None:
         self.arrays, self.policy, self.profile, self.texts, self.arrived = arrays, policy, profile, texts, arrived
-        self.source, self.host = _BatchSource(arrays, policy, batch), PolicyHost(policy, profile=profile, batch=batch)
+        self.host = PolicyHost(policy, profile=profile, batch=batch)
+        self.source = TraceSource(arrays, policy, np.zeros((batch, 1), dtype=np.int64), together=True)
+        self.source.active[:] = False  # texts are opened as requests arrive, not taken from queues
         self.waiting, self.request = deque(range(len(texts))), np.full(batch, -1, dtype=np.int64)
         self.spent, self.ended, self.clock = np.zeros(len(texts)), np.zeros(len(texts)), 0.0
         self.columns: list[Array] = []

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...collect.schema import NO_TOKEN, parents
+from ...collect.schema import NO_TOKEN
 from ...decode.topology import Topology
 from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ...policies.costs import MIN_CALL_S, CostTable
@@ -326,22 +326,10 @@ def restrict_to_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> TraceArray
             raise TraceError("a smaller tree keeps the first candidates of a branch, not later ones alone")
     if any(tree.parent[row] and tree.parent[row] not in rows for row in rows):
         raise TraceError("a smaller tree is closed under parents")
-    at = torch.tensor(kept, dtype=torch.int64)
-    columns = {name: values if values.dim() == 1 else values[:, at] for name, values in arrays.columns.items()}
-    if "noisy_margin" in columns:
-        columns["noisy_margin"] = _margins(arrays, rows)[:, at]
-    path = arrays.accepted_nodes()[:, at]
-    depths = torch.tensor(tree.depth[1:])[at]
-    return dataclasses.replace(
-        arrays,
-        header=dataclasses.replace(arrays.header, topology=parents(subtree(tree, kept))),
-        accepted=(path * depths).amax(1) if kept else torch.zeros_like(arrays.accepted),
-        tokens=arrays.tokens[:, at],
-        ends=arrays.ends[:, at],
-        columns=columns,
-        path=path,
-        drawn=None if arrays.drawn is None else arrays.drawn[:, at],
-    )
+    part = arrays.of_nodes(kept, subtree(tree, kept), arrays.header)
+    if "noisy_margin" in part.columns:
+        part.columns["noisy_margin"] = _margins(arrays, rows)[:, kept]
+    return part
 
 
 def _margins(arrays: TraceArrays, rows: set[int]) -> Tensor:

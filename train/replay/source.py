@@ -32,6 +32,7 @@ class TraceSource:
         arrays: a trace.
         policy: reads features and hidden states of it.
         queues: [R, Q] int64 sequences.
+        together: all streams share one verification, on which the decisions of joint policies depend.
 
     Attributes:
         active: [R] bool, streams that have a round.
@@ -42,8 +43,9 @@ class TraceSource:
 
     timer = NO_TIMER
 
-    def __init__(self, arrays: TraceArrays, policy: StopPolicy, queues: Array) -> None:
+    def __init__(self, arrays: TraceArrays, policy: StopPolicy, queues: Array, together: bool = False) -> None:
         self.arrays, self.policy, self.queues = arrays, policy, queues
+        self._batch = np.zeros(len(queues), dtype=np.int64) if together else np.arange(len(queues))
         # As in the live loop with this verification. Under `match`, trimming may depend on anything.
         hides = arrays.header.given_text and MODES[arrays.header.verification].hides
         self.decides_ended, self.selects_levels = hides and policy.trims, hides and is_trimming(policy)
@@ -162,7 +164,7 @@ class TraceSource:
         parent = np.zeros(alive.shape, dtype=np.int64)
         parent += self.topology.parent_in_level[depth]
         hidden = {name: self._states(name, first, alive) for name in self._hidden}
-        batch = np.where(self.active, np.arange(len(alive)), -1)
+        batch = np.where(self.active, self._batch[: len(alive)], -1)
         owner = self.topology.drafter_of_branch[depth]
         if self._route:
             self._add_signals(history, owner, alive, features)

@@ -54,7 +54,7 @@ def readings(cache: CachedModel) -> list[torch.Tensor]:
     out = [chain(cache, random_tokens(5), 1)]
     for seed in range(6):
         out += [chain(cache, random_tokens(1, seed), 1), chain(cache, random_tokens(3, seed))]
-        base, row = cache.length, random_tokens(len(TREE), seed)
+        base, row = cache.lengths[0], random_tokens(len(TREE), seed)
         out.append(cache.read_parts([Part(0, row[:3], tree=TreeRows(TREE, base, [], [0, 1, 2]))]))
         out.append(cache.read_parts([Part(0, row[4:5], tree=TreeRows(TREE, base, [0, 1, 2], [4]))]))
         out += [] if cache.states is None else [cache.states]

@@ -353,12 +353,10 @@ def test_a_policy_name_in_a_trace_opens_no_folder_and_no_plugin(live, profile, n
 
 
 def test_estimates_that_a_trace_does_not_allow_are_refused(live, traces, profile):
-    fixed, tree = FixedLength(2), live(tree="2,1", explore=0.5)
+    fixed = FixedLength(2)
     for run, noun in (
         (lambda: importance_estimate(live(LOGGING), FixedLength(4), profile), "only if they explored"),
-        (lambda: importance_estimate(traces[0.7], fixed, profile), "for live traces"),
         (lambda: importance_estimate(live(), TEST_POLICIES["selecting"], profile), "selects among drawn tokens"),
-        (lambda: importance_estimate(tree, FixedLength(1), profile), "for chains"),
         (lambda: replay(live(verification="rejection"), fixed, profile), "depends on the policy"),
         (lambda: evaluate_rounds(trace_arrays(traces[0.7]), fixed, profile), "live traces"),
     ):
