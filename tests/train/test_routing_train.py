@@ -153,7 +153,8 @@ def test_errors_of_routes_are_those_of_the_plan() -> None:
 def test_a_route_is_adapted_to_another_profile() -> None:
     training = routing_trace(texts=30, depth=4, seed=7)
     route = fit_route(training, PROFILE, make_head("logistic"), TrainOptions(passes=1))
-    assert adapt_to_profile(route, training, PROFILE) == (route, "")
+    adapt_to_profile(route, training, dataclasses.replace(PROFILE, round_s=1.01 * PROFILE.round_s))
+    assert adapt_to_profile(route, training, PROFILE) == (route, ""), "adapting changes no policy"
     slow = PROFILE.others[0]
     low = dataclasses.replace(slow.low, draft_s=(9e-3, 9e-3))
     costs = dataclasses.replace(

@@ -134,12 +134,12 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(held, timed):
         assert float(played.seconds.sum()) == pytest.approx(float(fixed.seconds.sum()), rel=EXACT)
         assert not played.decisions.any()
     # Where only decisions have another price, what was settled stays, unless there are traces to settle it again.
-    cheap = timed.with_decisions({name: 1e-9})
+    cheap, settled.drafter = timed.with_decisions({name: 1e-9}), "suffix"
     kept, note = adapt_to_profile(settled, None, cheap)
     assert isinstance(kept, BatchStop) and (kept.unasked, note) == (settled.unasked, "")
     assert kept.profile.decision(name) == cheap.decision(name)
     again, note = adapt_to_profile(settled, held, cheap)
-    assert "on the training traces" in note
+    assert "on the training traces" in note and kept.drafter == again.drafter == "suffix"
     assert again.rule.to_dict() == tune_batch_rule(settled, [Part(held)], cheap, MIN_GAIN_IN_SAMPLE).rule.to_dict()  # type: ignore[attr-defined]
     everything = for_batches(settled, "all")
     assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send
