@@ -81,7 +81,9 @@ class Setup:
             prompts=counts["train"], depth=DEPTH, temperature=0.7, batch=self.sizes,
             effort=run.choose(Effort(budget_s=240.0), run.effort),
         )  # fmt: skip
-        self.policy = self.train(self.profile)
+        for _ in range(run.choose(2, 1)):  # the second fit knows the price of the decisions of the first one
+            self.policy = self.train(self.profile)
+            self.profile = run.with_decisions(self.profile, [self.policy], self.settings)
 
     def train(self, profile: ss.Profile) -> ss.StopPolicy:
         """Return the policy of rule `batch` for other costs."""
@@ -143,7 +145,7 @@ def live(run: Run) -> None:
     rates = {}
     for size in run.choose(setup.sizes, setup.sizes[-1:]):
         turn = texts_per_turn(size)
-        count = run.choose(max(4 * turn, 16), turn)
+        count = run.choose(max(turn * (8 if size <= 8 else 4), 16), turn)  # with 8 turns there is an interval
         prompts = (setup.prompts * -(-count // len(setup.prompts)))[:count]
         fixed = [ss.load_policy(f"fixed:{k}") for k in run.choose((0, 1, 2, 4), (0, 2))]
         methods = [
