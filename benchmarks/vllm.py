@@ -224,7 +224,7 @@ class Workspace:
         """Return the output of a command of specstop, which is run unless the output exists."""
         out = self.run.work / name
         if not out.exists():
-            models = ("--target", self.pair / "target", "--draft", self.pair / "draft")
+            models = ("--target", self.pair / "target", *(() if SUFFIX in words else ("--draft", self.pair / "draft")))
             call = [*COMMAND, *words, *(models if words[0] != "train" else ()), "--out", out, "--quiet"]
             done = subprocess.run([*map(str, call)], capture_output=True, text=True, env=os.environ | ENVIRONMENT)
             if done.returncode:
