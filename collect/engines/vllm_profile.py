@@ -166,7 +166,7 @@ class StepTimer:
             timings[Key(VERIFY, self.side, (tokens,))] = rest
             timings[Key(OUTSIDE, self.side, (tokens,))] = outside
             if drafting:
-                timings[Key(FIRST, self.side, (drafting[0].backlog,))] = step.first_s
+                timings[Key(FIRST, self.side, (max(drafting[0].backlog, 1),))] = step.first_s  # 0: it reads nothing
             if later_steps:
                 timings[Key(LATER, self.side, (tokens,))] = later
         for key, seconds in timings.items():
