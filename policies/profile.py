@@ -138,8 +138,8 @@ class Profile(Costs):
         """
         costs = vars(estimate(measurements.pooled, contexts, depth))
         return Profile(
-            **costs, temperature=temperature, facts=facts or {}, measurements=measurements, sampling=sampling or {},
-            verification=verification,
+            **costs, temperature=temperature, facts=facts or {}, measurements=check_measurements(measurements),
+            sampling=sampling or {}, verification=verification,
         )  # fmt: skip
 
     def with_decisions(self, seconds: Mapping[str, float]) -> Profile:
