@@ -420,7 +420,7 @@ def predict(run: Run) -> None:
     )  # fmt: skip
     report = ss.evaluate(live, priced, list(specs))
     for spec, rates in measured.items():
-        predicted = report[ss.load_policy(spec).shown_name].tokens_per_s
+        predicted = report[ss.load_policy(spec).name].tokens_per_s
         error = abs(predicted / mean(rates) - 1)
         run.bar(f"{Path(spec).name}: error of the prediction", error, at_most=ERROR, note=f"{predicted:.1f} tokens/s")
 
