@@ -412,7 +412,7 @@ def predict(run: Run) -> None:
                 answer = engine.call("serve", prompts=space.prompts(), tokens=TOKENS, size=1)
                 if number:
                     measured[spec].append(sum(map(len, answer["texts"])) / answer["seconds"])
-    words = ("--policy", "confidence:0.4", "--policy", specs[-1], "--profile", space.profile(), "--prompts", space.train)
+    words = ("--policy", specs[1], "--policy", specs[2], "--profile", space.profile(), "--prompts", space.train)
     priced = space.command("priced.json", "profile", *words)
     live = space.command(
         "live-test", "collect", "--collector", "vllm", "--prompts", space.pair / "prompts-test.jsonl", "--limit", PROMPTS,
