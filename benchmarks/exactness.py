@@ -77,7 +77,7 @@ def enumeration(run: Run) -> None:
     """Enumerate cases of mode, tree, policy, table, processors, end of text and drafter."""
     cases = [*all_cases(), *other_cases()][:: run.choose(1, 900)]
     worst, leaves, later = 0.0, 0, 0
-    for proved, proof in run.map(partial(prove_quietly, most=run.choose(1500, 100)), cases):
+    for proved, proof in run.map(partial(prove_quietly, most=run.choose(300, 100)), cases):
         leaves, later = leaves + proof.leaves, later + (proof.later > 0)
         if proof.distance > EXACT or proof.reused:
             print(f"WRONG {proved}: distance {proof.distance:.1e}, {proof.reused} random numbers used twice")
