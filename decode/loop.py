@@ -263,6 +263,6 @@ def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: f
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     alone = np.where(round.drafting.sum(1) == 1, round.drafting.argmax(1), -1)
     later = round.steps.reshape(len(deepest), -1, round.steps.shape[-1])[..., 1:]  # [S, D, K - 1]
-    last = (deepest, alone, np.count_nonzero(later, (1, 2)), later.sum((1, 2)))
-    ends = list(zip(*(column.tolist() for column in last), strict=True))
-    return {s: Round._make([*rows[s], *shares, len(streams), *ends[s]]) for s in streams}
+    last_columns = (deepest, alone, np.count_nonzero(later, (1, 2)), later.sum((1, 2)))
+    last = list(zip(*(column.tolist() for column in last_columns), strict=True))
+    return {s: Round._make([*rows[s], *shares, len(streams), *last[s]]) for s in streams}

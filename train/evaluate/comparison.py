@@ -225,9 +225,9 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
         played.append(replay(arrays, job.policy, profile))
     progress("replay", 1 + len(jobs), 1 + len(jobs))
     if not arrays.tree.is_chain and arrays.tree.drafters == 1:
-        static, rounds_of_static = best_static_tree(arrays, profile)
+        static, static_rounds = best_static_tree(arrays, profile)
         shape = f"--tree {static.shape.name}, of {len(static.nodes)} nodes" if static.nodes else "no nodes"
-        played.append(rounds_of_static)
+        played.append(static_rounds)
         jobs = [*jobs, Job("best static tree", "static", f"{shape}; chosen on these prompts", static)]
     by_name = dict(zip([job.name for job in jobs], played[len(fixed) :], strict=True))
     tokens, boot = arrays.text_tokens.double().numpy(), setting.resamples(setting.clusters)

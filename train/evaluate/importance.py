@@ -276,7 +276,7 @@ def _require_estimable(policy: StopPolicy) -> None:
     if policy.hidden or policy.reads_clock:
         raise TraceError(f"{policy.name} reads hidden states or the clock, which are not in the trace")
     if type(policy).select is not StopPolicy.select:
-        raise TraceError(f"{policy.name} selects among drawn tokens, expected one that stops")
+        raise TraceError(f"{policy.name} selects among drawn tokens; expected a policy that only stops")
 
 
 class _RecordedColumns:

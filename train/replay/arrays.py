@@ -239,7 +239,7 @@ class TraceArrays:
         Args:
             nodes: numbered from 0, without the root.
             tree: of these nodes.
-            header: facts of the result, except its topology.
+            header: of the result; its topology is set to that of `tree`.
         """
         at = torch.as_tensor(nodes, dtype=torch.int64)
         path, depths = self.accepted_nodes()[:, at], torch.from_numpy(tree.depths[1:])
