@@ -29,7 +29,7 @@ SPECS = (
     "entropy:1.5", "adaedl:0.3", "maxprob:0.4", "product:0.2", "online:0.4", "bandit?arms=fixed:2,fixed:4,confidence:0.4",
     "bandit?kind=thompson&arms=fixed:1,fixed:3,product:0.2",
 )  # fmt: skip
-TREE_SPECS = ("ddd:-1.3?begin=1&every=1", "eagle:8", "opt:0.2?nodes=8", "c2t:3", "gain")
+TREE_SPECS = ("ddd:-1.3?begin=1&every=1", "eagle:8", "opt:0.2?nodes=8", "c2t:3")
 HEADS = ("logistic", "mlp", "xgboost", "resnet", "tokens")
 ERROR, ROUNDS_PER_S, SWEEP_S, GIB = 0.05, 100_000, 60.0, 1.0
 

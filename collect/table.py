@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ..decode.topology import Topology, chain, with_drafters
 from ..policies.arguments import MAX_ROWS, check_limits
@@ -25,11 +24,9 @@ from ..policies.errors import InputError, close_match
 from ..policies.features import AGREEMENT_WEIGHT
 from ..policies.files import SURROGATE, is_text, prepare_output_dir, staged_folder
 from ..policies.registry import NAME
-from .prompts import sample_text
+from .prompts import read_records, sample_text
 from .schema import MAX_COUNT, UNKNOWN, Header, PromptTask, first_drafters, parents
 from .store import Trace, load_trace, open_for_writing, write_shard
-
-SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 KEYS = ("id", "prompt_tokens", "tokens", "group", "sample")
 """What the columns of a table hold besides lengths; the last two are optional."""
@@ -115,14 +112,18 @@ def _read_texts(file: Path, lengths: list[str], columns: Mapping[str, str], bonu
         InputError: a column is missing, a row is malformed, or two texts have one name.
     """
     names = {key: key for key in KEYS} | dict(columns)
-    table = _read(file, [*names.values(), *lengths])
-    for column in (*(name for key, name in names.items() if key in KEYS[:3] or key in columns), *lengths):
-        if column not in table.column_names:
-            raise InputError(
-                f"{file}: expected a column {column!r}{close_match(column, table.column_names)}, but it has "
-                f"{', '.join(table.column_names) or 'none of those named'}; name others with --column and --lengths"
-            )
-    texts = [_Text.parse(row, names, lengths, bonus, where) for where, row in _rows(file, table)]
+    required = [*(name for key, name in names.items() if key in KEYS[:3] or key in columns), *lengths]
+    texts = []
+    try:
+        for where, row in read_records(file):
+            if missing := next((column for column in required if column not in row), None):
+                raise InputError(
+                    f"{where}: expected a column {missing!r}{close_match(missing, row)}, but it has "
+                    f"{', '.join(row) or 'none'}; name others with --column and --lengths"
+                )
+            texts.append(_Text.parse(row, names, lengths, bonus, where))
+    except InputError as error:
+        raise InputError(error.command_line.removeprefix("--prompts: ")) from None
     if len({(text.id, text.sample) for text in texts}) < len(texts):  # ids may be distinct within each group only
         texts = [dataclasses.replace(text, id=f"{text.group}/{text.id}") for text in texts]
     counts = Counter((text.id, text.sample) for text in texts)
@@ -145,35 +146,6 @@ def _check_names(lengths: Mapping[str, str], columns: Mapping[str, str], free: C
         )
     if unknown := next((key for key in columns if key not in KEYS), None):
         raise InputError(f"--column: expected one of {', '.join(KEYS)}, not {unknown!r}{close_match(unknown, KEYS)}")
-
-
-def _read(file: Path, columns: Collection[str]) -> pa.Table:
-    """Return a table with at least those of these columns that the file has."""
-    from pyarrow import csv, json as json_lines, parquet
-
-    if file.suffix not in SUFFIXES or not file.is_file():
-        raise InputError(
-            f"source: expected a table ({', '.join(SUFFIXES)}), but {file} does not exist or is no such file"
-        )
-    try:
-        if file.suffix == ".parquet":
-            table = parquet.ParquetFile(file)
-            return table.read([name for name in table.schema_arrow.names if name in columns])
-        if file.suffix == ".csv":
-            texts = csv.ConvertOptions(column_types={name: pa.string() for name in columns})
-            return csv.read_csv(file, convert_options=texts)
-        return json_lines.read_json(file)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read as a table: {str(error).splitlines()[0]}") from None
-
-
-def _rows(file: Path, table: pa.Table) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of the rows of a table."""
-    number = 0
-    for batch in table.to_batches(1024):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{file}, row {number}", row
 
 
 @dataclass(frozen=True)

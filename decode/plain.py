@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from .models.view import hidden_width
 from .prompts import as_token_ids
 from .settings import resolve_sampling
 from .verify.noise import gumbel, target_tokens
-from .verify.sampler import BatchSampler, require_token
+from .verify.sampler import Prefixes, Sampler, require_token
 from .verify.sampling import MODEL_DEFAULTS, SamplingParams
 
 ENDED_EVERY = 8
@@ -89,7 +89,7 @@ def plain_texts(
     eos = () if ignore_eos else pair.eos
     ends = torch.tensor(eos, dtype=torch.int64, device=device)
     sampling = resolve_sampling(pair, sampling, max_new_tokens)
-    sampler = BatchSampler(sampling, temperature, prompts, eos, device)
+    samplers = [Sampler(sampling.build(temperature, prompt, eos, device), temperature) for prompt in prompts]
     tokens = torch.zeros(batch, max_new_tokens, dtype=torch.int64, device=device)
     rows = torch.zeros(batch, max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
     all_noise = torch.zeros_like(rows) if noise and temperature > 0 else None
@@ -110,8 +110,8 @@ def plain_texts(
         step_noise = gumbel(streams, lengths + step, pair.vocabulary, pair.logits_dtype) if temperature > 0 else None
         if all_noise is not None and step_noise is not None:
             all_noise[:, step] = step_noise
-        sampled = sampler(logits, partial(_prefixes, prompts, tokens[:, :step], eos))
-        if sampler.has_grammar:
+        sampled = _process(samplers, logits, partial(_prefixes, prompts, tokens[:, :step], eos))
+        if samplers[0].has_grammar:
             require_token(sampled)
         tokens[:, step] = target_tokens(sampled, step_noise)
         ended |= torch.isin(tokens[:, step], ends)
@@ -128,6 +128,15 @@ def plain_texts(
     generated = tokens[:, : step + 1].tolist()
     texts = [text[: next((count for count, token in enumerate(text, 1) if token in eos), None)] for text in generated]
     return PlainTexts(texts, rows, states, all_noise)
+
+
+def _process(samplers: Sequence[Sampler], logits: Tensor, prefixes: Prefixes) -> Tensor:
+    """Return [B, V] processed logits, a row for each text."""
+    if not samplers[0].reads_prefix:
+        return samplers[0](logits, prefixes)
+    texts = cache(prefixes)
+    rows = [one(logits[at : at + 1], lambda at=at: [texts()[at]]) for at, one in enumerate(samplers)]  # type: ignore[misc]
+    return torch.cat(rows)
 
 
 def _prefixes(prompts: Sequence[Sequence[int]], generated: Tensor, ends: Sequence[int]) -> list[list[int] | None]:

@@ -166,6 +166,17 @@ class TrainingMetadata:
     sampling: dict[str, Any] = field(default_factory=dict)
     prompts: dict[str, list[str]] = field(default_factory=dict)
 
+    def describe(self) -> dict[str, Any]:
+        """Return facts for display."""
+        return {
+            "temperature": self.temperature,
+            "filter": sampling_options_text(self.sampling),
+            "verification": self.verification,
+            **{f"pair: {role}": value for role, value in self.pair.items()},
+            "rho (tokens/s)": self.rho,
+            **training_facts(self.provenance, self.metrics),
+        }
+
     def covers(self, temperature: float) -> bool:
         """Whether a temperature lies within those of the traces."""
         temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
@@ -272,10 +283,10 @@ class LearnedPolicy(StopPolicy):
 
     def describe(self) -> dict[str, Any]:
         """Return facts for display: head, rule, conditions of the training, provenance and metrics."""
-        trained = self.metadata
         optional = {
             "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in self.sizes.items()),
             "batch sizes without a decision": self.rule.undecided,
+            "survival recalibrated at depths": [] if self.survival is None else list(self.survival.changed),
         }
         return {
             "kind": "policy",
@@ -288,12 +299,7 @@ class LearnedPolicy(StopPolicy):
             "first decision at depth": self.first,
             "max depth": self.max_depth,
             "weights": sum(array.size for array in self.head.tensors().values()),
-            "temperature": trained.temperature,
-            "filter": sampling_options_text(trained.sampling),
-            "verification": trained.verification,
-            **{f"pair: {role}": value for role, value in trained.pair.items()},
-            "rho (tokens/s)": trained.rho,
-            **training_facts(trained.provenance, trained.metrics),
+            **self.metadata.describe(),
         }
 
     def with_rule(self, rule: Rule) -> Self:

@@ -46,7 +46,6 @@ BUILTINS = {
     "eagle": "published.eagle:Eagle",
     "opt": "published.eagle:OptTree",
     "c2t": "published.c2t:C2T",
-    "gain": "tree_rules:Gain",
     "tetris": "published.tetris:Tetris",
     "adaptive-verification": "published.adaptive_verification:AdaptiveVerification",
     "load": "published.load:LoadLength",

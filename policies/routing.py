@@ -10,7 +10,6 @@ import numpy as np
 
 from .arguments import validate_number
 from .contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from .display import training_facts
 from .errors import PolicyError
 from .features import Kind, feature
 from .fixed import FixedLength
@@ -65,17 +64,13 @@ class RoutingPolicy(StopPolicy):
 
     def describe(self) -> dict[str, Any]:
         """Return facts for display: what it reads, stop policies, conditions of the training, provenance and metrics."""
-        trained = self.metadata
         return {
             "kind": "policy that routes",
             "name": self.name,
             "features": ", ".join(self.features),
             "stop policies of the drafters": ", ".join(stop.name for stop in self.stops),
             "max depth": self.max_depth,
-            "temperature": trained.temperature,
-            "verification": trained.verification,
-            "rho (tokens/s)": trained.rho,
-            **training_facts(trained.provenance, trained.metrics),
+            **self.metadata.describe(),
         }
 
     def start_route(self, streams: int, keys: Array) -> State:

@@ -43,7 +43,6 @@ from .learned import (
     TrainingMetadata,
     TreeGain,
     build_rule,
-    sampling_text,
 )
 from .routing import RoutingPolicy, ThresholdRoute, ValueRoute, input_features
 from .rules import BatchRule
@@ -322,46 +321,15 @@ def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Ar
 
 def _card(policy: Saved) -> str:
     """Return the README of the folder."""
-    metadata = policy.metadata
-    rows = _learned_facts(policy) if isinstance(policy, LearnedPolicy) else _route_facts(policy)
-    rows |= {
-        "deepest draft": policy.max_depth,
-        "trained for": f"{metadata.verification}, {sampling_text(metadata.temperature, metadata.sampling)}",
-        "assumed rate (rho)": f"{metadata.rho:.1f} tokens/s",
-        **{f"pair: {role}": value for role, value in metadata.pair.items()},
-        **{name: value for name, value in metadata.metrics.items() if not isinstance(value, list)},
-    }
     tables = ""
-    for name, entries in metadata.metrics.items():
+    for name, entries in policy.metadata.metrics.items():
         if isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries):
             table = markdown_table(list(entries[0]), ([entry.get(key) for key in entries[0]] for entry in entries))
             tables += f"## {name.replace('_', ' ').capitalize()}\n\n{table}\n"
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, stop-policy]\n---\n\n"
         f"# {markdown_cell(policy.name)}\n\nA specstop policy for speculative decoding. It never changes the "
-        f"text, only its speed.\n\n{markdown_table(['', ''], rows.items())}\n{tables}"
+        f"text, only its speed.\n\n{markdown_table(['', ''], policy.describe().items())}\n{tables}"
         "Use: `specstop decode --policy <this folder>`, or `specstop evaluate` to see what it gains on other traces or "
         "hardware.\n"
     )
-
-
-def _learned_facts(policy: LearnedPolicy) -> dict[str, Any]:
-    depths = [] if policy.survival is None else policy.survival.changed
-    return {
-        "head": policy.head.kind,
-        "rule": policy.rule.kind,
-        "batches without decisions": policy.rule.undecided or None,
-        "features": ", ".join(policy.features),
-        "hidden states": ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()) or "none",
-        "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
-        "survival recalibrated at depths": ", ".join(map(str, depths)) or "none",
-    }
-
-
-def _route_facts(policy: RoutingPolicy) -> dict[str, Any]:
-    heads = [head.kind for head in policy.heads] if isinstance(policy, ValueRoute) else []
-    return {
-        "heads": ", ".join(dict.fromkeys(heads)) or "none",
-        "features": ", ".join(policy.features),
-        "stop policies of the drafters": ", ".join(stop.name for stop in policy.stops),
-    }

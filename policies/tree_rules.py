@@ -6,12 +6,11 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .arguments import validate_int, validate_number
-from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .contract import Array, DraftStep, DraftTree
 from .costs import extrapolate
 from .errors import PolicyError
 from .kernels import on_first_use
@@ -52,67 +51,6 @@ def node_values(levels: Sequence[Array] | None, tree: DraftTree) -> Array:
     out = np.empty(tree.drawn.shape, dtype=np.float32)
     kernels().value_nodes(known, tree.parent[0], tree.drawn, math.log(UNSEEN), out)  # one topology for all streams
     return out
-
-
-class Gain(StopPolicy):
-    """Draft and verify the nodes that are worth their price; the survival of a node is estimated from the draft alone.
-
-    A node is accepted with probability s = (product of q along its path)^power. Prices are in tokens: rho, the tokens per
-    second of other rounds, times seconds.
-
-    * After each depth the m best branches are expanded. m maximises follow (s_1 + ... + s_m) - draft(m) - verify m, and may
-      be 0, which ends drafting. A tree widens where the draft is uncertain if rows are cheap.
-    * At the end the n best nodes are verified. n maximises s_1 + ... + s_n - verify n.
-
-    It reads the drawn tokens and removes nodes, so it is for `match` verification, and for temperature 0. The expected
-    accepted length as a sum of path probabilities is OPT-Tree's (arXiv 2406.17276, eq. 5). The prices are ours.
-
-    Args:
-        step: price of a draft step of one row.
-        row: price of each further row.
-        verify: price of verifying one more node.
-        power: below 1 the target accepts more than the draft predicts.
-        follow: the probability that something below a node is accepted, if it is.
-        max_depth: levels.
-    """
-
-    reads_seconds: ClassVar[bool] = False
-    features = ("path_logprob",)
-
-    def __init__(
-        self,
-        step: float = 0.1,
-        row: float = 0.01,
-        verify: float = 0.02,
-        power: float = 1.0,
-        follow: float = 0.8,
-        max_depth: int = 20,
-    ) -> None:
-        numbers = {"step": step, "row": row, "verify": verify, "power": power, "follow": follow}
-        step, row, self.verify, self.power, self.follow = (
-            validate_number("gain", name, value, 0.0) for name, value in numbers.items()
-        )
-        self.max_depth = validate_int("gain", "max_depth", max_depth)
-        # Prices of 1, 2, ... rows or nodes. The kernels read the first entries.
-        self._draft: Array = step + row * np.arange(MAX_ENTRIES)
-        self._target: Array = self.verify * np.arange(1, MAX_ENTRIES + 1)
-        self.name = f"gain:{step:g}"
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the branches that are worth another draft step, and store the paths' probabilities."""
-        level, kept = np.empty(step.alive.shape, dtype=np.float32), np.empty_like(step.alive)
-        kernels().keep_paths(step.features, step.alive, self.power, self.follow, self.verify, self._draft, level, kept)
-        return kept, (*(state or ())[: step.depth - 1], level)  # as `append_level`, in one call
-
-    def select(self, tree: DraftTree, state: State) -> Array:
-        """Return the nodes that are worth their verification."""
-        values, kept = node_values(state, tree), np.empty_like(tree.drawn)
-        kernels().keep_paths(values[:, :, None], tree.drawn, 1.0, 1.0, 0.0, self._target, np.empty_like(values), kept)
-        return kept
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        """Drop the round's levels."""
-        return None
 
 
 class LevelTable(NamedTuple):

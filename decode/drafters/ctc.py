@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..models.attention import Part
 from ..models.device import upload
 from ..models.pair import Pair
 from ..round_state import RoundState, Rows
 from ..topology import parse_tree
 from .base import Proposal
-from .layer import LayerInput, LayerReader
+from .layer import LayerReader
 from .networks import CTCNetwork
 
 MAX_PROPOSED = 32
@@ -150,13 +150,9 @@ class CTCDrafter(LayerReader):
 
     def _add_position(self, streams: Sequence[int]) -> None:
         """Predict one more position of each stream, from the best symbol of the last one."""
-        parts = []
-        for stream in streams:
-            last = self._positions[stream][-1]
-            slot = self._texts[stream].length + len(self._positions[stream])
-            visible = np.ones((1, slot + 1), dtype=bool)
-            parts.append(LayerInput(stream, [last.best], last.state, [slot], visible))
-        self._append(streams, self._run(parts)[:, 0])
+        last = [self._positions[stream][-1] for stream in streams]
+        parts = [Part(stream, [position.best]) for stream, position in zip(streams, last, strict=True)]
+        self._append(streams, self._run(parts, [position.state for position in last]))
 
     def _append(self, streams: Sequence[int], states: Tensor) -> None:
         """Add the position of each stream that the layer's states [S, H] predict."""

@@ -187,21 +187,11 @@ def _load_weights(network: MedusaHeads | LayerNetwork, folder: Path, files: Mapp
 
 def _card(trained: TrainedDrafter) -> str:
     """Return the folder's README."""
-    values: dict[str, Any] = {
-        "kind": trained.kind,
-        "target": trained.target,
-        **dataclasses.asdict(trained.network.shape),
-        "weights": f"{sum(tensor.numel() for tensor in trained.network.state_dict().values()):,}",
-        **trained.provenance,
-        **trained.metrics,
-    }
-    if isinstance(shares := values.get("acceptance"), list):
-        values["acceptance"] = " ".join(f"{share:.3f}" for share in shares)
-    table = markdown_table(("", ""), ((name.replace("_", " "), value) for name, value in values.items()))
+    table = markdown_table(("", ""), trained.describe().items())
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, drafter]\n---\n\n"
         f"# A {trained.kind} drafter\n\nProposes tokens for one target from its hidden states; it needs no "
         f"draft model. Under lossless verification it never changes the text.\n\n{table}\n"
-        "`acceptance` is the share of held-out positions at which the next tokens, up to each depth, are proposed.\n\n"
+        "Acceptance is the share of held-out positions at which the next tokens, up to each depth, are proposed.\n\n"
         f"Use: `specstop decode --target <its target> --drafter {trained.kind}:<this folder>`.\n"
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ...policies.contract import Array
-from ..models.attention import attend as attend_cached, backend_mask
+from ..models.attention import Part, TreeRows, attend as attend_cached, backend_mask, pack, split
 from ..models.device import upload
 from ..models.pair import Pair
 from ..models.view import layer_view
@@ -27,17 +26,7 @@ class _Stream:
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)  # [n, H], of the token before each one, and before the anchor
     length: int = 0  # slots of the tokens that it has read
-
-
-@dataclass
-class LayerInput:
-    """What the layer reads of a stream: n tokens, the states of the tokens before them, and the slots that they attend to."""
-
-    stream: int
-    tokens: Sequence[int]
-    states: Tensor  # [n, H]
-    positions: Sequence[int]
-    visible: Array  # [n, slots] bool; the last n slots are those of the tokens
+    used: int = 0  # slots in use, with those of the anchor and the candidates
 
 
 class LayerReader(Drafter):
@@ -62,11 +51,10 @@ class LayerReader(Drafter):
         super().reserve(streams, tokens)
         shape, weight = self._network.shape, self._network.before
         slots = tokens + shape.depth  # CTC positions need slots beyond the candidates
-        if self._cache.shape[2] <= slots or self._cache.shape[1] != streams:
+        if self._cache.shape[3] < slots or self._cache.shape[1] != streams:
             heads = shape.attention_heads
-            # Keys and values [2, S, slots + 1, heads, d]; padding of short streams is written to the last slot.
-            self._cache = weight.new_zeros(2, streams, slots + 1, heads, shape.hidden // heads)
-            self._rotation = self._network.rotations(slots + 1, self._device, weight.dtype)
+            self._cache = weight.new_zeros(2, streams, heads, slots, shape.hidden // heads)  # keys and values
+            self._rotation = self._network.rotations(slots, self._device, weight.dtype)
         self._texts = [_Stream() for _ in range(streams)]
 
     def begin(self, stream: int) -> None:
@@ -87,51 +75,35 @@ class LayerReader(Drafter):
 
     def _read_anchors(self, round: RoundState, rows: Rows) -> Tensor:
         """Read the backlogs and the anchors; return the states [S, H] after the anchors."""
-        parts = []
+        parts, states = [], []
         for stream, _ in rows:
-            text, states = self._texts[stream], torch.cat(self._texts[stream].states)
-            end = text.length + len(states)
-            tokens = [*text.tokens, int(round.tokens[stream, 0])]
-            visible = np.tri(len(states), end, text.length, dtype=bool)
-            parts.append(LayerInput(stream, tokens, states, range(text.length, end), visible))
-            self._texts[stream] = _Stream([], [states[-1:]], end - 1)
-        out = self._run(parts)
-        if len(rows) == 1:
-            return out[0, -1:]
-        last = upload([range(len(rows)), [len(part.tokens) - 1 for part in parts]], self._device)
-        return out[last[0], last[1]]
+            text = self._texts[stream]
+            parts.append(Part(stream, [*text.tokens, int(round.tokens[stream, 0])]))
+            states += text.states
+            last = text.length + len(text.tokens)  # the slot of the anchor
+            self._texts[stream] = _Stream([], [states[-1][-1:]], last, text.length)
+        out = self._run(parts, states)
+        return out[-1:] if len(rows) == 1 else out[upload(split(parts)[1:] - 1, self._device)]
 
-    def _run(self, parts: Sequence[LayerInput]) -> Tensor:
-        """Return the layer's states [S, n, H]; the last ones of short streams are padding."""
-        keys, values = self._cache
-        count, end = (max(part.visible.shape[axis] for part in parts) for axis in range(2))
-        numbers = np.zeros((3, len(parts), count), dtype=np.int64)  # tokens, slots and positions
-        numbers[1] = keys.shape[1] - 1
-        mask = np.zeros((len(parts), count, end), dtype=bool)
-        mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other tokens
-        for at, part in enumerate(parts):
-            n, width = part.visible.shape
-            numbers[:, at, :n] = part.tokens, range(width - n, width), part.positions
-            mask[at, :n, :width] = part.visible
-        tokens, slots, positions = upload(numbers, self._device)
-        attention_mask = None if mask.all() else upload(mask[:, None], self._device)
-        if attention_mask is not None and not attention_mask.is_cpu:
-            attention_mask = backend_mask(attention_mask, keys.dtype)
-        streams = [part.stream for part in parts]
-        index = upload(streams, self._device)
-        is_batch = streams == list(range(self._streams))  # then attention reads the cache without a copy
+    def _run(self, parts: Sequence[Part], states: Sequence[Tensor]) -> Tensor:
+        """Return the layer's states [T, H] after the tokens of all parts, given those before them (together [T, H])."""
+        first = min(part.stream for part in parts)
+        own = [replace(part, stream=part.stream - first) for part in parts]
+        used = [text.used for text in self._texts[first:]]
+        call = pack(own, used, 1 + max(part.stream for part in own), self._device)
+        for part in parts:
+            self._texts[part.stream].used += len(part.tokens)
+        (keys, values), (cos, sin) = self._cache[:, first:], self._rotation
+        mask = backend_mask(call.mask(), keys.dtype)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[index[:, None], slots] = k
-            values[index[:, None], slots] = v
-            k, v = ((cache if is_batch else cache[index])[:, :end].transpose(1, 2) for cache in (keys, values))
-            return attend_cached(q.transpose(1, 2), k, v, attention_mask).transpose(1, 2)
+            k, v = call.write(keys, values, k.transpose(1, 2), v.transpose(1, 2))
+            return call.gather(attend_cached(call.spread(q.transpose(1, 2)), k, v, mask).transpose(1, 2))
 
-        cos, sin = self._rotation
-        states = pad_sequence([part.states for part in parts], batch_first=True)
+        tokens, positions = call.line[:1], call.line[1:2]
         embedded = self._network.embed(tokens, self._embedding)
-        out: Tensor = self._network(embedded, states, (cos[positions], sin[positions]), attend)
-        return out
+        out: Tensor = self._network(embedded, torch.cat(list(states))[None], (cos[positions], sin[positions]), attend)
+        return out[0]
 
 
 class LayerDrafter(LayerReader):
@@ -148,7 +120,7 @@ class LayerDrafter(LayerReader):
             # By stream and row, in the order of the slots, which begin with that of the anchor.
             self._states: dict[int, dict[int, Tensor]] = {stream: {} for stream, _ in rows}
         else:
-            states = self._read_candidates(round, depth, rows)
+            states = self._read_candidates(round, rows)
         row_states = iter(states)
         for stream, stream_rows in rows:
             self._states[stream] |= zip(stream_rows, row_states, strict=False)
@@ -158,18 +130,12 @@ class LayerDrafter(LayerReader):
         dense = scores.new_full((len(scores), self._network.shape.vocabulary), -torch.inf)
         return Proposal(dense.index_copy_(1, self._network.kept, scores), None, states)
 
-    def _read_candidates(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
+    def _read_candidates(self, round: RoundState, rows: Rows) -> Tensor:
         """Return the states [R, H] after candidates of one depth: they share a position and have a slot each."""
-        tree, parts = round.topology, []
+        parts, states = [], []
         for stream, stream_rows in rows:
-            base, fed, count = self._texts[stream].length, self._states[stream], len(stream_rows)
-            slots = {row: base + at for at, row in enumerate([*fed, *stream_rows])}
-            visible = np.zeros((count, base + len(slots)), dtype=bool)
-            visible[:, :base] = True
-            for at, row in enumerate(stream_rows):
-                visible[at, [slots[ancestor] for ancestor in tree.paths[row]]] = True
-            states = torch.stack([fed[tree.parent[row]] for row in stream_rows])
-            tokens = round.tokens[stream, stream_rows].tolist()
-            parts.append(LayerInput(stream, tokens, states, [base + depth] * count, visible))
-        out = self._run(parts)
-        return torch.cat([states[: len(part.tokens)] for states, part in zip(out, parts, strict=True)])
+            fed = self._states[stream]
+            tree = TreeRows(round.topology, self._texts[stream].length, list(fed), stream_rows)
+            parts.append(Part(stream, round.tokens[stream, stream_rows].tolist(), tree=tree))
+            states += [fed[round.topology.parent[row]][None] for row in stream_rows]
+        return self._run(parts, states)

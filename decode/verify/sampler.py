@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from transformers.generation import logits_process as library
 
 from ...policies.errors import InputError
 from .grammar import GrammarMask
-from .processors import PerText
-from .sampling import WARPERS, SamplingParams
+from .sampling import WARPERS
 
 _WARPERS = tuple(WARPERS.values())
 """Processors that remove tokens, not the same ones for draft and target."""
@@ -82,40 +80,6 @@ class Sampler:
             else:
                 logits = processor(ids, logits)
         return logits
-
-
-class BatchSampler:
-    """Samplers of a batch of texts. Texts with prompts of one length share a sampler if no processor depends on the text.
-
-    Args:
-        params, temperature, eos, device: see `SamplingParams.build`.
-        prompts: token ids of each prompt.
-    """
-
-    def __init__(
-        self, params: SamplingParams, temperature: float, prompts: Sequence[Sequence[int]], eos: Sequence[int],
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        per_text = any(isinstance(processor, PerText) for processor in params.processors)
-        per_text |= any(name.startswith("encoder_") for name in params.options)
-        groups: dict[tuple[int, int], list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            groups.setdefault((len(prompt), row if per_text else 0), []).append(row)
-        self._parts = [
-            (rows, Sampler(params.build(temperature, prompts[rows[0]], eos, device), temperature))
-            for rows in groups.values()
-        ]
-        self.has_grammar = self._parts[0][1].has_grammar
-
-    def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return [B, V] processed logits, one row per text; see `Sampler`."""
-        if not self._parts[0][1].reads_prefix:
-            return self._parts[0][1](logits, prefixes)
-        texts = cache(prefixes)
-        out = torch.empty_like(logits)
-        for rows, sampler in self._parts:
-            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
-        return out
 
 
 def require_token(scores: Tensor) -> None:

@@ -123,7 +123,9 @@ class SamplingParams:
             InputError: a default is not supported, or transformers rejects its value.
         """
         if not self.model_defaults:
-            return self
+            params = copy.copy(self)
+            params.length_limit = max_new_tokens or self.length_limit
+            return params
         defaults = model_defaults(config)
         for name, value in defaults.items():
             if name not in NEUTRAL and name not in IGNORED:

@@ -335,42 +335,20 @@ def node_survival(
                 next_[node] = typical[min(depth[s, node], typical.shape[0] - 1)]  # typical[d] is of depth d + 1
 
 
-@kernel_part
-def _keep_best(values: Any, alive: Any, prices: Any, order: Any, kept: Any) -> None:
-    """Keep the n best of [N], n >= 0 the number with the largest sum of values less price; `order` [N] is scratch."""
-    # Equal values keep their order and no node exceeds its parent, so the best n are closed under parents.
-    argsort_desc(values, order)
-    count, top, total = 0, 0.0, 0.0
-    for i in range(order.shape[0]):
-        total += values[order[i]]
-        if total - prices[i] > top:
-            count, top = i + 1, total - prices[i]
-    for i in range(order.shape[0]):
-        kept[order[i]] = i < count and alive[order[i]]
-
-
 @kernel("void(f8[:,::1], b1[:,::1], f8[::1], b1[:,::1])")
 def keep_worth(values: Any, alive: Any, prices: Any, kept: Any) -> None:
     """Mark in `kept` [S, N] the best of `values` that are worth most above `prices` [N or more] of 1, 2, ... of them."""
     order = np.empty(values.shape[1], dtype=np.int64)
     for s in range(values.shape[0]):
-        _keep_best(values[s], alive[s], prices, order, kept[s])
-
-
-@kernel("void(f4[:,:,::1], b1[:,::1], f8, f8, f8, f8[::1], f4[:,::1], b1[:,::1])")
-def keep_paths(
-    features: Any, alive: Any, power: float, follow: float, price: float, prices: Any, logs: Any, kept: Any
-) -> None:
-    """Call `_keep_best` with the values follow P - price of paths of probability P, and write log P to `logs` [S, N].
-
-    The first of the `features` [S, N, F], times `power`, is log P; it is -infinity of a path that is not alive.
-    """
-    values, order = np.empty(alive.shape[1]), np.empty(alive.shape[1], dtype=np.int64)
-    for s in range(alive.shape[0]):
-        for n in range(alive.shape[1]):
-            logs[s, n] = np.float32(power) * features[s, n, 0] if alive[s, n] else -np.inf
-            values[n] = follow * np.exp(np.float64(logs[s, n])) - price
-        _keep_best(values, alive[s], prices, order, kept[s])
+        # Equal values keep their order and no node exceeds its parent, so the best n are closed under parents.
+        argsort_desc(values[s], order)
+        count, top, total = 0, 0.0, 0.0
+        for i in range(order.shape[0]):
+            total += values[s, order[i]]
+            if total - prices[i] > top:
+                count, top = i + 1, total - prices[i]
+        for i in range(order.shape[0]):
+            kept[s, order[i]] = i < count and alive[s, order[i]]
 
 
 @kernel("void(f4[:,::1], i8[::1], b1[:,::1], f8, f4[:,::1])")

@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import Array, DraftStep, RoundOutcome, State, StopPolicy, kernel, known_depths, validate_int, validate_number
+from ..arguments import validate_int, validate_number
+from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..kernels.compiled import kernel, known_depths
 
 
 @kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8[::1], f8[:,::1], f4[::1])")

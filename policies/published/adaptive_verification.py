@@ -9,22 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import (
-    Array,
-    Batches,
-    CostGrid,
-    DraftStep,
-    DraftTree,
-    Profile,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    copy_row,
-    kernel,
-    known_depths,
-    sigmoid,
-    validate_int,
-)
+from ..arguments import validate_int
+from ..batch_rules import Batches, CostGrid
+from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..kernels.compiled import copy_row, kernel, known_depths, sigmoid
+from ..profile import Profile
 
 SLOPE, INTERCEPT, MAX_ODDS = 0.5, -0.2, 40.0
 RIDGE, DAMPING = 1e-3, 50.0

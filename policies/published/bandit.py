@@ -9,18 +9,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import (
-    Array,
-    DraftStep,
-    PolicyError,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    kernel,
-    keyed_normal,
-    load_policy,
-    validate_number,
-)
+from ..arguments import validate_number
+from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..counter_rng import keyed_normal
+from ..errors import PolicyError
+from ..kernels.compiled import kernel
+from ..registry import load_policy
 
 KINDS = ("ucb", "thompson")
 ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from .. import Array, DraftStep, State, StopPolicy, validate_int, validate_number
+from ..arguments import validate_int, validate_number
+from ..contract import Array, DraftStep, State, StopPolicy
 
 
 class C2T(StopPolicy):

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import Array, DraftStep, State, StopPolicy, argsort_desc, kernel, validate_int, validate_number
+from ..arguments import validate_int, validate_number
+from ..contract import Array, DraftStep, State, StopPolicy
+from ..kernels.compiled import argsort_desc, kernel
 
 
 @kernel("void(f4[:,:,::1], b1[:,::1], i8, f8, b1[:,::1])")

@@ -7,21 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import (
-    Array,
-    DraftStep,
-    DraftTree,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    append_level,
-    argsort_desc,
-    kernel,
-    kernel_part,
-    node_values,
-    validate_int,
-    validate_number,
-)
+from ..arguments import validate_int, validate_number
+from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..kernels.compiled import argsort_desc, kernel, kernel_part
+from ..tree_rules import append_level, node_values
 
 
 @kernel_part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import FeatureThreshold
+from ..fixed import FeatureThreshold
 
 
 class MaxProb(FeatureThreshold):

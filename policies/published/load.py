@@ -7,7 +7,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .. import Array, DraftStep, PolicyError, State, StopPolicy
+from ..contract import Array, DraftStep, State, StopPolicy
+from ..errors import PolicyError
 
 MAX_STREAMS = 1024  # of a batch, for `LoadLength.unasked`
 

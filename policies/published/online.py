@@ -6,18 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import (
-    Array,
-    DraftStep,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    kernel,
-    known_depths,
-    sigmoid,
-    validate_int,
-    validate_number,
-)
+from ..arguments import validate_int, validate_number
+from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..kernels.compiled import kernel, known_depths, sigmoid
 
 EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outweighs hundreds
 RIDGE, MAX_STEP = 1e-6, 4.0  # of the precision; of a weight in one round

@@ -8,18 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from .. import (
-    Array,
-    Batches,
-    CostGrid,
-    DraftStep,
-    Profile,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    validate_int,
-    validate_number,
-)
+from ..arguments import validate_int, validate_number
+from ..batch_rules import Batches, CostGrid
+from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..profile import Profile
 
 
 class SmartSpec(StopPolicy):

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from .. import FeatureThreshold, validate_number
+from ..arguments import validate_number
+from ..fixed import FeatureThreshold
 
 
 class Product(FeatureThreshold):

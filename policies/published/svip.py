@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import Array, DraftStep, State, StopPolicy, validate_int, validate_number
+from ..arguments import validate_int, validate_number
+from ..contract import Array, DraftStep, State, StopPolicy
 
 
 class EntropyBound(StopPolicy):

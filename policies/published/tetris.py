@@ -7,19 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from .. import (
-    Array,
-    Batches,
-    DraftStep,
-    DraftTree,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    append_level,
-    node_values,
-    validate_int,
-    validate_number,
-)
+from ..arguments import validate_int, validate_number
+from ..batch_rules import Batches
+from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..tree_rules import append_level, node_values
 
 
 class Tetris(StopPolicy):

@@ -361,12 +361,12 @@ def changed(**values: Any) -> list[Row]:
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        (changed(acc_eagle=[1, 2]), {}, "row 2.*lengths in 'acc_eagle'.*got 2"),
-        (changed(acc_ngram=[-1] * len(make_rows()[1]["token_ids"])), {}, "row 2.*0 or more in 'acc_ngram'"),
-        (changed(acc_ngram="many"), {}, "acc_ngram.*row"),
-        (changed(token_ids=None), {}, "row 2.*list of whole numbers.*token_ids"),
-        (changed(prompt_tokens=-4), {}, "row 2.*number of tokens in 'prompt_tokens'"),
-        (changed(id=None), {}, "row 2.*id"),
+        (changed(acc_eagle=[1, 2]), {}, "line 2.*lengths in 'acc_eagle'.*got 2"),
+        (changed(acc_ngram=[-1] * len(make_rows()[1]["token_ids"])), {}, "line 2.*0 or more in 'acc_ngram'"),
+        (changed(acc_ngram="many"), {}, "acc_ngram.*line"),
+        (changed(token_ids=None), {}, "line 2.*list of whole numbers.*token_ids"),
+        (changed(prompt_tokens=-4), {}, "line 2.*number of tokens in 'prompt_tokens'"),
+        (changed(id=None), {}, "line 2.*id"),
         (changed(id="r0", group="a"), {}, "distinct ids.*r0.*sample"),
         (make_rows(), {"lengths": {"eagle": "acc_eagel"}}, "column 'acc_eagel' \\(did you mean 'acc_eagle'"),
         (make_rows(), {"columns": {}}, "column 'tokens'"),

@@ -79,7 +79,6 @@ def plugin(tmp_path, monkeypatch):
         ("confidence:0.3?max_depth=6", "confidence:0.3", {"threshold": 0.3, "max_depth": 6}),
         ("heuristic?start=5&up=1", "heuristic:5", {"max_depth": 20}), ("ddd:-0.7?every=1", "ddd:-0.7", {"max_depth": 11}),
         ("eagle:30?top=4&max_depth=6", "eagle:30", {"max_depth": 6}),
-        ("gain?row=0.01&step=0.2", "gain:0.2", {"max_depth": 20}),
         ("bandit:0.5", "bandit:ucb", {"max_depth": 40}),
         ("bandit?kind=thompson&arms=fixed:2,confidence:0.3", "bandit:thompson", {"max_depth": 20}),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from specstop.policies.published.kangaroo import MaxProb
 from specstop.policies.published.online import Online
 from specstop.policies.published.specdecpp import Product
 from specstop.policies.published.svip import EntropyBound
-from specstop.policies.tree_rules import UNSEEN, Gain
+from specstop.policies.tree_rules import UNSEEN
 from steps import draft_step, round_outcome
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5
@@ -219,13 +218,13 @@ def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[TreeRound]
     return played
 
 
-def valued(one: TreeRound, power: float = 1.0) -> dict[int, float]:
+def valued(one: TreeRound) -> dict[int, float]:
     """Return the values of the drawn nodes, estimated at depths without a decision."""
     estimate: dict[int, float] = {}
     for node in sorted(one.drawn):
         parent = PARENTS[node]
         if DEPTHS[node] in one.kept:
-            estimate[node] = power * one.values[node]
+            estimate[node] = one.values[node]
         else:
             better = sum(PARENTS[n] == parent for n in range(node))
             estimate[node] = (estimate[parent] if parent >= 0 else 0.0) + (1 + better) * math.log(UNSEEN)
@@ -283,31 +282,6 @@ def test_c2t_prunes_by_probability_entropy_and_depth():
                 assert (n in kept) == answers[-1]
     assert 0.1 < sum(answers) / len(answers) < 0.9
     assert C2T.trims
-
-
-@pytest.mark.parametrize("power", [1.0, 0.4])
-def test_gain_takes_branches_and_nodes_that_are_worth_their_price(power):
-    """No other number of branches, and no other set of nodes closed under parents, is worth more."""
-    policy = Gain(step=0.3, row=0.1, verify=0.05, power=power, follow=0.7)
-    stopped, widths = 0, set()
-    for one in grow(policy, streams=16):
-        for depth, kept in one.kept.items():
-            chances = sorted((math.exp(power * one.values[n]) for n in one.level(depth)), reverse=True)
-            worth = [0.0, *(0.7 * sum(chances[:m]) - 0.2 - 0.1 * m - 0.05 * m for m in range(1, len(chances) + 1))]
-            assert worth[len(kept)] == pytest.approx(max(worth), abs=1e-6)
-            assert kept == best({n: one.values[n] for n in one.level(depth)}, len(kept))
-            stopped += bool(chances) and not kept
-            widths.add(len(kept))
-        values = {n: math.exp(v) for n, v in valued(one, power).items()}
-        earned = sum(values[n] for n in one.selected) - 0.05 * len(one.selected)
-        for count in range(len(one.drawn) + 1):
-            assert earned >= sum(values[n] for n in best(values, count)) - 0.05 * count - 1e-6
-        if len(one.drawn) <= 7:
-            for nodes in itertools.chain.from_iterable(itertools.combinations(one.drawn, c) for c in range(8)):
-                if all(PARENTS[n] < 0 or PARENTS[n] in nodes for n in nodes):
-                    assert earned >= sum(values[n] for n in nodes) - 0.05 * len(nodes) - 1e-6
-    assert stopped
-    assert len(widths) > 2
 
 
 def simulate(policy: Bandit, rounds: int, seed: int = 0) -> tuple[list[list[int]], list[list[tuple[int, float, int]]]]:

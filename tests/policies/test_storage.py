@@ -66,7 +66,7 @@ def test_a_folder_returns_the_same_policy(tmp_path, name):
 def test_a_folder_from_git_or_the_hub_and_any_order_of_its_json_is_loaded(tmp_path):
     folder = save_policy(learned(), tmp_path / "p")
     card = (folder / "README.md").read_text()
-    assert all(word in card for word in ("mine", "logistic", "temperature 0.7", *NAMES))
+    assert all(word in card for word in ("mine", "logistic", "0.7000", *NAMES))
     (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
     (folder / ".cache").mkdir()
     (folder / "README.md").unlink()

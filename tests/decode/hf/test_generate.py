@@ -255,7 +255,8 @@ def assisted(pair: Pair, prompt: list[int], criteria: PolicyStoppingCriteria) ->
     config = draft.generation_config.to_dict()
     with criteria.attached_to(draft):
         text = stock(pair, [prompt], assistant_model=draft)
-    assert draft.generation_config.to_dict() == config and "generate" not in vars(draft), "the assistant is restored"
+    assert draft.generation_config.to_dict() == config and draft.generate is counting, "the assistant is restored"
+    del draft.generate
     drafted = [drafted for drafted, _ in criteria.rounds[before:]]
     assert drafted == lengths[:-1], "the outcome of the last round is not known"
     return text, lengths

@@ -123,6 +123,8 @@ def test_options_override_single_defaults(plain_pair, prompt_ids):
     with configured(plain_pair, do_sample=True, temperature=0.6, max_length=40):
         sampling = Settings(0.7, 4, verification="match").for_pair(plain_pair).sampling
         assert sampling.to_dict() == {} and not sampling.build(0.7, [3, 4, 5], (EOS,), CPU)
+    settings = Settings(0.0, NEW, sampling=SamplingParams(model_defaults=False, forced_eos_token_id=7), ignore_eos=True)
+    assert [text[-1] for text in speculate(plain_pair, prompt_ids[1::3], FixedLength(3), settings)] == [7, 7, 7]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import BatchRule, Derived
-from specstop.policies.tree_rules import Gain
 from specstop.train import TraceArrays, oracle_seconds, trace_arrays
 from specstop.train.replay import bounds
 from specstop.train.replay.batch import BatchRounds, arrive_at_once, poisson_arrivals, recorded_arrivals, replay_batch
@@ -143,7 +142,7 @@ def test_unsuitable_replays_are_refused(arrays, trees, timed, profile):
     trace, policy = arrays[0.0], FixedLength(2)
     drawn = dataclasses.replace(trees, header=dataclasses.replace(trees.header, verification="rejection"))
     for run, error, noun in (
-        (lambda: replay(drawn, Gain(max_depth=2), profile), PolicyError, "gain.*rejection"),
+        (lambda: replay(drawn, load_policy("c2t:3?max_depth=2"), profile), PolicyError, "c2t.*rejection"),
         (lambda: served(trace, policy, profile, 2), InputError, "no batches"),
         (lambda: replay_batch(trace, policy, timed, 2, arrive_at_once(3)), InputError, "expected 8 times"),
         (lambda: served(trace, FixedLength(DEPTH + 1), timed, 2), TraceError, "drafts up to"),
