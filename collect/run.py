@@ -34,11 +34,12 @@ from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, ch
 from ..policies.fixed import FixedLength
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
+from ..policies.storage import policy_digest
 from .collectors import check_dense, choose_collector, tokens_beyond
 from .completions import CompletionIds, Completions, check_sampled, encode_completions
 from .prompts import Prompt, as_prompts, tokenize_prompts
 from .schema import Header, PromptTask, first_drafters, parents
-from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
+from .shards import ALONE, BATCH, DistributedRank, Plan, record, short_hash
 from .store import Trace
 
 PROMPTS_PER_SHARD = 32

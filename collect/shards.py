@@ -6,7 +6,6 @@ depend on who collects it. So a lost process is replaced by running the command 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import warnings
@@ -15,15 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..policies.contract import StopPolicy
 from ..policies.display import Progress, silent
 from ..policies.errors import InputError, SpecstopWarning, TraceError
 from ..policies.files import Input, delete_result, replace_folder
-from ..policies.learned import LearnedPolicy
-from ..policies.profile import Profile
-from ..policies.storage import content_digest
 from .prompts import Prompt, prompts_json
 from .schema import Header, PromptTask
 from .store import (
@@ -173,42 +166,3 @@ def record(
 def short_hash(value: Any) -> str:
     """Return a short hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
-
-
-def policy_digest(policy: StopPolicy) -> str:
-    """Return a hash that distinguishes policies of the same name, and is the same in every process."""
-    return short_hash(_describe(policy))
-
-
-def _describe(value: Any, outer: tuple[int, ...] = ()) -> Any:
-    """Return a value as JSON. Objects of other classes, and those that contain themselves, are described by their class.
-
-    Args:
-        value: a policy, or a part of it.
-        outer: ids of the objects that contain it.
-    """
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, LearnedPolicy):
-        return content_digest(value)
-    if isinstance(value, np.ndarray | np.generic):
-        return _describe(value.tolist(), outer)
-    name, inner = type(value).__qualname__, (*outer, id(value))
-    if id(value) in outer:
-        return name
-    if isinstance(value, Profile):
-        return _describe(value.to_dict(), inner)
-    if isinstance(value, list | tuple):
-        return [_describe(item, inner) for item in value]
-    if isinstance(value, Mapping):
-        return sorted(
-            ([repr(_describe(key)), _describe(item, inner)] for key, item in value.items()), key=lambda i: i[0]
-        )
-    if isinstance(value, StopPolicy) or dataclasses.is_dataclass(value):
-        fields = getattr(value, "__dataclass_fields__", ())
-        values = {field: getattr(value, field, None) for field in fields} | getattr(value, "__dict__", {})
-        # `label` and `source` do not change what a policy does; private dicts are caches.
-        caches = {field for field, item in values.items() if field[0] == "_" and isinstance(item, dict)}
-        kept = {field: item for field, item in values.items() if field not in {"label", "source"} | caches}
-        return [name, _describe(kept, inner)]
-    return name  # others may print as an address

@@ -37,7 +37,6 @@ SURROGATE = "half a surrogate pair, which is not valid text"
 _UNREAD = frozenset({CARD_FILE, RUN_FILE, MANIFEST, ".cache", ".git", ".gitattributes", ".DS_Store"})
 """Files for people, and what the hub, git and file managers leave in a folder."""
 
-_SIDE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.ubj")
 _CHANGED = "was changed after it was written (its checksum differs); train or copy it again"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -144,32 +143,21 @@ def read_signed_json(path: Path, schema: int, keys: Callable[[Mapping[str, Any]]
     return raw
 
 
-def check_side_names(names: Collection[str]) -> None:
-    """Raise `PolicyError` unless all names are of the form `name.ubj`."""
-    for name in names:
-        if not _SIDE_FILE.fullmatch(name):
-            raise PolicyError(f"expected a name such as booster.ubj for a further file, without a path, not {name!r}")
-
-
-def read_files(
-    folder: Path, index: str, digests: Mapping[str, str], max_bytes: int = MAX_DATA_BYTES
-) -> dict[str, bytes]:
-    """Return the files of a folder that the JSON file `index` lists with their SHA-256.
+def read_weights(folder: Path, index: str, digests: Mapping[str, str], max_bytes: int = MAX_DATA_BYTES) -> bytes:
+    """Return the weights in a folder, whose JSON file `index` lists their SHA-256.
 
     Raises:
-        PolicyError: a listed file is missing, too large or changed, or the folder contains an unlisted file.
+        PolicyError: they are missing, too large or changed, or the folder lists or contains another file.
     """
-    check_side_names(set(digests) - {WEIGHTS_FILE})
+    if set(digests) != {WEIGHTS_FILE}:
+        raise PolicyError(f"files: expected {WEIGHTS_FILE} alone, not {', '.join(map(repr, sorted(digests)))}")
     for entry in os.scandir(folder):
-        if entry.name not in {index, *digests, *_UNREAD}:
+        if entry.name not in {index, WEIGHTS_FILE, *_UNREAD}:
             raise PolicyError(f"the file {entry.name!r} is not listed in {index}; remove it")
-    contents = {name: read_plain(folder / name, max_bytes) for name in digests}
-    for name, data in contents.items():
-        if hashlib.sha256(data).hexdigest() != digests[name]:
-            raise PolicyError(f"{name} {_CHANGED}")
-        if name != WEIGHTS_FILE and data[:1] != b"{":  # UBJSON begins an object as JSON does
-            raise PolicyError(f"{name} is not UBJSON")
-    return contents  # not read a second time, because files could be replaced
+    data = read_plain(folder / WEIGHTS_FILE, max_bytes)
+    if hashlib.sha256(data).hexdigest() != digests[WEIGHTS_FILE]:
+        raise PolicyError(f"{WEIGHTS_FILE} {_CHANGED}")
+    return data  # not read a second time, because the file could be replaced
 
 
 StrPath = str | os.PathLike[str]
@@ -364,6 +352,7 @@ def replace_folder(stage: Path, out: StrPath) -> None:
     with uninterrupted:
         if replaces := os.path.lexists(path):
             _check_replaceable(path)  # again, because files may have been added during the run
+            delete_result(old)  # of a process that was killed after the renaming
             os.rename(path, old)
         try:
             os.rename(stage, path)

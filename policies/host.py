@@ -161,12 +161,21 @@ class PolicyHost:
         self.history = put(self.history, rows, self._new_history(len(rows)))
         if not self.policy.carries:
             started = self._call("start", len(keys), keys)
-            self.state = started if len(rows) == len(self.history.record) else put(self.state, rows, started)
+            is_whole = len(rows) == len(self.history.record)
+            self._change_state(lambda: started if is_whole else put(self.state, rows, started))
         return None
 
     def take(self, rows: Array) -> None:
         """Continue with the streams `rows` [R] only, in that order."""
-        self.history, self.state = take(self.history, rows), take(self.state, rows)
+        self.history = take(self.history, rows)
+        self._change_state(lambda: take(self.state, rows))
+
+    def _change_state(self, change: Callable[[], State]) -> None:
+        """Set the state to what `change` returns, which raises an error if the policy's state has not the rows of arrays."""
+        try:
+            self.state = change()
+        except Exception as error:  # the state of a plugin may be anything
+            self._fall_back(error, "keep()")
 
     def fixed_length(self, alive: Array) -> int | None:
         """Return how many tokens to draft without calling the policy, for `alive` [S, B]; None = call it."""
@@ -241,17 +250,21 @@ class PolicyHost:
                     return self._validated(method, answer, args[0].drawn)
                 return answer
         except Exception as error:  # a plugin may raise anything
-            if self._fallback is None or self.policy is self._fallback:
-                raise
-            # A copy has no traceback, which would keep the frames of the loop alive.
-            self.failure = copy.copy(policy_failure(error, self.policy, f"{method}()"))
-            if not self._warned:
-                reason = self.failure.text.removeprefix(f"{self.policy.name}: ")
-                text = f"policy {self.policy.name} failed ({reason}); using {self._fallback.name} from here on"
-                warnings.warn(text, SpecstopWarning, stacklevel=4)
-            self._warned = True
-            self._replace(self._fallback)
+            self._fall_back(error, f"{method}()")
         return self._call(method, *args)
+
+    def _fall_back(self, error: Exception, action: str) -> None:
+        """Use the fallback from here on. Raises the error if there is none."""
+        if self._fallback is None or self.policy is self._fallback:
+            raise error
+        # A copy has no traceback, which would keep the frames of the loop alive.
+        self.failure = copy.copy(policy_failure(error, self.policy, action))
+        if not self._warned:
+            reason = self.failure.text.removeprefix(f"{self.policy.name}: ")
+            text = f"policy {self.policy.name} failed ({reason}); using {self._fallback.name} from here on"
+            warnings.warn(text, SpecstopWarning, stacklevel=5)
+        self._warned = True
+        self._replace(self._fallback)
 
     def _validated(self, method: str, mask: Any, like: Array) -> Array:
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != like.shape:

@@ -158,6 +158,12 @@ class _Rows:
         for part in (TARGET, DRAFT):
             if not any(row.part == part for row in rows):
                 raise InputError(f"{file}: expected at least one row of the part {part!r}")
+        for part in (CACHE, PREFILL):
+            counts = [row.tokens for row in rows if row.part == part]
+            if len(set(counts)) < len(counts):
+                raise InputError(
+                    f"{file}: expected one row of the part {part!r} for each number of tokens, whatever requests and context"
+                )
         self._cache = next((row.ms for row in rows if row.part == CACHE), np.zeros(1))
         measured = sorted({row.context for row in rows if row.part == TARGET and row.context is not None})
         low = measured[0] if measured else 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -25,10 +27,9 @@ from .features import feature
 from .files import (
     CARD_FILE,
     WEIGHTS_FILE,
-    check_side_names,
     digest,
-    read_files,
     read_signed_json,
+    read_weights,
     staged_folder,
     write_atomic,
     write_json,
@@ -44,6 +45,7 @@ from .learned import (
     TreeGain,
     build_rule,
 )
+from .profile import Profile
 from .routing import RoutingPolicy, ThresholdRoute, ValueRoute, input_features
 from .rules import BatchRule
 from .tree_rules import TreeRule
@@ -102,23 +104,20 @@ Saved = LearnedPolicy | RoutingPolicy
 """What a policy folder holds."""
 
 
-def save_policy(policy: Saved, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
+def save_policy(policy: Saved, path: str | Path) -> Path:
     """Write a policy folder, whole or not at all.
 
     Args:
         policy: the policy.
         path: the folder. An older result of specstop is replaced.
-        extra: further files `name.ubj`, such as a booster for retraining. Loading checks them but does not use them.
 
     Raises:
         InputError: the folder contains files that specstop did not write.
         PolicyError: a policy that routes is no built-in, or has a stop policy that is neither learned nor a fixed length.
     """
-    check_side_names(extra or {})
-    raw, files = _pack(policy, extra or {})
+    raw, weights = _pack(policy)
     with staged_folder(path) as folder:
-        for name, data in files.items():
-            write_atomic(folder / name, data)
+        write_atomic(folder / WEIGHTS_FILE, weights)
         write_json(folder / POLICY_FILE, {**raw, "sha256": digest(raw)})
         write_atomic(folder / CARD_FILE, _card(policy))
     return Path(path)
@@ -126,16 +125,57 @@ def save_policy(policy: Saved, path: str | Path, extra: Mapping[str, bytes] | No
 
 def content_digest(policy: Saved) -> str:
     """Return a digest of the policy, which saving and loading do not change."""
-    return digest(_pack(policy, {})[0])
+    return digest(_pack(policy)[0])
 
 
-def _pack(policy: Saved, extra: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the contents of `policy.json` and the other files."""
+def policy_digest(policy: StopPolicy) -> str:
+    """Return a digest of what a policy does, its code included. It is the same in every process."""
+    return hashlib.sha256(json.dumps(_described(policy)).encode()).hexdigest()[:16]
+
+
+def _described(value: Any, outer: tuple[int, ...] = ()) -> Any:
+    """Return a value as JSON. Objects of other classes, and those that contain themselves, are described by their class.
+
+    Args:
+        value: a policy, or a part of it.
+        outer: ids of the objects that contain it.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, LearnedPolicy | ValueRoute):
+        with contextlib.suppress(PolicyError):  # a route may have other stop policies than those that can be saved
+            return content_digest(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _described(value.tolist(), outer)
+    kind, inner = type(value), (*outer, id(value))
+    code = kind.__qualname__
+    if id(value) in outer:
+        return code
+    if isinstance(value, list | tuple):
+        return [_described(item, inner) for item in value]
+    if isinstance(value, Profile | Mapping):
+        items = value.to_dict() if isinstance(value, Profile) else value
+        pairs = ([str(_described(key)), _described(item, inner)] for key, item in items.items())
+        return sorted(pairs, key=lambda pair: pair[0])
+    if isinstance(value, StopPolicy):
+        with contextlib.suppress(OSError, TypeError):  # the source is not known
+            code = inspect.getsource(kind)
+    elif not dataclasses.is_dataclass(value):
+        return code  # others may print as an address
+    # A dataclass may have tables that grow beside its fields; private dictionaries are caches. `label` and `source` do not
+    # change what a policy does.
+    names: Any = getattr(kind, "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+    parts = {name: getattr(value, name, None) for name in names}
+    caches = {name for name, part in parts.items() if name[0] == "_" and isinstance(part, dict)}
+    return [code, _described({name: parts[name] for name in parts.keys() - caches - {"label", "source"}}, inner)]
+
+
+def _pack(policy: Saved) -> tuple[dict[str, Any], bytes]:
+    """Return the contents of `policy.json` and of the file of weights."""
     raw, tensors = _entries(policy)
     weights = safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
-    files = {WEIGHTS_FILE: weights, **extra}
-    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    return {"schema": POLICY_SCHEMA, **raw, "files": digests}, files
+    digests = {WEIGHTS_FILE: hashlib.sha256(weights).hexdigest()}
+    return {"schema": POLICY_SCHEMA, **raw, "files": digests}, weights
 
 
 def _entries(policy: Saved) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -200,14 +240,16 @@ def from_pretrained(name: str | Path, revision: str | None = None) -> Saved:
     # Not the hub's cache, which consists of links: loading refuses these.
     with tempfile.TemporaryDirectory() as folder:
         try:
-            patterns = ["*.json", "*.safetensors", "*.ubj", "*.md"]
+            patterns = ["*.json", "*.safetensors", "*.md"]
             snapshot_download(name, revision=revision, allow_patterns=patterns, local_dir=folder)
         except Exception as error:  # the client raises errors of several libraries
             raise PolicyError(
                 f"--policy: there is no folder {name}, and the hub repository of that name cannot be fetched "
                 f"({type(error).__name__}); use a folder, or check name and connection"
             ) from None
-        return load_policy_folder(folder)
+        policy = load_policy_folder(folder)
+        policy.source = None  # the folder is deleted
+        return policy
 
 
 def load_policy_folder(path: str | Path) -> Saved:
@@ -222,8 +264,7 @@ def load_policy_folder(path: str | Path) -> Saved:
     try:
         raw = read_signed_json(path / POLICY_FILE, POLICY_SCHEMA, _keys)
         digests = TypeAdapter(dict[str, str]).validate_python(raw.pop("files"), strict=True)
-        files = read_files(path, POLICY_FILE, digests)
-        policy = _read(raw, safetensors.numpy.load(files[WEIGHTS_FILE]))
+        policy = _read(raw, safetensors.numpy.load(read_weights(path, POLICY_FILE, digests)))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error.command_line}") from None
     except ValidationError as error:

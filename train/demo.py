@@ -297,7 +297,7 @@ class _Stages:
             unfitted = unfitted_prompts(policy, self.arrays["train"]) if is_priced(policy) else None
             # The first decision was chosen on more prompts than these, so it stays.
             tuned = policy if unfitted is None else retune(policy, unfitted, self.costs, [policy.rule.first])
-            save_policy(tuned, path, {file.name: file.read_bytes() for file in path.glob("*.ubj")})
+            save_policy(tuned, path)
             self.learned.append(tuned)
         self.progress("tune policies", len(paths), len(paths))
         self.costs.save(self.stage / "profile.json")

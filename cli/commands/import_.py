@@ -47,8 +47,7 @@ def import_(
         return
     if column or free or bonus:
         raise InputError("--column, --free, --bonus: describe a table; give --lengths NAME=COLUMN for each drafter")
-    is_medusa = target is not None and draft is None and source.is_dir()
-    if not (is_medusa or _has_weights(source)):
+    if not _has_weights(source):
         from ...collect.engines.records import import_records
 
         import_records(source, out, target=target or "", draft=draft or "", overwrite=overwrite)

@@ -27,8 +27,8 @@ from ...policies.files import (
     MAX_TEXT_BYTES,
     WEIGHTS_FILE,
     digest,
-    read_files,
     read_signed_json,
+    read_weights,
     staged_folder,
     write_atomic,
     write_json,
@@ -169,11 +169,9 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
 
 def _load_weights(network: MedusaHeads | LayerNetwork, folder: Path, files: Mapping[str, str]) -> None:
     """Load the weights after validating file names, size, checksum, types and shapes."""
-    if set(files) != {WEIGHTS_FILE}:
-        raise InputError(f"expected the weights in {WEIGHTS_FILE} only")
     sizes = (x.element_size() * math.prod(x.shape) for x in network.state_dict().values())
     size = MAX_TEXT_BYTES + sum(sizes)  # header and numbers
-    weights = read_files(folder, DRAFTER_FILE, files, size)[WEIGHTS_FILE]
+    weights = read_weights(folder, DRAFTER_FILE, files, size)
     network.load_state_dict(safetensors.torch.load(weights), assign=True)
     tensors = network.state_dict()
     kept = tensors.pop("kept", torch.arange(0))

@@ -158,6 +158,12 @@ def test_a_dead_branch_is_never_kept_and_arguments_are_copies():
     host, step = PolicyHost(Writes()), draft_step(1, np.ones((2, 1, 1)), [[1], [0]])
     assert host.keep(step).tolist() == step.alive.tolist() == [[True], [False]]
     assert host.state == 7
+    host = PolicyHost(Writes(), fallback=FixedLength(1))
+    host.start(np.arange(2))
+    host.keep(step)
+    with pytest.warns(SpecstopWarning, match="a state must be None, an array"):
+        host.take(np.array([1]))
+    assert host.policy.name == "fixed:1"
 
 
 # States

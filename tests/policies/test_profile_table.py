@@ -91,6 +91,7 @@ MALFORMED = {
     "fewer tokens than requests": TABLE.replace("target,8,8,", "target,8,4,"),
     "tokens of a draft step": TABLE.replace("draft,1,,", "draft,1,3,"),
     "a fraction of a request": TABLE.replace("draft,8,", "draft,8.5,"),
+    "two costs of a prompt": TABLE.replace("prefill,,100,,20,", "prefill,,100,,20,\nprefill,2,100,,30,"),
     "a missing value": TABLE.replace("prefill,,100,,20,", "prefill,,100"),
     "a context in some rows": TABLE.replace("target,1,3,512", "target,1,3,"),
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -56,11 +55,10 @@ def decisions(policy: LearnedPolicy) -> Any:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_folder_returns_the_same_policy(tmp_path, name):
     policy = POLICIES[name]()
-    folder = save_policy(policy, tmp_path / "p", {"booster.ubj": b"{xyz"})
+    folder = save_policy(policy, tmp_path / "p")
     again = load_policy_folder(folder)
     assert type(again) is type(policy) and same(decisions(again), decisions(policy))
     assert (again.hidden, again.sizes) == (policy.hidden, policy.sizes)
-    assert (folder / "booster.ubj").read_bytes() == b"{xyz"
 
 
 def test_a_folder_from_git_or_the_hub_and_any_order_of_its_json_is_loaded(tmp_path):
@@ -87,14 +85,6 @@ def write_weights(folder: Path, raw: bytes) -> None:
     seal(folder, POLICY_FILE, read_index(folder, POLICY_FILE))
 
 
-def extra(name: str, raw: bytes) -> Callable[[Path], None]:
-    def forge(folder: Path) -> None:
-        (folder / name).write_bytes(raw)
-        edit(files={**read_index(folder, POLICY_FILE)["files"], name: hashlib.sha256(raw).hexdigest()})(folder)
-
-    return forge
-
-
 def linked(path: Path) -> None:
     outside = path.parent.parent / f"outside-{path.name}"
     shutil.move(path, outside)
@@ -106,7 +96,6 @@ BAD = pickle.dumps(Evil(PROOF))
 ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickle as weights": (lambda f: write_weights(f, BAD), "invalid"),
     "pickle as json": (lambda f: (f / POLICY_FILE).write_bytes(BAD), "JSON"),
-    "pickle as booster": (extra("accept.ubj", BAD), "UBJSON"),
     "pickle beside": (lambda f: (f / "model.pkl").write_bytes(BAD), "model.pkl"),
     "code beside": (lambda f: (f / "modeling.py").write_text("1/0"), "modeling.py"),
     "a code path": (edit(auto_map={"AutoModel": "modeling.X"}), "auto_map"),
@@ -138,7 +127,7 @@ def test_a_malicious_folder_is_refused_and_nothing_is_unpickled(tmp_path, monkey
 def originals(tmp_path_factory):
     """Folders and decisions of all policies."""
     root = tmp_path_factory.mktemp("originals")
-    folders = {name: save_policy(make(), root / name, {"accept.ubj": b"{L"}) for name, make in POLICIES.items()}
+    folders = {name: save_policy(make(), root / name) for name, make in POLICIES.items()}
     return {name: (folder, decisions(load_policy_folder(folder))) for name, folder in folders.items()}
 
 

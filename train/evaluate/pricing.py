@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import os
 import platform
 import shlex
@@ -36,8 +35,8 @@ from ...policies.files import cache_folder, digest, read_json, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
-from ...policies.routing import RoutingPolicy, ValueRoute
-from ...policies.storage import content_digest
+from ...policies.routing import RoutingPolicy
+from ...policies.storage import policy_digest
 from ..replay.rounds import Rounds, RoundTypes, count_rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
 
@@ -115,28 +114,13 @@ def _cache_key(policy: StopPolicy, profile: Profile, header: Header, device: tor
     costs = {name: value for name, value in profile.to_dict().items() if name != "decision_s"}
     return {
         "policy": policy.cost_name,
-        "content": content_digest(policy) if isinstance(policy, LearnedPolicy | ValueRoute) else _code(policy),
+        "content": policy_digest(policy),
         "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device)],
         "versions": [platform.python_version(), *map(version, _VERSIONS)],
         "profile": digest(costs),
         "vocabulary": header.vocabulary,
         "vectors": dict(header.hidden),
     }
-
-
-def _code(policy: StopPolicy) -> list[str]:
-    """Return a policy's code, and its settings that are numbers or texts without its label."""
-    try:
-        source = inspect.getsource(type(policy))
-    except (OSError, TypeError):
-        source = f"{type(policy).__module__}.{type(policy).__qualname__}"
-    kinds = (bool, int, float, str, tuple)
-    settings = sorted(
-        item
-        for item in vars(policy).items()
-        if item[0] not in ("label", "stops", "parts") and isinstance(item[1], kinds)
-    )
-    return [source, repr(settings), *(line for part in policy.parts for line in _code(part))]
 
 
 DRAWS = 200

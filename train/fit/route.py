@@ -23,7 +23,7 @@ from torch import Tensor
 from ...decode.profile import add_decisions
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.display import Progress, silent
-from ...policies.errors import InputError, TraceError
+from ...policies.errors import InputError
 from ...policies.features import History, Kind, feature
 from ...policies.fixed import FixedLength
 from ...policies.heads.base import Head
@@ -93,16 +93,9 @@ def fit_route(
         progress: see `Progress`.
 
     Raises:
-        InputError: a feature is not known before drafting, or the profile has the costs of other drafters.
-        TraceError: the trace has one drafter, or too few prompts.
+        InputError: a feature is not known before drafting.
+        TraceError: the trace has too few prompts.
     """
-    drafters = arrays.tree.drafters
-    if drafters < 2:
-        raise TraceError("--decide route: expected a trace of several drafters; collect with --drafter given for each")
-    if len(profile.others) != drafters - 1:
-        raise InputError(
-            f"--profile: expected the costs of {', '.join(arrays.drafters)}, got {len(profile.others) + 1} drafters"
-        )
     names = route_features(arrays, options.features)
     rest, report = split_report(arrays, options.report_share, options.seed)
     folds = prompt_folds(rest, options.folds, options.seed)

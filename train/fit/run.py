@@ -128,9 +128,9 @@ def train(
     metrics: dict[str, Any] = {}
     policy: LearnedPolicy | RoutingPolicy
     if routes:
-        policy, files = _fit_route(options, plans, opened, profile, progress), dict[str, bytes]()
+        policy = _fit_route(options, plans, opened, profile, progress)
     else:
-        policy, files = _fit_stop(options, plans, opened, profile, mixed, metrics, progress)
+        policy = _fit_stop(options, plans, opened, profile, mixed, metrics, progress)
     solved, sampled_at = policy.metadata, temperatures(opened)
     provenance = {"traces": ", ".join(map(str, sources)), **solved.provenance, "seed": options.seed}
     policy.metadata = dataclasses.replace(
@@ -139,7 +139,7 @@ def train(
         metrics={**solved.metrics, **metrics},
         provenance={**provenance, "specstop": version("specstop")},
     )
-    path = None if folder is None else save_policy(policy, folder, files)
+    path = None if folder is None else save_policy(policy, folder)
     return TrainResult(policy, path, dict(policy.metadata.metrics))
 
 
@@ -151,7 +151,7 @@ def _fit_stop(
     mixed: Trace | None,
     metrics: dict[str, Any],
     progress: Progress,
-) -> tuple[LearnedPolicy, dict[str, bytes]]:
+) -> LearnedPolicy:
     """Return `fit_policy` of the plan, or of the best one of a search, whose trials are added to `metrics`."""
     arrays, profile = _of_drafter(_read(opened, plans), profile, options.decide.partition("@")[2])
     if not options.features and arrays.only_positions:  # their rounds have no earlier ones
@@ -193,7 +193,12 @@ def _stop_options(options: TrainOptions) -> TrainOptions:
 def _fit_route(
     options: TrainOptions, plans: Sequence[Plan], opened: Sequence[Trace], profile: Profile, progress: Progress
 ) -> RoutingPolicy:
-    """Return a route, with learned stop policies if there is a plan for them."""
+    """Return a route, with learned stop policies if there is a plan for them.
+
+    Raises:
+        InputError: there are several traces, or the profile has the costs of other drafters; see also `fit_route`.
+        TraceError: the trace is not dense, or has one drafter.
+    """
     from .route import fit_route
 
     if len(opened) > 1:
@@ -201,12 +206,19 @@ def _fit_route(
     extra = label_columns([trace.header for trace in opened], any(plan.head.soft for plan in plans))
     arrays = trace_arrays(opened[0], None if plans else options.features, extra)
     check_whole(arrays, "collect dense traces")
+    drafters = arrays.tree.drafters
+    if drafters < 2:
+        raise TraceError("--decide route: expected a trace of several drafters; collect with --drafter given for each")
+    if len(profile.others) != drafters - 1:
+        raise InputError(
+            f"--profile: expected the costs of {', '.join(arrays.drafters)}, got {len(profile.others) + 1} drafters"
+        )
     kind = options.heads[0] if options.head else ROUTE_HEAD
     head = head_of(options, kind) if isinstance(kind, str) else kind
     stops = []
-    for own, costs in zip(arrays.each_drafter, profile.each_drafter, strict=False):
+    for own, costs in zip(arrays.each_drafter, profile.each_drafter, strict=True):
         single = dataclasses.replace(costs, batch=None)  # lengths for batches would be of one drafter
-        stops += [fit_policy(plan, own, single, None, progress)[0] for plan in plans]
+        stops += [fit_policy(plan, own, single, None, progress) for plan in plans]
     return fit_route(arrays, profile, head, options, stops, progress)
 
 
@@ -223,8 +235,8 @@ def _read(traces: Sequence[Trace], plans: Sequence[Plan]) -> TraceArrays:
 
 def fit_policy(
     plan: Plan, arrays: TraceArrays, profile: Profile, mixed: TraceArrays | None = None, progress: Progress = silent
-) -> tuple[LearnedPolicy, dict[str, bytes]]:
-    """Return a policy that was fitted on a trace, and files for later training.
+) -> LearnedPolicy:
+    """Return a policy that was fitted on a trace.
 
     Args:
         plan: what to fit.
@@ -244,9 +256,9 @@ def fit_policy(
     folds = prompt_folds(arrays, options.folds, options.seed)
     policy: LearnedPolicy
     if plan.rule == "gain":
-        policy, files, metrics = choose_tree(plan, arrays, folds, profile, report, progress)
+        policy, metrics = choose_tree(plan, arrays, folds, profile, report, progress)
     else:
-        policy, files, metrics = _fit_chain(plan, arrays, folds, profile, report, progress, mixed)
+        policy, metrics = _fit_chain(plan, arrays, folds, profile, report, progress, mixed)
     prompts = training_prompts(arrays, folds, report, mixed)
     provenance = {"drafter": header.facts.get("drafter"), "tree": metrics.get("tree")}
     policy.metadata = dataclasses.replace(
@@ -254,7 +266,7 @@ def fit_policy(
         pair=dict(header.pair), prompts=prompts, provenance={k: v for k, v in provenance.items() if v is not None},
         metrics={**{f"{name}_prompts": len(names) for name, names in prompts.items()}, **metrics},
     )  # fmt: skip
-    return policy, files
+    return policy
 
 
 # Chains
@@ -268,7 +280,7 @@ def _fit_chain(
     report: TraceArrays | None,
     progress: Progress,
     mixed: TraceArrays | None,
-) -> tuple[LearnedPolicy, dict[str, bytes], dict[str, Any]]:
+) -> tuple[LearnedPolicy, dict[str, Any]]:
     """Fit heads, calibrate them, choose the rule, and score the policy on the report prompts."""
     if profile.max_depth < arrays.depth:
         raise TraceError(
@@ -290,7 +302,7 @@ def _fit_chain(
     if report is not None:
         metrics |= _held_out_metrics(policy, report, profile)
     policy.metadata = TrainingMetadata(rho=rate, acceptance=acceptance, profile=profile.record(policy.cost_name))
-    return policy, fitted.files, metrics
+    return policy, metrics
 
 
 def _fit_heads(
@@ -407,7 +419,7 @@ def _held_out_metrics(policy: LearnedPolicy, report: TraceArrays, profile: Profi
             "held_out_best_fixed_tokens_per_s": fixed_rate,
             "held_out_ratio_to_best_fixed": rounds.rate / fixed_rate,
         }
-    single = FoldHeads((policy.head,), Folds(torch.zeros(report.sequences, dtype=torch.int64), 1), {}, 0)
+    single = FoldHeads((policy.head,), Folds(torch.zeros(report.sequences, dtype=torch.int64), 1), 0)
     outputs = held_out_outputs(single, report, policy.features, visited)
     if not len(outputs.length):
         return metrics

@@ -325,8 +325,8 @@ def solve_tree(
 
 # Fitting the policy and choosing its tree
 
-Fitted = tuple[TreeGain, dict[str, bytes], dict[str, Any]]
-"""A policy, files for later training, and metrics."""
+Fitted = tuple[TreeGain, dict[str, Any]]
+"""A policy and metrics."""
 
 
 def fit_tree(
@@ -364,7 +364,7 @@ def fit_tree(
     passes = plan.options.passes or PASSES
     for number in range(passes):
         progress("fit trees", number, passes)
-        policies, files, rows = _fit_pass(plan, arrays, folds, on_policy_rounds(arrays, folds, players, profile))
+        policies, rows = _fit_pass(plan, arrays, folds, on_policy_rounds(arrays, folds, players, profile))
         policy = policies[0]
         # Measured on rounds of the best static tree, which are about as wide as the policy's.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
@@ -392,13 +392,11 @@ def fit_tree(
     policy.metadata = TrainingMetadata(
         rho=rate, acceptance=tuple(policy.rule.acceptance), profile=profile.record(policy.cost_name)
     )
-    return policy, files, metrics
+    return policy, metrics
 
 
-def _fit_pass(
-    plan: Plan, arrays: TraceArrays, folds: Folds, visited: Visits
-) -> tuple[list[TreeGain], dict[str, bytes], int]:
-    """Return a policy for each fold, equal except for their heads, without prices; files and rows of the first head."""
+def _fit_pass(plan: Plan, arrays: TraceArrays, folds: Folds, visited: Visits) -> tuple[list[TreeGain], int]:
+    """Return a policy for each fold, equal except for their heads, without prices; and the rows of the first head."""
     if not len(visited.row):
         raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
     fold = folds.of_rows(arrays, visited)
@@ -418,7 +416,7 @@ def _fit_pass(
     shares = sibling_shares(parts, accept, next_)
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], best_child_acceptance(first), shares, children)
     policies = [TreeGain(plan.name, plan.features, head, accept, next_, rule, arrays.depth) for head, _ in parts]
-    return policies, heads[0].files_, len(first)
+    return policies, len(first)
 
 
 def choose_tree(
@@ -459,5 +457,5 @@ def choose_tree(
     best = max(choices, key=lambda choice: choice[0].metadata.rho)
     if len(trees) > 1:
         progress("choose a tree", len(trees), len(trees))
-        best[2]["trees tried"] = len(trees)
+        best[1]["trees tried"] = len(trees)
     return best

@@ -38,7 +38,7 @@ STARTUP = 4
 """Trials before the first one that may be pruned."""
 
 
-Fit = Callable[[Plan, TraceArrays, Profile], tuple[StopPolicy, Any]]
+Fit = Callable[[Plan, TraceArrays, Profile], StopPolicy]
 
 
 def search(
@@ -55,7 +55,7 @@ def search(
         plans: candidates, each a head with its features and a rule, with the number of trials and the journal in the options.
         arrays: training prompts, without report prompts.
         profile: what rounds cost.
-        fit: returns the policy of a plan, and the files of its head.
+        fit: returns the policy of a plan.
         folds: parts of the prompts that are left out in turn.
         progress: see `Progress`.
 
@@ -170,7 +170,7 @@ class _Objective:
         tokens, seconds, fixed_tokens, fixed_seconds = 0.0, 0.0, 0.0, np.zeros(len(self.grids[0]))
         try:
             for number, ((training, held_out), grid) in enumerate(zip(self.folds, self.grids, strict=True)):
-                policy, _ = self.fit(plan, training, self.profile)
+                policy = self.fit(plan, training, self.profile)
                 header = self.arrays.header
                 profile = add_decisions(self.profile, [policy], header.vocabulary, header.hidden)
                 played = replay(held_out, policy, profile)

@@ -70,7 +70,6 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         space: hyper-parameters to search: a list of values, or (low, high) on a logarithmic scale.
         passes: how often it is fitted, from the second time on the rounds that its own policy visits.
         tensors_: of the fitted head, by name.
-        files_: for later training, by file name; the policy folder keeps them.
         classes_, feature_names_: labels of a matrix, and names of the features.
     """
 
@@ -143,7 +142,6 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             order = torch.from_numpy(np.random.default_rng(self.seed).permutation(len(rows)))
             count = max(1, round(STOP_SHARE * len(rows)))
             stop_rows, rows = rows.subset(order[:count]), rows.subset(order[count:]) if len(rows) > count else rows
-        self.files_: dict[str, bytes] = {}
         tensors = self._fit(rows, stop_rows, progress)
         self.tensors_: dict[str, Array] = {k: np.ascontiguousarray(np.asarray(v)) for k, v in tensors.items()}
         if self.feature_names_:

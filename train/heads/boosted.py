@@ -25,7 +25,7 @@ PATIENCE = 15
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class XGBoostEstimator(HeadEstimator):
-    """Boosted trees on scalar features; `files_` are the boosters in UBJSON.
+    """Boosted trees on scalar features; `boosters_` holds those of the outputs by name.
 
     Args:
         max_depth, eta, min_child_weight, reg_lambda, subsample, colsample_bytree, device: see XGBoost.
@@ -54,7 +54,7 @@ class XGBoostEstimator(HeadEstimator):
 
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
         boosters = {name: self._boost(rows, stop_rows, column) for column, name in enumerate(("accept", "next"))}
-        self.files_ = {f"{name}.ubj": bytes(booster.save_raw("ubj")) for name, booster in boosters.items()}
+        self.boosters_ = boosters
         # Both ensembles are stacked: the one with fewer trees is padded with zero trees, which add nothing.
         arrays = [flatten(booster, self.max_depth) for booster in boosters.values()]
         count = max(len(one["leaf"]) for one in arrays)

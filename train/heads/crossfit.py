@@ -66,14 +66,13 @@ def prompt_folds(arrays: TraceArrays, count: int, seed: int) -> Folds:
 
 @dataclass(frozen=True)
 class FoldHeads:
-    """A head for each fold, fitted on the other folds and stopped early on its own; `files` and `rows` are of the first one.
+    """A head for each fold, fitted on the other folds and stopped early on its own; `rows` are of the first one.
 
     If only the first fold has a head, only its prompts have held-out outputs.
     """
 
     heads: tuple[Head, ...]
     folds: Folds
-    files: dict[str, bytes]
     rows: int
 
 
@@ -123,7 +122,7 @@ def fit_folds(
         fitted.append(fit_head(head, rows, held, names, seed, progress if total == 1 else silent))
     progress(task, total, total)
     heads = tuple(one.export() for one in fitted)
-    return FoldHeads(heads, folds, fitted[0].files_, sum(map(len, parts)) - len(parts[0]))
+    return FoldHeads(heads, folds, sum(map(len, parts)) - len(parts[0]))
 
 
 def fit_head(

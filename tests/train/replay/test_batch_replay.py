@@ -22,6 +22,7 @@ from specstop.policies.published.adaptive_verification import AdaptiveVerificati
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
+from specstop.policies.registry import load_policy
 from specstop.policies.rules import BatchRule, Derived
 from specstop.train import TraceArrays, oracle_seconds, trace_arrays
 from specstop.train.replay import bounds
