@@ -35,7 +35,7 @@ from ..policies.profile import Profile
 from ..policies.routing import agreement
 from ..policies.storage import load_policy_folder, save_policy
 from .evaluate.evaluate import evaluate
-from .evaluate.records import DEPLOY, NOISY, Report
+from .evaluate.records import Report
 from .fit.adapt import is_priced, retune, unfitted_prompts
 from .fit.rules import best_of, fixed_grid
 from .fit.run import train
@@ -57,9 +57,6 @@ ROUTED = "suffix+model"
 
 ROUTED_TOKENS = 64
 """Tokens of these texts, at most."""
-
-SMALL_HEADROOM = 1.05
-"""Oracle bound over best fixed length below which there is little to gain."""
 
 
 @dataclass(frozen=True)
@@ -386,31 +383,3 @@ def compare_live(
         same_text = None if arrays.header.given_text else same
         lines.append(LiveLine(policy.name, tally, measured, rate / predicted[0], same_text))
     return lines
-
-
-def explain(report: Report) -> list[str]:
-    """Return the headline of the report and, if no policy is to be deployed, the main reason."""
-    answer = report.answer
-    if answer is None:
-        return ["No policy was compared."]
-    if answer.verdict in (DEPLOY, NOISY):  # the headline has the reason
-        return [answer.headline]
-    line = report[answer.candidate]
-    bound = next(line for line in report.lines if line.kind == "bound").to_best_fixed.value
-    if bound < SMALL_HEADROOM:
-        text = f"little head-room. The oracle bound is only {bound:.3f} times the best fixed length"
-        return [answer.headline, f"Why: {text}."]
-    # Milliseconds in 100 tokens: of wrong stops, too early and too late, and of decisions.
-    lost = {stop["name"]: [100 * ms for ms in stop["ms_per_token"]] for stop in report.details["stops"]}
-    early, late, decided, _ = lost[line.name]
-    saved = sum(lost["best fixed"][:2]) - early - late
-    avoided = f"avoid {saved:.1f} ms of wrong stops" if saved > 0 else f"add {-saved:.1f} ms of wrong stops"
-    per_tokens = f"in 100 tokens, decisions take {decided:.1f} ms and {avoided}"
-    if decided > saved:
-        text = f"the price of decisions: {per_tokens}"
-    else:
-        text = (
-            f"noise. The gain is {line.to_best_fixed.text()} on {report.facts['prompts']} prompts; {per_tokens}; "
-            f"the oracle bound is {bound:.2f} times the best fixed length"
-        )
-    return [answer.headline, f"Why: {text}."]

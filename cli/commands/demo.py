@@ -59,8 +59,6 @@ def demo(
 
 
 def _to_dict(result: Demo) -> dict[str, object]:
-    from ...train.demo import explain
-
     figures = ("measured", "predicted", "miss", "same_text")
     live = [
         {
@@ -70,12 +68,10 @@ def _to_dict(result: Demo) -> dict[str, object]:
         }
         for line in result.live
     ]
-    verdict = explain(result.report)
     routes = result.routes and result.routes.to_dict()
     return {
         "report": result.report.to_dict(),
         "routes": routes,
-        "verdict": verdict,
         "live": live,
         "out": str(result.folder),
     }
@@ -83,7 +79,7 @@ def _to_dict(result: Demo) -> dict[str, object]:
 
 def show(result: Demo) -> None:
     """Print the table, the verdict, the path of the report and the commands to run next."""
-    from ...train.demo import ROUTED, explain
+    from ...train.demo import ROUTED
 
     report, best = result.report, result.live[1]
     live = {line.name: line for line in result.live} | {"plain decoding": result.live[0], "best fixed": best}
@@ -105,7 +101,7 @@ def show(result: Demo) -> None:
         ("policy", "tokens/s", "vs best fixed [95%]", "live (replay)"),
         rows,
     )
-    for text in (*explain(report), *(f"Note: {finding}" for finding in report.findings)):
+    for text in (*report.summary, *(f"Note: {finding}" for finding in report.findings)):
         write(text)
     write(
         f"Report: {result.folder / 'report' / 'report.html'}\n"

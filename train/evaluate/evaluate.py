@@ -15,7 +15,7 @@ from ...policies import kernels
 from ...policies.arguments import as_list
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
-from ...policies.errors import InputError, PolicyFailure
+from ...policies.errors import InputError, PolicyFailure, TraceError
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence
 from ...policies.host import is_trusted, validate_policy
@@ -240,6 +240,9 @@ def _prepare(trace: Trace, profile: Profile, candidates: Sequence[StopPolicy], o
     """Return a place with prices of all decisions, and without policies that fail."""
     is_live = trace.header.collector == "live"
     arrays = trace_arrays(trace, extra=ROUND_COLUMNS if is_live else ())
+    is_dense = trace.header.has_every_anchor and all(one.tree.is_chain for one in arrays.each_drafter)
+    if options.achievable and (is_live or not is_dense):
+        raise TraceError("--achievable: expected dense traces of chains, on which any policy can be replayed")
     if options.report_prompts:
         arrays = kept_back(arrays, candidates)
     tuning = None if options.training is None else trace_arrays(options.training)

@@ -250,7 +250,7 @@ def _measured(facts: Data) -> list[str]:
     sampled = sampling_text(facts["temperature"], facts.get("sampling", {}))
     mode, shape = facts["mode"].replace(" (", " verification (", 1), str(facts.get("topology", ""))
     rounds = f", {facts['rounds']:,} single rounds" if "rounds" in facts else ""
-    is_chain = not shape.replace("1", "").replace(",", "")
+    is_chain = not set(shape) - set("1,|")
     candidates = f"a chain of up to {facts['depth']}" if is_chain else f"a tree ({shape[:40]})"
     exactness = facts.get("exactness", "")
     return [

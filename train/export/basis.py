@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -219,9 +220,11 @@ class Basis:
         The largest probability is its share of the ten largest, as in llama.cpp, which drafts greedily and drops the token
         below p after drawing it.
         """
-        rules = [(p, most) for p in THRESHOLDS for most in range(1, self.depth + 1)]
-        seconds = text_seconds(replay_thresholds(self.fit, rules, self.profile)).sum(1)
-        p, most = rules[int(seconds.argmin())]
+        limits, seconds = range(1, self.depth + 1), []
+        for p in THRESHOLDS:  # not all at once: each rule needs numbers for each anchor
+            replays = replay_thresholds(self.fit, [(p, most) for most in limits], self.profile)
+            seconds += text_seconds(replays).sum(1).tolist()
+        p, most = list(itertools.product(THRESHOLDS, limits))[int(np.argmin(seconds))]
         return p, most, replay_thresholds(self.held, [(p, most)], self.profile)[0]
 
 

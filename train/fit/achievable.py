@@ -185,7 +185,7 @@ def _predicted_best(
     rng = np.random.default_rng(seed)
     use = (visited | torch.from_numpy(rng.random(len(visited)) < OTHER_ANCHORS)) & ~arrays.cut
     gains = values - values[:, [int(values[use].mean(0).argmax())]]
-    span = float(gains[use].abs().quantile(SPAN_QUANTILE))
+    span = float(np.quantile(gains[use].abs(), SPAN_QUANTILE))  # torch has a limit of 16 million numbers
     fold = folds.of[arrays.owner]
     best = torch.zeros(len(values), dtype=torch.int64)
     for held in range(folds.count):

@@ -435,12 +435,8 @@ def choose_tree(
     Args:
         plan: with the sizes of the sub-trees of highest acceptance that are tried; none = the whole tree.
         arrays, folds, profile, report, progress: see `fit_tree`.
-
-    Raises:
-        InputError: an impossible size; see `likeliest_nodes`.
     """
     whole = list(range(arrays.tree.nodes))
-    # All trees first, so that an impossible size is refused before anything is fitted.
     sizes = plan.options.nodes or (len(whole),)
     trees = [whole if size >= len(whole) else likeliest_nodes(arrays, size, arrays.depth) for size in sizes]
     if len(trees) > 1:

@@ -8,6 +8,7 @@ second under a profile. The best candidates are replayed, and the fastest is the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,6 @@ from ...collect.schema import NO_TOKEN
 from ...decode.topology import Topology
 from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ...policies.costs import MIN_CALL_S, CostTable
-from ...policies.errors import InputError, TraceError
 from ...policies.features import HISTORY_FEATURES
 from ...policies.fixed import FixedLength
 from ...policies.profile import Profile
@@ -314,21 +314,11 @@ def restrict_to_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> TraceArray
     Args:
         arrays: of a dense trace.
         nodes: to keep, closed under parents, first siblings first; numbered from 0, without the root.
-
-    Raises:
-        TraceError: the nodes are not such a tree.
     """
-    tree, kept = arrays.tree, sorted(nodes)
-    rows = {node + 1 for node in kept}
-    for children in tree.children:
-        is_kept = [row in rows for row in children]
-        if is_kept != sorted(is_kept, reverse=True):
-            raise TraceError("a smaller tree keeps the first candidates of a branch, not later ones alone")
-    if any(tree.parent[row] and tree.parent[row] not in rows for row in rows):
-        raise TraceError("a smaller tree is closed under parents")
-    part = arrays.of_nodes(kept, subtree(tree, kept), arrays.header)
+    kept = sorted(nodes)
+    part = arrays.of_nodes(kept, subtree(arrays.tree, kept), arrays.header)
     if "noisy_margin" in part.columns:
-        part.columns["noisy_margin"] = _margins(arrays, rows)[:, kept]
+        part.columns["noisy_margin"] = _margins(arrays, {node + 1 for node in kept})[:, kept]
     return part
 
 
@@ -386,58 +376,22 @@ class StaticTree(StopPolicy):
 def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> list[tuple[float, list[int]]]:
     """Return for n = 0, 1, ... the sub-tree of n nodes with the largest sum of acceptance: (sum, nodes).
 
+    No node is accepted more often than its parent, so these are the n likeliest nodes.
+
     Args:
         tree: to choose from.
         acceptance: [K] probability of each node to be accepted.
         depth: of the deepest nodes.
     """
-    best: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
-    rows = [row for row in range(len(tree)) if tree.depth[row] <= depth]
-    children_of = {row: [child for child in tree.children[row] if tree.depth[child] <= depth] for row in rows}
-    # Children before parents. For each row, the largest sum by number of descendants: a knapsack, into which the children are
-    # merged in turn.
-    for row in reversed(rows):
-        total, splits = np.zeros(1), []
-        for child in children_of[row]:
-            options = np.concatenate([[0.0], best[child][0]])  # 0 nodes, or 1, 2, ... with the child itself
-            both = total[:, None] + options[None]  # [nodes so far, nodes of this child]
-            size = min(both.shape[0] + both.shape[1] - 1, _MAX_NODES + 1)
-            merged, counts = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
-            for count in range(min(both.shape[1], size)):
-                end = min(size, count + both.shape[0])
-                better = both[: end - count, count] > merged[count:end]
-                merged[count:end] = np.where(better, both[: end - count, count], merged[count:end])
-                counts[count:end] = np.where(better, count, counts[count:end])
-            total = merged
-            splits.append(counts)
-        best[row] = (total + (acceptance[row - 1] if row else 0.0), splits)
-
-    def descendants(row: int, count: int) -> list[int]:
-        """Return the best `count` descendants of a row."""
-        nodes: list[int] = []
-        # The child that was merged last determines first how many of the nodes it has.
-        for child, counts in zip(reversed(children_of[row]), reversed(best[row][1]), strict=True):
-            part = int(counts[count])
-            if part:
-                nodes += [child - 1, *descendants(child, part - 1)]
-            count -= part
-        return nodes
-
-    return [(float(value), sorted(descendants(0, count))) for count, value in enumerate(best[0][0])]
+    within = [node for node in range(tree.nodes) if tree.depth[node + 1] <= depth]
+    ranked = sorted(within, key=lambda node: -acceptance[node])  # stable: parents first
+    sums = itertools.accumulate((acceptance[node] for node in ranked), initial=0.0)
+    return [(value, sorted(ranked[:count])) for count, value in enumerate(sums)]
 
 
 def likeliest_nodes(arrays: TraceArrays, count: int, depth: int) -> list[int]:
-    """Return the sub-tree of `count` nodes, none deeper than `depth`, first siblings first, that is accepted most often.
-
-    Raises:
-        InputError: there is no such sub-tree, or only smaller ones are searched.
-    """
-    subtrees = best_subtrees(arrays.tree, _acceptance(arrays), depth)
-    if count >= len(subtrees):
-        raise InputError(
-            f"--nodes: expected at most {len(subtrees) - 1} of this tree's {arrays.tree.nodes} nodes, or all, not {count}"
-        )
-    return subtrees[count][1]
+    """Return the sub-tree of `count` nodes, none deeper than `depth`, first siblings first, that is accepted most often."""
+    return best_subtrees(arrays.tree, _acceptance(arrays), depth)[count][1]
 
 
 def _acceptance(arrays: TraceArrays) -> list[float]:
@@ -459,7 +413,7 @@ def best_static_tree(arrays: TraceArrays, profile: Profile) -> tuple[StaticTree,
     tree, chances = arrays.tree, _acceptance(arrays)
     context, rates = typical_context(arrays), {}
     for depth in range(arrays.depth + 1):
-        for value, nodes in best_subtrees(tree, chances, depth):
+        for value, nodes in best_subtrees(tree, chances, depth)[: _MAX_NODES + 1]:
             shape = subtree(tree, nodes)
             if not shape.is_chain or shape.nodes <= profile.max_depth:  # no chain is longer than what was timed
                 rates[tuple(nodes)] = (1.0 + value) / _round_seconds(shape, profile, context)
