@@ -18,6 +18,7 @@ from specstop.decode import Tally
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import CalibrationRun
 from specstop.policies.features import TOKEN_FEATURES
+from specstop.policies.rules import Threshold
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay_many
 
@@ -102,7 +103,7 @@ def rate(run: Run) -> None:
         run.bar(f"replay, {name}: rounds per second", speed, at_least=ROUNDS_PER_S)
     policy = policies["logistic"]
     thresholds = np.linspace(0.01, 0.99, run.choose(1000, 20))
-    sweep = [ss.load_policy(f"confidence:{level:g}").limited(WORLD_DEPTH) for level in thresholds]
+    sweep = [policy.with_rule(Threshold("survival", level)) for level in thresholds]
     arrays = trace_arrays(trace)
     seconds = alternate({"sweep": lambda: replay_many(arrays, sweep, world.profile)}, 1, warm_up=0)
     run.bar(f"sweep of {len(sweep)} thresholds, seconds", seconds["sweep"][0], at_most=SWEEP_S)

@@ -42,10 +42,10 @@ class FeatureThreshold(StopPolicy):
 
     Attributes:
         threshold: 0 to 1.
-        level: the threshold as float32, or [S, 1] float32 with one of each stream.
+        level: the threshold as float32.
     """
 
-    level: float | Array
+    level: float
 
     def __init__(self, name: str, threshold: float, max_depth: int) -> None:
         self.threshold = validate_number(name, "threshold", threshold, 0.0, 1.0)

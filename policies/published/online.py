@@ -74,18 +74,14 @@ class Online(StopPolicy):
 
     The state, all float64, is (slope, intercept, precision of the slope, of both and of the intercept [S, 5]; best log-odds
     by depth of this round [S, K], -infinity if not called; survival of the last depth [S, B]).
-
-    Attributes:
-        level: the threshold, or [S, 1] float64 with one of each stream.
     """
 
     reads_seconds: ClassVar[bool] = False
     features = ("top1",)
     carries: ClassVar[bool] = True
-    level: float | Array
 
     def __init__(self, threshold: float = 0.4, prior: float = 20.0, decay: float = 0.999, max_depth: int = 20) -> None:
-        self.level = self.threshold = validate_number("online", "threshold", threshold, 0.0, 1.0)
+        self.threshold = validate_number("online", "threshold", threshold, 0.0, 1.0)
         self.prior = validate_number("online", "prior", prior, 1e-3)
         self.decay = validate_number("online", "decay", decay, 0.0, 1.0)
         self.max_depth = validate_int("online", "max_depth", max_depth)
@@ -101,7 +97,7 @@ class Online(StopPolicy):
         model, seen, before = state
         survival, seen, begins = np.empty(step.alive.shape), seen.copy(), step.depth <= self.first
         follow_survival(step.features, step.alive, step.parent, step.depth, begins, model, before, seen, survival)
-        return step.alive & (survival >= self.level), (model, seen, survival)
+        return step.alive & (survival >= self.threshold), (model, seen, survival)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state after a Newton step on the round's accept bits."""

@@ -34,7 +34,7 @@ from ...policies.errors import TraceError
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.storage import save_policy
-from ..evaluate.serving import off_from
+from ..evaluate.serving import off_from, round_seconds
 from ..replay.arrays import TraceArrays, typical_context
 from .basis import TOP, Basis
 
@@ -230,8 +230,8 @@ def sglang(basis: Basis, out: Path) -> Exported:
     reached = basis.fit.accepted[~basis.fit.cut].numpy()
     survival = [float((reached >= depth).mean()) for depth in range(basis.depth + 1)]
     acceptance = [after / before if before else 0.0 for before, after in itertools.pairwise(survival)]
-    context, steps = typical_context(basis.fit), range(basis.depth + 1)
-    seconds = {size: [_step_s(basis, size, k, context) for k in steps] for size in basis.sizes()}
+    context = typical_context(basis.fit)
+    seconds = {size: round_seconds(basis.profile, size, context, basis.depth).tolist() for size in basis.sizes()}
     near = {
         row["batch"]: sorted({max(row["length"] - 1, 0), row["length"], min(row["length"] + 1, basis.depth)})
         for row in figures["batches"]
@@ -241,15 +241,6 @@ def sglang(basis: Basis, out: Path) -> Exported:
     figures["start"] = ranges[0][2]
     costs = _json(sglang_costs(_curves(basis)))
     return {**files, "adaptive.json": _json(fixed), "costed.json": _json(costed), "sps.json": costs}, figures, {}
-
-
-def _step_s(basis: Basis, size: int, length: int, context: float) -> float:
-    """Return the seconds of a step of `size` requests that all draft `length` tokens."""
-    drafted = np.full(size, length)
-    if size > 1:
-        return basis.profile.batch_seconds(np.full(size, context), drafted, drafted, 0 * drafted, 0.0)
-    one = np.ones(1, dtype=np.int64)
-    return float(basis.profile.round_seconds(one * context, drafted, drafted, one, 0 * one, 0.0)[0])
 
 
 def trtllm(basis: Basis, out: Path) -> Exported:

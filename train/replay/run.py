@@ -19,11 +19,9 @@ from ...decode.drafters.spec import drafter_index
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.features import HISTORY_FEATURES, History
-from ...policies.fixed import FeatureThreshold
-from ...policies.host import PolicyHost, is_trusted
+from ...policies.host import PolicyHost
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, load_profile
-from ...policies.published.online import Online
 from ...policies.registry import PolicySpec, as_policy
 from ...policies.rules import Rule
 from .arrays import TraceArrays, trace_arrays
@@ -359,35 +357,14 @@ def _stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
     first = policies[0]
     if len(policies) == 1:
         return first
-    # The decisions of plugins may depend on more than the threshold.
-    if not is_trusted(first) or any(
-        (type(p), p.max_depth, p.first, p.drafter) != (type(first), first.max_depth, first.first, first.drafter)
-        for p in policies
-    ):
-        return None
-    if isinstance(first, FeatureThreshold):
-        return _with_levels(first, [p.level for p in policies if isinstance(p, FeatureThreshold)], streams, np.float32)
-    if isinstance(first, Online):
-        online = [p for p in policies if isinstance(p, Online)]
-        if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
-            return None
-        return _with_levels(first, [p.level for p in online], streams, np.float64)
-    if type(first) is not LearnedPolicy:  # decisions of subclasses depend on more than a rule's levels
-        return None
-    learned = [p for p in policies if isinstance(p, LearnedPolicy)]
+    learned = [p for p in policies if type(p) is LearnedPolicy]  # decisions of subclasses depend on more than levels
     shared = ("head", "accept", "next", "survival")
+    is_same = all(getattr(p, name) is getattr(learned[0], name) for p in learned for name in shared)
+    shapes = {(p.max_depth, p.first, p.drafter) for p in learned}
+    if len(learned) < len(policies) or not is_same or len(shapes) > 1:
+        return None
     rule = _stacked_rule([p.rule for p in learned], streams)
-    same = all(getattr(p, name) is getattr(first, name) for p in learned for name in shared)
-    return first.with_rule(rule) if same and rule is not None else None
-
-
-def _with_levels(
-    policy: FeatureThreshold | Online, levels: Sequence[float | Array], streams: int, dtype: type[np.floating]
-) -> StopPolicy:
-    """Return the policy with a level for each stream [R, 1], in the type in which it compares."""
-    stacked = copy.copy(policy)
-    stacked.level = np.repeat(np.array(levels, dtype=dtype), streams)[:, None]
-    return stacked
+    return None if rule is None else learned[0].with_rule(rule)
 
 
 def _stacked_rule(rules: Sequence[Rule], streams: int) -> Rule | None:
