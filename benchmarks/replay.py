@@ -102,8 +102,7 @@ def rate(run: Run) -> None:
         speed = spread([count / s for s in seconds["replay"]])
         run.bar(f"replay, {name}: rounds per second", speed, at_least=ROUNDS_PER_S)
     policy = policies["logistic"]
-    thresholds = np.linspace(0.01, 0.99, run.choose(1000, 20))
-    sweep = [policy.with_rule(Threshold("survival", level)) for level in thresholds]
+    sweep = [policy.with_rule(Threshold("survival", t)) for t in np.linspace(0.01, 0.99, run.choose(1000, 20))]
     arrays = trace_arrays(trace)
     seconds = alternate({"sweep": lambda: replay_many(arrays, sweep, world.profile)}, 1, warm_up=0)
     run.bar(f"sweep of {len(sweep)} thresholds, seconds", seconds["sweep"][0], at_most=SWEEP_S)

@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -268,14 +269,20 @@ class RowStatistics:
             weights, noise = (None if tensor is None else tensor.float() for tensor in (sampled, scores))
             values, size = self.compute(logits.float(), weights, noise, at), (rows, tokens)
         else:
-            size, is_read = (
-                (round_up_size(rows), round_up_size(tokens)),
-                (True, sampled is not None, scores is not None),
-            )
+            size, read = (round_up_size(rows), round_up_size(tokens)), (logits, sampled, scores)
+            width, is_read = logits.shape[-1], tuple(one is not None for one in read)
             inference = torch.is_inference_mode_enabled()
             with _LOCK:
-                recording = recorded_statistics(self, size, logits.shape[-1], is_read, device, inference)
-                values = recording.run(logits, sampled, scores, at)
+                recorded, inputs, fixed_at = recorded_statistics(
+                    self, size, width + _block_padding(width), is_read, device, inference
+                )
+                # Of fewer rows and tokens than R and B the first results count.
+                for buffer, one in zip(inputs, read, strict=True):
+                    if one is not None:
+                        buffer[:rows, :width] = one
+                fixed_at[:tokens] = at
+                launched = recorded.run_or_replay(recorder(device), lambda: self.compute(*inputs, fixed_at))
+                values = launched.clone()  # the next run overwrites it
         per_row = ((size[0], rows, width) for width in (self.ranks, 2, self.noisy))
         return Launched(values, (*per_row, (size[1], tokens, 2)))
 
@@ -336,38 +343,23 @@ def _spread(rows: Tensor, top: Tensor, row: Tensor, token: Tensor, temperature: 
     return torch.stack([total.log(), entropy.clamp_min(0.0)], -1), logprob
 
 
-class RecordedStatistics(Recorded[Tensor]):
-    """A reading of up to R rows and B tokens, recorded as a CUDA graph on fixed input buffers.
+@functools.lru_cache(MAX_RECORDINGS)
+def recorded_statistics(
+    statistics: RowStatistics, size: tuple[int, int], width: int, is_read: tuple[bool, ...], device: torch.device,
+    inference: bool,
+) -> tuple[Recorded[Tensor], list[Any], Tensor]:  # fmt: skip
+    """Return the recording for up to R rows and B tokens as a CUDA graph, and its input buffers.
 
     Args:
         statistics: what is computed.
         size: R and B.
-        vocabulary: V.
+        width: of the buffers.
         is_read: whether logits, log-weights and scores are read.
         device: of the buffers.
         inference: whether the buffers are created in inference mode: then they cannot be written to outside of it.
     """
-
-    def __init__(
-        self, statistics: RowStatistics, size: tuple[int, int], vocabulary: int, is_read: tuple[bool, ...],
-        device: torch.device, inference: bool,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._statistics, self._device, width = statistics, device, vocabulary + _block_padding(vocabulary)
-        self._inputs = [torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read]
-        self._at = torch.zeros(size[1], 2, dtype=torch.int64, device=device)
-
-    def run(self, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Tensor) -> Tensor:
-        """Return `RowStatistics.compute`; of fewer rows and tokens than R and B the first results count."""
-        for buffer, values in zip(self._inputs, (logits, sampled, scores), strict=True):
-            if buffer is not None and values is not None:
-                buffer[: len(values), : values.shape[1]] = values
-        self._at[: len(at)] = at
-        rows, weights, noise = self._inputs
-        assert rows is not None
-        return self.run_or_replay(
-            recorder(self._device), lambda: self._statistics.compute(rows, weights, noise, self._at)
-        ).clone()  # the next run overwrites it
+    inputs = [torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read]
+    return Recorded(), inputs, torch.zeros(size[1], 2, dtype=torch.int64, device=device)
 
 
 class StateReducer:
@@ -410,9 +402,6 @@ class StateReducer:
                 x = functional.linear(x.relu() if kind == "relu" else x, weight, bias)
         return x
 
-
-recorded_statistics = functools.lru_cache(MAX_RECORDINGS)(RecordedStatistics)
-"""Return the recording of a shape."""
 
 _LOCK = threading.Lock()
 """Held while a summary is launched, as threads share the buffers."""
