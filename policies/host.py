@@ -171,7 +171,7 @@ class PolicyHost:
         self._change_state(lambda: take(self.state, rows))
 
     def _change_state(self, change: Callable[[], State]) -> None:
-        """Set the state to what `change` returns, which raises an error if the policy's state has not the rows of arrays."""
+        """Set the state to the result of `change`, which fails if the state of a plugin does not consist of arrays."""
         try:
             self.state = change()
         except Exception as error:  # the state of a plugin may be anything

@@ -189,8 +189,8 @@ def measure_decision(
 ) -> Measurements:
     """Time the work of a policy in a round without models: features, decisions, selection and observation.
 
-    Logits and hidden states are random. A large matrix product before each decision clears the processor's caches, as a model
-    call does.
+    Logits and hidden states are random. A large matrix product before each decision, and before the outcome is observed,
+    clears the processor's caches, as a model call does.
 
     Args:
         policy: policy to time.
@@ -259,20 +259,26 @@ class _RoundWithoutModels:
             if depth < self._first:
                 reader.read_path()
                 continue
-            # Reads 9 MB with little arithmetic, like a model call that reads its weights.
-            self._scratch @ self._scratch[:8].T
+            self._clear_caches()
             alive = np.ones((1, len(self._tree.levels[depth]) if depth else self._tree.drafters), dtype=bool)
             mark = timer.mark()
             host.keep(reader.step(depth, alive, host.history))
             timer.add("policy", mark)
-        tree = round.draft_tree() if host.selects else None
-        mark = timer.mark()
-        if tree is not None:
+        if host.selects:
+            tree = round.draft_tree()
+            mark = timer.mark()
             host.select(tree)
+            timer.add("policy", mark)
         if self._observes:
+            self._clear_caches()  # the target was called
+            mark = timer.mark()
             host.end_round(round)
-        timer.add("policy", mark)
+            timer.add("policy", mark)
         return sum(timer.laps["policy"])
+
+    def _clear_caches(self) -> None:
+        """Read 9 MB with little arithmetic, like a model call that reads its weights."""
+        self._scratch @ self._scratch[:8].T
 
     def _scores(self, depth: int) -> DraftScores:
         """Return the scores from which the tokens of a depth are drawn."""
