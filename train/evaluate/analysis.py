@@ -133,7 +133,7 @@ def per_prompt(replays: Replays, boot: Resamples) -> Json:
     rounds = [*played.values(), planned_rounds(arrays, replays.plan)]
     # Samples with the default seed, whatever that of the report: two reports on one profile have the same ones.
     costs = ProfileBootstrap(profile)
-    priced = PricedReplays(boot, costs, rounds, arrays.prompt_tokens, torch.stack(list(seconds.values()), 1))
+    priced = PricedReplays(boot, costs, rounds, torch.stack(list(seconds.values()), 1))
     factors = priced.factors(ResampleSource.PROFILE)[1:].round(_DIGITS).T.tolist()
     return {
         "clusters": list(arrays.clusters),
@@ -228,7 +228,7 @@ def by_group(replays: Replays, seed: int) -> list[Json]:
         boot = Resamples([arrays.clusters[i] for i in at], seed)
         fastest = min(replays.fixed, key=lambda one: float(one.seconds[at].sum()))
         rounds = [one.subset(at) for one in (fastest, *replays.compared.values())]
-        reference, *spent = PricedReplays(boot, replays.costs, rounds, arrays.prompt_tokens[at]).seconds().T
+        reference, *spent = PricedReplays(boot, replays.costs, rounds).seconds().T
         ratios = {x: asdict(boot.interval(reference / mine)) for x, mine in zip(replays.compared, spent, strict=True)}
         # Bounds are no replays: their prices vary with the profile as those of the best fixed length.
         measured = boot.total(fastest.seconds[at].numpy())

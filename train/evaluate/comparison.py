@@ -234,7 +234,7 @@ def compare_texts(setting: Setting, jobs: Sequence[Job], achievable: bool = Fals
     plan = oracle_plan(arrays, profile)
     spent = torch.stack([*(one.seconds for one in played), plan.seconds], 1)
     rounds = [*played, planned_rounds(arrays, plan)]
-    priced = PricedReplays(boot, costs, rounds, arrays.prompt_tokens, spent)
+    priced = PricedReplays(boot, costs, rounds, spent)
     counts = [_counts(one) for one in played]
     comparison = Comparison(boot, setting, tokens, priced, jobs, counts, lengths, has_bound=True)
     lines, to_achievable, estimate = comparison.lines(), {}, None
@@ -321,7 +321,7 @@ def compare_rounds(setting: Setting, jobs: Sequence[Job]) -> ComparisonResult:
     clusters = dataclasses.replace(setting.clusters, of=tuple(setting.clusters.of[at] for at in present.tolist()))
     boot = setting.resamples(clusters)
     rounds = [one.subset(present.tolist()) for one in columns]
-    priced = PricedReplays(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
+    priced = PricedReplays(boot, costs, rounds)
     counts, is_chain = list(map(_round_counts, values)), arrays.tree.is_chain
     comparison = Comparison(boot, setting, tokens.numpy(), priced, jobs, counts, lengths, has_bound=is_chain)
     lines = comparison.lines()

@@ -18,6 +18,7 @@ import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -37,7 +38,7 @@ from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
 from ...policies.routing import RoutingPolicy
 from ...policies.storage import policy_digest
-from ..replay.rounds import Rounds, RoundTypes, count_rounds
+from ..replay.rounds import Rounds
 from .statistics import LEVEL, REPLICATES, Resamples, Values
 
 TRAINED, TIMED = "as timed when it was trained", "timed once on this machine and kept"
@@ -177,50 +178,32 @@ class ProfileBootstrap:
 
 
 class PricedReplays:
-    """Seconds of P replays in every resample.
+    """Seconds of P replays of S texts in every resample.
 
     Args:
-        boot: resamples of the prompts of S sequences.
+        boot: resamples of the texts.
         costs: the profile and its bootstrap samples.
         replays: the rounds of each replay.
-        prompt_tokens: [S] of the prompts that were read; zeros if only rounds are priced.
         spent: [S, P] seconds under the measured profile, if they are already known.
     """
 
     def __init__(
-        self,
-        boot: Resamples,
-        costs: ProfileBootstrap,
-        replays: Sequence[Rounds],
-        prompt_tokens: Tensor,
-        spent: Tensor | None = None,
+        self, boot: Resamples, costs: ProfileBootstrap, replays: Sequence[Rounds], spent: Tensor | None = None
     ) -> None:
-        self._boot, self._costs, self._replays = boot, costs, list(replays)
-        self._spent = spent
-        if not costs.profiles:
-            return
-        counted = list(map(count_rounds, self._replays))
-        self._groups = []
-        # Rounds of chains and of trees are priced by different formulas; all replays of one sort are priced in one call.
-        for is_tree in (False, True):
-            columns = [at for at, one in enumerate(counted) if (one[0].fed is not None) is is_tree]
-            if columns:
-                rounds = boot.total(np.concatenate([counted[at][1] for at in columns], 2))
-                self._groups.append((columns, *RoundTypes.joined([counted[at][0] for at in columns]), rounds))
-        self._decisions = boot.total(
-            np.stack([one.by_sequence(one.decisions).numpy() for one in self._replays], 1)
-        )  # [1 + R, P]
-        tokens = prompt_tokens.double().numpy()
-        self._prompts = boot.total(np.stack([tokens > 0, tokens], 1))  # [1 + R, 2]
+        self._boot, self._costs, self._replays, self._spent = boot, costs, list(replays), spent
 
     def by_text(self) -> Values:
         """Return [S, P] seconds of each text under the measured profile."""
-        spent = self._spent
-        if spent is None:
-            texts = [rounds.text_seconds(self._costs.profile) for rounds in self._replays]
-            spent = torch.stack(texts, 1)
-        out: Values = spent.double().numpy()
+        return self._texts(self._costs.profile) if self._spent is None else self._spent.double().numpy()
+
+    def _texts(self, profile: Profile) -> Values:
+        out: Values = torch.stack([rounds.text_seconds(profile) for rounds in self._replays], 1).numpy()
         return out
+
+    @cached_property
+    def _by_cluster(self) -> list[Values]:
+        """[C, P] seconds of each cluster under the measured profile, then under each sample."""
+        return [self._boot.by_cluster(self._texts(one)) for one in (self._costs.profile, *self._costs.profiles)]
 
     def factors(self, source: ResampleSource = ResampleSource.ALL) -> Values:
         """Return seconds under samples of the profile, relative to those under the measured profile.
@@ -233,27 +216,15 @@ class PricedReplays:
         out = np.ones((rows, len(self._replays)))
         if not profiles or source is ResampleSource.PROMPTS:
             return out
-        # Counted rounds give only the ratio of two profiles: what they miss (`RoundTypes.seconds`) mostly cancels in it.
-        measured = self._counted_seconds(self._costs.profile, slice(None))
-        for at, profile in enumerate(profiles, 1):
+        measured, *sampled = self._by_cluster
+        for at, seconds in enumerate(sampled, 1):
             # Sample `at` prices the resamples at, at + D, ...; row 0 keeps the measured profile.
             use = slice(1) if is_profile_only else slice(at, None, len(profiles))
-            row = slice(at, at + 1) if is_profile_only else use
-            out[row] = self._counted_seconds(profile, use) / measured[use]
+            weights = self._boot.weights[use]
+            out[slice(at, at + 1) if is_profile_only else use] = (weights @ seconds) / (weights @ measured)
         return out
 
     def seconds(self, source: ResampleSource = ResampleSource.ALL) -> Values:
         """Return [1 + R, P] seconds in the sample and in every resample; shapes as of `factors`."""
         spent = self._boot.total(self.by_text())
         return (spent[:1] if source is ResampleSource.PROFILE else spent) * self.factors(source)
-
-    def _counted_seconds(self, profile: Profile, rows: slice) -> Values:
-        """Return [rows, P] seconds of prompts, model calls and decisions."""
-        constant, per_token = profile.prefill_s
-        prices = np.array([profile.decision(rounds.cost_name) for rounds in self._replays])
-        total: Values = constant * self._prompts[rows, :1] + per_token * self._prompts[rows, 1:]
-        total = total + prices * self._decisions[rows]
-        for columns, kinds, begins, rounds in self._groups:
-            # `reduceat` would be wrong for an empty part; every replay has at least the two kinds of long backlogs.
-            total[:, columns] += np.add.reduceat(kinds.seconds(profile, rounds[rows]), begins, 1)
-        return total

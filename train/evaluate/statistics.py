@@ -146,6 +146,7 @@ class Resamples:
     Attributes:
         clusters: P.
         labels: [S] cluster of each sequence.
+        weights: [1 + R, P], how often each cluster is in the sample (once) and in every resample.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Resamples:
         drawn = np.random.default_rng(seed).multinomial(len(pool), chance, size=replicates).astype(np.float64)
         drawn = drawn[:, np.searchsorted(pool, names)]
         drawn[drawn.sum(1) == 0] = 1.0  # no cluster of this sample was drawn; happens for two or three clusters only
-        self._weights = np.concatenate([np.ones((1, self.clusters)), drawn])  # [1 + R, P]
+        self.weights = np.concatenate([np.ones((1, self.clusters)), drawn])
 
     def by_cluster(self, values: Any) -> Values:
         """Return [P, ...], the sums over values [S, ...] of each cluster."""
@@ -173,12 +174,12 @@ class Resamples:
 
     def total(self, values: Any) -> Values:
         """Return [1 + R, ...], the sums over values [S, ...] in the sample and in every resample."""
-        out: Values = np.tensordot(self._weights, self.by_cluster(values), 1)
+        out: Values = np.tensordot(self.weights, self.by_cluster(values), 1)
         return out
 
     def counts(self) -> Values:
         """Return [1 + R, S], how often each sequence is in the sample (once) and in every resample."""
-        out: Values = self._weights[:, self._cluster]
+        out: Values = self.weights[:, self._cluster]
         return out
 
     def interval(self, values: Values) -> Ratio:
@@ -211,15 +212,15 @@ class Resamples:
         influence = tokens / tokens.mean(0) - seconds / seconds.mean(0)  # [P, M] of each cluster on the log speed
         rate = tokens.sum(0) / seconds.sum(0)  # [M] tokens/s
         shift = np.zeros((1, len(rate))) if price is None else price
-        size = self._weights.sum(1, keepdims=True)  # [1 + R, 1]; P, unless more clusters are drawn `among`
-        drawn = self._weights @ influence / size + shift  # [1 + R, M] deviation of the log speed
+        size = self.weights.sum(1, keepdims=True)  # [1 + R, 1]; P, unless more clusters are drawn `among`
+        drawn = self.weights @ influence / size + shift  # [1 + R, M] deviation of the log speed
         rival = np.log(rate[theirs]) + drawn[:, theirs]
         winner = rival.argmax(1)
         values = np.log(rate[ours]) + drawn[:, ours] - rival.max(1, keepdims=True)
         errors = np.zeros_like(values)
         for at in np.unique(winner):
             rows, difference = winner == at, influence[:, ours] - influence[:, [theirs[at]]]
-            mean, square = (self._weights[rows] @ power / size[rows] for power in (difference, difference**2))
+            mean, square = (self.weights[rows] @ power / size[rows] for power in (difference, difference**2))
             errors[rows] = (square - mean**2).clip(0.0) / (size[rows] - 1.0).clip(1.0)
         best = theirs[winner[0]]
         errors = np.sqrt(errors + (shift[:, ours] - shift[:, [best]]).var(0))

@@ -151,9 +151,7 @@ class Basis:
         spent = [one.text_seconds(self.profile) for one in replays]
         # The bound has its own seconds; its rounds only describe how they vary with the timings of the profile.
         seconds = torch.stack([*spent[:-1], plan.seconds], 1)
-        this, plain, best, bound = (
-            PricedReplays(self._boot, self._costs, replays, held.prompt_tokens, seconds).seconds().T
-        )
+        this, plain, best, bound = PricedReplays(self._boot, self._costs, replays, seconds).seconds().T
         report, choice = (len(set(part.clusters)) for part in (self.held, self.fit))
         figures: dict[str, Any] = {
             "prompts": f"{report} held-out prompts; the choice was made on the other {choice}",
@@ -165,7 +163,7 @@ class Basis:
         }
         if self.policy is not None:
             pair = [replay(held, self.policy, self.profile), export]
-            mine, this = PricedReplays(self._boot, self._costs, pair, held.prompt_tokens).seconds().T
+            mine, this = PricedReplays(self._boot, self._costs, pair).seconds().T
             figures |= {"policy": self.policy.name, "policy_to_this": self.ratio(this / mine)}
         return figures
 

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array, StopPolicy
+from ...policies.contract import StopPolicy
 from ...policies.costs import CostTable
 from ...policies.display import Table
 from ...policies.profile import Profile
-
-Values = np.ndarray[Any, np.dtype[np.float64]]
 
 COUNTS = (
     "sequence", "anchor", "context", "drafted", "verified", "accepted", "committed", "backlog", "decisions",
@@ -213,95 +210,3 @@ def scale_costs(profile: Profile, draft: float = 1.0, verify: float = 1.0) -> Pr
 
     others = tuple(scale_costs(one, draft, verify) for one in profile.others)
     return dataclasses.replace(profile, low=table(profile.low), high=table(profile.high), others=others)
-
-
-_MAX_BACKLOG = 2
-"""Backlog beyond which each further token of a first draft step costs as much as the one before."""
-
-
-@dataclass(frozen=True)
-class RoundTypes:
-    """Rounds counted by type, so that pricing them by many profiles is a sum over few types; all [C].
-
-    Attributes:
-        drafted, verified, backlog: tokens; backlog is [C, D] with several drafters.
-        fed: [C, K] of trees, tokens read at each draft step; None for chains. [C, D, K] with several drafters.
-    """
-
-    drafted: Array
-    verified: Array
-    backlog: Array
-    fed: Array | None
-
-    def seconds(self, profile: Profile, counts: Values) -> Values:
-        """Return [R, C] seconds of model calls and of the overhead of rounds, without decisions.
-
-        Rounds are priced at the mean context of their type. `Profile.round_seconds` is linear in the context, so that sums
-        are exact, except in contexts so far from the measured ones that costs are held at a quarter.
-
-        Args:
-            profile: of the costs.
-            counts: [R, 2, C] number of rounds of each type, and sums of their contexts.
-        """
-        rounds, context = counts[:, 0], counts[:, 1]
-        # Types with negative counts have negative sums of contexts: their mean is positive.
-        mean = np.divide(context, rounds, out=np.zeros_like(context), where=rounds != 0)
-        decisions = np.zeros_like(self.drafted)
-        seconds: Values = profile.round_seconds(
-            mean, self.drafted, self.verified, self.backlog, decisions, 0.0, self.fed
-        )
-        return rounds * seconds
-
-    @staticmethod
-    def joined(types: Sequence[RoundTypes]) -> tuple[RoundTypes, list[int]]:
-        """Return the types of several replays, all of chains or all of trees, and the index at which those of each begin."""
-        feeds = [one.fed for one in types if one.fed is not None]
-        deepest = max((fed.shape[-1] for fed in feeds), default=0)
-        padded = [np.pad(fed, (*[(0, 0)] * (fed.ndim - 1), (0, deepest - fed.shape[-1]))) for fed in feeds]
-        begins = np.cumsum([0, *(len(one.drafted) for one in types[:-1])]).tolist()
-        drafted, verified, backlog = (
-            np.concatenate([getattr(one, name) for one in types]) for name in ("drafted", "verified", "backlog")
-        )
-        return RoundTypes(drafted, verified, backlog, np.concatenate(padded) if padded else None), begins
-
-
-def count_rounds(rounds: Rounds) -> tuple[RoundTypes, Values]:
-    """Return the types of rounds and their counts by text.
-
-    A backlog of more than `_MAX_BACKLOG` tokens is counted as one of `_MAX_BACKLOG`. Each further token adds the difference
-    between the cost of a round with one token more and of a round without it: one type is counted up, another one down.
-
-    Returns:
-        C types, and [S, 2, C] rounds of each type and sums of their contexts.
-    """
-    texts, columns = len(rounds.prompt_tokens), (rounds.sequence, rounds.context, rounds.drafted)
-    sequence, context, drafted = (column.numpy() for column in columns)
-    fed = None if rounds.fed is None else rounds.fed.numpy()
-    backlog = rounds.backlog.numpy().reshape(len(drafted), -1)  # [R, D]
-    drafters = backlog.shape[1]
-    drafting = rounds.drafting.numpy()
-    beyond = np.maximum(backlog - _MAX_BACKLOG, 0) * drafting  # without drafting, the backlog is not read
-    short = np.where(drafting, np.minimum(backlog, _MAX_BACKLOG), 1)
-    flat = np.zeros((len(drafted), 0), dtype=np.int64) if fed is None else fed.reshape(len(fed), -1)
-    rows = np.column_stack([drafted, rounds.verified.numpy(), short, flat])
-    types, at = np.unique(rows, axis=0, return_inverse=True)
-    # With backlog b > 2: cost(b) = cost(2) + (b - 2) (cost(3) - cost(2)). What the two types draft and send cancels; they
-    # feed a token, or no first step would be priced.
-    one_more = np.zeros((2 * drafters, types.shape[1]), dtype=np.int64)
-    steps = 0 if fed is None else fed.shape[-1]
-    for index in range(drafters):
-        pair = one_more[2 * index : 2 * index + 2]
-        pair[:, 0], pair[:, 2 : 2 + drafters], pair[:, 2 + index] = 1, 1, [_MAX_BACKLOG + 1, _MAX_BACKLOG]
-        if fed is not None:
-            pair[:, 2 + drafters + index * steps] = 1
-    types = np.concatenate([types, one_more])
-    counts = np.zeros((2, texts, len(types)))
-    for number, value in enumerate((np.ones_like(context), context)):
-        np.add.at(counts[number], (sequence, at.ravel()), value)  # numpy 2.0 keeps the axis in `at`
-        for index in range(drafters):
-            extra = np.bincount(sequence, value * beyond[:, index], texts)
-            first = len(types) - 2 * (drafters - index)
-            counts[number, :, first], counts[number, :, first + 1] = extra, -extra
-    all_fed = None if fed is None else types[:, 2 + drafters :].reshape(len(types), *fed.shape[1:])
-    all_backlogs = types[:, 2] if drafters == 1 else types[:, 2 : 2 + drafters]
-    return RoundTypes(types[:, 0], types[:, 1], all_backlogs, all_fed), counts.transpose(1, 0, 2)

@@ -320,7 +320,7 @@ def test_every_resample_is_priced_by_its_profile(arrays, full_profile):
     policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), TEST_POLICIES["trimming"].limited(depth)]
     replays = [replay(arrays, policy, noisy) for policy in policies]
     boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
-    priced = PricedReplays(boot, draws, replays, arrays.prompt_tokens)
+    priced = PricedReplays(boot, draws, replays)
     spent, prompts, profile = map(priced.seconds, ResampleSource)
     assert spent.shape == (1 + REPLICATES, len(policies)) and profile.shape == (1 + DRAWS, len(policies))
     for at, rounds in enumerate(replays):

@@ -18,7 +18,6 @@ from specstop.policies import Confidence, FixedLength
 from specstop.policies.contract import Array, State, StopPolicy
 from specstop.policies.routing import RoutingPolicy, ThresholdRoute, ValueRoute
 from specstop.train import Rounds, TraceArrays, trace_arrays
-from specstop.train.replay.rounds import count_rounds
 from specstop.train.replay.run import replay
 
 DEPTH = 4
@@ -106,10 +105,6 @@ def test_rounds_are_those_of_the_live_loop(
         assert used.any(0).tolist() == [name != "always", True], "each drafter is used"
         assert rounds.decisions.any() == (name != "always"), "nothing is to be decided"
         assert (used.sum(1) == 2).any() == (name == "idle") and (name != "past" or not used.any(1).all())
-    types, counts = count_rounds(rounds)
-    total = types.seconds(rounds.profile, counts).sum(1)
-    price = rounds.price(rounds.profile) - rounds.decision_seconds(rounds.profile)
-    assert total == pytest.approx(np.bincount(rounds.sequence, price, arrays.sequences), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["match", "idle", "past"])
