@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -252,7 +252,9 @@ def check_distinct(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def read_records(source: str | Path, text_column: str = "prompt") -> Iterator[Record]:
+def read_records(
+    source: str | Path, text_column: str = "prompt", columns: Collection[str] | None = None
+) -> Iterator[Record]:
     """Yield the records of a source lazily.
 
     Args:
@@ -260,6 +262,7 @@ def read_records(source: str | Path, text_column: str = "prompt") -> Iterator[Re
             folder with a data set; `hf:organisation/name[:configuration[:split]]`; or `-` (standard input) or another
             pipe, which is JSON if it begins with a brace or a bracket, and otherwise has a prompt per line.
         text_column: column of lines of plain text.
+        columns: that are read of a Parquet file; None = all.
 
     Raises:
         InputError: the source does not exist, or a record is invalid; the message says where.
@@ -278,7 +281,8 @@ def read_records(source: str | Path, text_column: str = "prompt") -> Iterator[Re
     if suffix == ".txt":
         return ((where, {text_column: line}) for where, line in read_lines(path))
     if suffix in (".csv", ".parquet"):
-        return ((f"{name}, row {number}", row) for number, row in enumerate(_table_rows(path, suffix == ".csv"), 1))
+        rows = _table_rows(path, suffix == ".csv", columns)
+        return ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
     return _json_records(name, read_lines(path))
 
 
@@ -328,7 +332,7 @@ def _parse_json(where: str, text: str) -> Any:
         raise InputError(f"--prompts: {where}: invalid JSON: {error}") from None
 
 
-def _table_rows(path: Path, is_csv: bool) -> Iterator[Mapping[str, Any]]:
+def _table_rows(path: Path, is_csv: bool, columns: Collection[str] | None) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a CSV or Parquet file, with a few thousand rows in memory at a time."""
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -343,7 +347,8 @@ def _table_rows(path: Path, is_csv: bool) -> Iterator[Mapping[str, Any]]:
             batches = csv.open_csv(path, parse_options=quoted, convert_options=text)
         else:
             file = parquet.ParquetFile(path)
-            names, batches = file.schema_arrow.names, file.iter_batches(BATCH_ROWS)
+            names = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            batches = file.iter_batches(BATCH_ROWS, columns=names)
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"it has several columns {repeated[0]!r}; rename all but one")
         for batch in batches:

@@ -28,6 +28,8 @@ from .prompts import read_records, sample_text
 from .schema import MAX_COUNT, UNKNOWN, Header, PromptTask, first_drafters, parents
 from .store import Trace, load_trace, open_for_writing, write_shard
 
+SUFFIXES = (".parquet", ".csv", ".jsonl")
+
 KEYS = ("id", "prompt_tokens", "tokens", "group", "sample")
 """What the columns of a table hold besides lengths; the last two are optional."""
 
@@ -112,18 +114,29 @@ def _read_texts(file: Path, lengths: list[str], columns: Mapping[str, str], bonu
         InputError: a column is missing, a row is malformed, or two texts have one name.
     """
     names = {key: key for key in KEYS} | dict(columns)
-    required = [*(name for key, name in names.items() if key in KEYS[:3] or key in columns), *lengths]
+    required, present = [*(names[key] for key in KEYS[:3]), *lengths], set[str]()
+
+    def check_columns(where: str, expected: Collection[str], found: Collection[str]) -> None:
+        if (missing := next((column for column in expected if column not in found), None)) is not None:
+            raise InputError(
+                f"{where}: expected a column {missing!r}{close_match(missing, found)}, but it has "
+                f"{', '.join(sorted(found)) or 'none'}; name others with --column and --lengths"
+            )
+
+    if file.suffix not in SUFFIXES or not file.is_file():
+        raise InputError(
+            f"source: expected a table ({', '.join(SUFFIXES)}), but {file} does not exist or is no such file"
+        )
     texts = []
     try:
-        for where, row in read_records(file):
-            if missing := next((column for column in required if column not in row), None):
-                raise InputError(
-                    f"{where}: expected a column {missing!r}{close_match(missing, row)}, but it has "
-                    f"{', '.join(row) or 'none'}; name others with --column and --lengths"
-                )
+        for where, row in read_records(file, columns={*names.values(), *lengths}):
+            check_columns(where, required, row)
+            present |= row.keys()
             texts.append(_Text.parse(row, names, lengths, bonus, where))
     except InputError as error:
         raise InputError(error.command_line.removeprefix("--prompts: ")) from None
+    if texts:
+        check_columns(str(file), [names[key] for key in columns], present)
     if len({(text.id, text.sample) for text in texts}) < len(texts):  # ids may be distinct within each group only
         texts = [dataclasses.replace(text, id=f"{text.group}/{text.id}") for text in texts]
     counts = Counter((text.id, text.sample) for text in texts)

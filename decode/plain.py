@@ -135,7 +135,7 @@ def _process(samplers: Sequence[Sampler], logits: Tensor, prefixes: Prefixes) ->
     if not samplers[0].reads_prefix:
         return samplers[0](logits, prefixes)
     texts = cache(prefixes)
-    rows = [one(logits[at : at + 1], lambda at=at: [texts()[at]]) for at, one in enumerate(samplers)]  # type: ignore[misc]
+    rows = [sampler(logits[at : at + 1], lambda at=at: [texts()[at]]) for at, sampler in enumerate(samplers)]  # type: ignore[misc]
     return torch.cat(rows)
 
 

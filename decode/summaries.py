@@ -270,16 +270,14 @@ class RowStatistics:
             values, size = self.compute(logits.float(), weights, noise, at), (rows, tokens)
         else:
             size, read = (round_up_size(rows), round_up_size(tokens)), (logits, sampled, scores)
-            width, is_read = logits.shape[-1], tuple(one is not None for one in read)
+            vocabulary, is_read = logits.shape[-1], tuple(part is not None for part in read)
             inference = torch.is_inference_mode_enabled()
             with _LOCK:
-                recorded, inputs, fixed_at = recorded_statistics(
-                    self, size, width + _block_padding(width), is_read, device, inference
-                )
+                recorded, inputs, fixed_at = recorded_statistics(self, size, vocabulary, is_read, device, inference)
                 # Of fewer rows and tokens than R and B the first results count.
-                for buffer, one in zip(inputs, read, strict=True):
-                    if one is not None:
-                        buffer[:rows, :width] = one
+                for buffer, part in zip(inputs, read, strict=True):
+                    if part is not None:
+                        buffer[:rows, :vocabulary] = part
                 fixed_at[:tokens] = at
                 launched = recorded.run_or_replay(recorder(device), lambda: self.compute(*inputs, fixed_at))
                 values = launched.clone()  # the next run overwrites it
@@ -345,7 +343,7 @@ def _spread(rows: Tensor, top: Tensor, row: Tensor, token: Tensor, temperature: 
 
 @functools.lru_cache(MAX_RECORDINGS)
 def recorded_statistics(
-    statistics: RowStatistics, size: tuple[int, int], width: int, is_read: tuple[bool, ...], device: torch.device,
+    statistics: RowStatistics, size: tuple[int, int], vocabulary: int, is_read: tuple[bool, ...], device: torch.device,
     inference: bool,
 ) -> tuple[Recorded[Tensor], list[Any], Tensor]:  # fmt: skip
     """Return the recording for up to R rows and B tokens as a CUDA graph, and its input buffers.
@@ -353,11 +351,12 @@ def recorded_statistics(
     Args:
         statistics: what is computed.
         size: R and B.
-        width: of the buffers.
+        vocabulary: V. The buffers are padded with -infinity.
         is_read: whether logits, log-weights and scores are read.
         device: of the buffers.
         inference: whether the buffers are created in inference mode: then they cannot be written to outside of it.
     """
+    width = vocabulary + _block_padding(vocabulary)
     inputs = [torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read]
     return Recorded(), inputs, torch.zeros(size[1], 2, dtype=torch.int64, device=device)
 

@@ -150,7 +150,9 @@ def read_weights(folder: Path, index: str, digests: Mapping[str, str], max_bytes
         PolicyError: they are missing, too large or changed, or the folder lists or contains another file.
     """
     if set(digests) != {WEIGHTS_FILE}:
-        raise PolicyError(f"files: expected {WEIGHTS_FILE} alone, not {', '.join(map(repr, sorted(digests)))}")
+        raise PolicyError(
+            f"files: expected {WEIGHTS_FILE} alone, not {', '.join(map(repr, sorted(digests))) or 'nothing'}"
+        )
     for entry in os.scandir(folder):
         if entry.name not in {index, WEIGHTS_FILE, *_UNREAD}:
             raise PolicyError(f"the file {entry.name!r} is not listed in {index}; remove it")

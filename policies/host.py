@@ -175,7 +175,7 @@ class PolicyHost:
         try:
             self.state = change()
         except Exception as error:  # the state of a plugin may be anything
-            self._fall_back(error, "keep()")
+            self._fall_back(error, "selecting the streams of its state")
 
     def fixed_length(self, alive: Array) -> int | None:
         """Return how many tokens to draft without calling the policy, for `alive` [S, B]; None = call it."""

@@ -129,11 +129,11 @@ def content_digest(policy: Saved) -> str:
 
 
 def policy_digest(policy: StopPolicy) -> str:
-    """Return a digest of what a policy does, its code included. It is the same in every process."""
-    return hashlib.sha256(json.dumps(_described(policy)).encode()).hexdigest()[:16]
+    """Return a digest of what a policy does, the code of its class included. It is the same in every process."""
+    return hashlib.sha256(json.dumps(_describe_value(policy)).encode()).hexdigest()[:16]
 
 
-def _described(value: Any, outer: tuple[int, ...] = ()) -> Any:
+def _describe_value(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """Return a value as JSON. Objects of other classes, and those that contain themselves, are described by their class.
 
     Args:
@@ -146,28 +146,29 @@ def _described(value: Any, outer: tuple[int, ...] = ()) -> Any:
         with contextlib.suppress(PolicyError):  # a route may have other stop policies than those that can be saved
             return content_digest(value)
     if isinstance(value, np.ndarray | np.generic):
-        return _described(value.tolist(), outer)
+        return _describe_value(value.tolist(), outer)
     kind, inner = type(value), (*outer, id(value))
     code = kind.__qualname__
     if id(value) in outer:
         return code
     if isinstance(value, list | tuple):
-        return [_described(item, inner) for item in value]
+        return [_describe_value(item, inner) for item in value]
     if isinstance(value, Profile | Mapping):
         items = value.to_dict() if isinstance(value, Profile) else value
-        pairs = ([str(_described(key)), _described(item, inner)] for key, item in items.items())
+        pairs = ([str(_describe_value(key)), _describe_value(item, inner)] for key, item in items.items())
         return sorted(pairs, key=lambda pair: pair[0])
-    if isinstance(value, StopPolicy):
+    is_policy = isinstance(value, StopPolicy)
+    if is_policy:
         with contextlib.suppress(OSError, TypeError):  # the source is not known
             code = inspect.getsource(kind)
     elif not dataclasses.is_dataclass(value):
         return code  # others may print as an address
-    # A dataclass may have tables that grow beside its fields; private dictionaries are caches. `label` and `source` do not
-    # change what a policy does.
-    names: Any = getattr(kind, "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+    # Costs may have tables that grow beside their fields; private dictionaries are caches. `label` and `source` do not change
+    # what a policy does.
+    names = {*getattr(kind, "__dataclass_fields__", ()), *(getattr(value, "__dict__", ()) if is_policy else ())}
     parts = {name: getattr(value, name, None) for name in names}
     caches = {name for name, part in parts.items() if name[0] == "_" and isinstance(part, dict)}
-    return [code, _described({name: parts[name] for name in parts.keys() - caches - {"label", "source"}}, inner)]
+    return [code, _describe_value({name: parts[name] for name in parts.keys() - caches - {"label", "source"}}, inner)]
 
 
 def _pack(policy: Saved) -> tuple[dict[str, Any], bytes]:

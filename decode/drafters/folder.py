@@ -185,7 +185,8 @@ def _load_weights(network: MedusaHeads | LayerNetwork, folder: Path, files: Mapp
 
 def _card(trained: TrainedDrafter) -> str:
     """Return the folder's README."""
-    table = markdown_table(("", ""), trained.describe().items())
+    facts = {name: value for name, value in trained.describe().items() if name not in ("kind", "hash")}
+    table = markdown_table(("", ""), facts.items())
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, drafter]\n---\n\n"
         f"# A {trained.kind} drafter\n\nProposes tokens for one target from its hidden states; it needs no "

@@ -88,9 +88,9 @@ class LayerReader(Drafter):
     def _run(self, parts: Sequence[Part], states: Sequence[Tensor]) -> Tensor:
         """Return the layer's states [T, H] after the tokens of all parts, given those before them (together [T, H])."""
         first = min(part.stream for part in parts)
-        own = [replace(part, stream=part.stream - first) for part in parts]
+        shifted = [replace(part, stream=part.stream - first) for part in parts]
         used = [text.used for text in self._texts[first:]]
-        call = pack(own, used, 1 + max(part.stream for part in own), self._device)
+        call = pack(shifted, used, 1 + max(part.stream for part in shifted), self._device)
         for part in parts:
             self._texts[part.stream].used += len(part.tokens)
         (keys, values), (cos, sin) = self._cache[:, first:], self._rotation

@@ -78,7 +78,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
     def attached_to(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
         """Add this criterion to every draft of `assistant`, and disable transformers' stop rules, until the block ends."""
         original: Any = assistant.generate
-        own = vars(assistant).get("generate")  # a model loaded from an exported repository has one
+        instance_generate = vars(assistant).get("generate")  # a model loaded from an exported repository has one
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             self._begin(kwargs["input_ids"][0].tolist())
@@ -91,7 +91,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
                 yield self
         finally:
             del assistant.generate  # the method of its class is visible again
-            vars(assistant).update({"generate": own} if own else {})
+            vars(assistant).update({"generate": instance_generate} if instance_generate else {})
 
     def _begin(self, text: list[int]) -> None:
         """Start a round; a text that does not continue the last one is a new sequence."""

@@ -124,7 +124,7 @@ class SamplingParams:
         """
         if not self.model_defaults:
             params = copy.copy(self)
-            params.length_limit = max_new_tokens or self.length_limit
+            params.length_limit = self.length_limit or max_new_tokens
             return params
         defaults = model_defaults(config)
         for name, value in defaults.items():

@@ -375,7 +375,7 @@ def changed(**values: Any) -> list[Row]:
         (make_rows(), {"free": ["engram"]}, "free.*'engram'.*ngram"),
         (make_rows(), {"bonus": True}, "1 or more.*included"),
         (make_rows(), {"depth": 0}, "depth"),
-        ([], {}, "table"),
+        ([], {}, "table"), (make_rows(), {"columns": {**COLUMNS, "sample": "draw"}}, "column 'draw'"),
         ([row | {"acc_ngram": [0] * len(row["token_ids"]), "acc_eagle": [0] * len(row["token_ids"])} for row in make_rows()],
          {}, "no token was accepted"),
         ([{**make_rows()[0], "token_ids": [3], "acc_ngram": [1], "acc_eagle": [0]}], {}, "two tokens"),

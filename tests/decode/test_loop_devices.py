@@ -78,6 +78,11 @@ def test_recorded_summaries_are_those_of_the_host(width, temperature, processed,
     assert 0 < graphs.recorded <= 4 < graphs.played + graphs.recorded, "3 rows are read as 4"
 
 
+def test_vocabularies_of_one_padded_width_have_recordings_of_their_own(graphs):
+    for width in (summaries.LONG_ROW + 1024, summaries.LONG_ROW + 700):
+        compare_summaries(width, 0.7, True, "cpu")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [48, 128256])

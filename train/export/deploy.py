@@ -116,8 +116,8 @@ def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: 
         raise InputError(
             f"--drafter: only hf has a drafter, not {to}; an engine's files are for the drafter of the traces"
         )
-    of_engines = {"--traces": traces, "--profile": profile, "--held-out": held_out}
-    if to == "onnx" and (unused := next((name for name, value in of_engines.items() if value is not None), None)):
+    engine_options = {"--traces": traces, "--profile": profile, "--held-out": held_out}
+    if to == "onnx" and (unused := next((name for name, value in engine_options.items() if value is not None), None)):
         raise InputError(f"{unused}: onnx exports the head alone; leave it out")
     missing = [name for name, value in (("--traces", traces), ("--profile", profile)) if value is None]
     if missing and (to in ENGINES or (to == "hf" and (len(missing) == 1 or held_out is not None))):

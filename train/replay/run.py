@@ -98,7 +98,7 @@ def replay_anchors(
 
 
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Rounds]:
-    """Replay many policies. Neighbours that differ only in a threshold run side by side, which makes sweeps fast."""
+    """Replay many policies. Neighbouring learned policies that differ only in a threshold run side by side."""
     each = max(
         1, min([MAX_STREAMS, *(_most_streams(arrays, policy) for policy in policies)]) // max(arrays.sequences, 1)
     )
@@ -352,7 +352,7 @@ def _stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
     """Return one policy for `len(policies) * streams` streams, the first `streams` under the first policy, and so on.
 
     Returns:
-        None if they differ in more than thresholds.
+        None if they are no learned policies, or differ in more than thresholds.
     """
     first = policies[0]
     if len(policies) == 1:
