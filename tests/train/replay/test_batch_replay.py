@@ -245,8 +245,8 @@ def test_sub_trees_are_the_best_of_all(seed):
     parents = [int(torch.randint(-1, node, (), generator=generator)) if node else -1 for node in range(9)]
     tree = parse_tree("parents:" + ",".join(map(str, parents)))
     chance = torch.rand(9, generator=generator, dtype=torch.float64).tolist()
-    for node, parent in enumerate(parents):
-        chance[node] *= chance[parent] if parent >= 0 else 1.0
+    for node in range(9):
+        chance[node] *= chance[tree.parent[node + 1] - 1] if tree.parent[node + 1] else 1.0
     for depth in range(1, tree.deepest + 1):
         every: dict[int, float] = {}
         for picked in itertools.product([False, True], repeat=9):
