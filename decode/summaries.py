@@ -345,7 +345,7 @@ def _spread(rows: Tensor, top: Tensor, row: Tensor, token: Tensor, temperature: 
 def recorded_statistics(
     statistics: RowStatistics, size: tuple[int, int], vocabulary: int, is_read: tuple[bool, ...], device: torch.device,
     inference: bool,
-) -> tuple[Recorded[Tensor], list[Any], Tensor]:  # fmt: skip
+) -> tuple[Recorded[Tensor], tuple[Any, Any, Any], Tensor]:  # fmt: skip
     """Return the recording for up to R rows and B tokens as a CUDA graph, and its input buffers.
 
     Args:
@@ -357,8 +357,10 @@ def recorded_statistics(
         inference: whether the buffers are created in inference mode: then they cannot be written to outside of it.
     """
     width = vocabulary + _block_padding(vocabulary)
-    inputs = [torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read]
-    return Recorded(), inputs, torch.zeros(size[1], 2, dtype=torch.int64, device=device)
+    logits, weights, scores = (
+        torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read
+    )
+    return Recorded(), (logits, weights, scores), torch.zeros(size[1], 2, dtype=torch.int64, device=device)
 
 
 class StateReducer:
