@@ -75,11 +75,7 @@ def plain_texts(
             differ, a processor cannot be called for any prefix, or a grammar and other options leave no token.
     """
     check_limits(temperature=temperature, max_new_tokens=max_new_tokens)
-    prompts = list(map(as_token_ids, prompts))
-    if not prompts or not all(prompts):
-        raise InputError("prompts: expected at least one prompt, and at least one token in each")
-    if len(keys) != len(prompts):
-        raise InputError(f"keys: expected one for each of {len(prompts)} prompts, not {len(keys)}")
+    prompts = _validated_prompts(prompts, keys)
     device, batch = pair.device, len(prompts)
     pair.check_prompts(prompts)
     capacity, reading = max(map(len, prompts)) + max_new_tokens, pair.readings[0]
@@ -128,6 +124,16 @@ def plain_texts(
     generated = tokens[:, : step + 1].tolist()
     texts = [text[: next((count for count, token in enumerate(text, 1) if token in eos), None)] for text in generated]
     return PlainTexts(texts, rows, states, all_noise)
+
+
+def _validated_prompts(prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> list[list[int]]:
+    """Return the token ids of each prompt."""
+    ids = list(map(as_token_ids, prompts))
+    if not ids or not all(ids):
+        raise InputError("prompts: expected at least one prompt, and at least one token in each")
+    if len(keys) != len(ids):
+        raise InputError(f"keys: expected one for each of {len(ids)} prompts, not {len(keys)}")
+    return ids
 
 
 def _process(samplers: Sequence[Sampler], logits: Tensor, prefixes: Prefixes) -> Tensor:

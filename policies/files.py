@@ -144,7 +144,7 @@ def read_signed_json(path: Path, schema: int, keys: Callable[[Mapping[str, Any]]
 
 
 def read_weights(folder: Path, index: str, digests: Mapping[str, str], max_bytes: int = MAX_DATA_BYTES) -> bytes:
-    """Return the weights in a folder, whose JSON file `index` lists their SHA-256.
+    """Return the weights in a folder. Its JSON file `index` lists their SHA-256.
 
     Raises:
         PolicyError: they are missing, too large or changed, or the folder lists or contains another file.

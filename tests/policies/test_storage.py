@@ -9,6 +9,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from head_tensors import FACTS, NAMES, RANDOM_HEADS, learned, random_policy
 from hypothesis import given, settings, strategies as st
 from joint_policies import batch_policy
 from specstop.policies import from_pretrained
+from specstop.policies.batch_rules import CostGrid, linear_costs
+from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import LearnedPolicy, SurvivalMaps, TrainingMetadata
 from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived
-from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, policy_digest, save_policy
 from specstop.policies.testing import play, same
 from trees import make_tree_policy
 
@@ -70,6 +73,26 @@ def test_a_folder_from_git_or_the_hub_and_any_order_of_its_json_is_loaded(tmp_pa
     (folder / "README.md").unlink()
     (folder / POLICY_FILE).write_text(json.dumps(dict(sorted(read_index(folder, POLICY_FILE).items(), reverse=True))))
     assert from_pretrained(folder).metadata == FACTS
+
+
+@dataclass
+class Lengths(StopPolicy):
+    """A plugin with a field, an attribute beside it, and a table that grows."""
+
+    length: int = 2
+
+    def __post_init__(self) -> None:
+        self.costs = CostGrid(linear_costs())
+
+
+def test_a_digest_depends_on_all_that_a_policy_does_and_on_nothing_else():
+    policies = [Lengths(), Lengths(3), Lengths(), Lengths()]
+    policies[2].drafter, policies[3].max_depth = "suffix", 9
+    digests = [policy_digest(policy) for policy in policies]
+    assert len(set(digests)) == 4
+    policies[0].label = "mine"
+    policies[0].costs.extend_to(8, 16)
+    assert policy_digest(policies[0]) == policy_digest(Lengths()) == digests[0]
 
 
 # Damaged folders

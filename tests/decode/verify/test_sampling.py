@@ -125,6 +125,9 @@ def test_options_override_single_defaults(plain_pair, prompt_ids):
         assert sampling.to_dict() == {} and not sampling.build(0.7, [3, 4, 5], (EOS,), CPU)
     settings = Settings(0.0, NEW, sampling=SamplingParams(model_defaults=False, forced_eos_token_id=7), ignore_eos=True)
     assert [text[-1] for text in speculate(plain_pair, prompt_ids[1::3], FixedLength(3), settings)] == [7, 7, 7]
+    resolved = settings.for_pair(plain_pair).sampling  # dense collection decodes beyond the limit of the text
+    longer = plain_texts(plain_pair, prompt_ids[1:2], [KEY], NEW + 3, ignore_eos=True, sampling=resolved).tokens[0]
+    assert longer[NEW - 1] == 7 and longer[NEW + 2] != 7
 
 
 @pytest.mark.parametrize(
