@@ -23,7 +23,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
 from specstop.policies.contract import Array, State, StopPolicy
-from specstop.policies.errors import PolicyError, SpecstopWarning
+from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import Conditions, TrainingMetadata, warn_other_conditions
 from specstop.policies.routing import RoutingPolicy, ThresholdRoute, agreement, match
@@ -216,11 +216,13 @@ def test_a_route_that_fails_is_replaced_by_a_fixed_length_of_the_first_drafter(t
     assert any(one[3] == [True, False] for one in last)
 
 
-def test_block_refuses_policies_that_join_drafters(two):
+def test_policies_of_several_drafters_are_refused_if_block_joins_them_or_at_depth_0(two):
     settings = Settings(0.7, NEW, DEPTH, verification="block")
     with pytest.raises(PolicyError, match=r"in-turns.*several drafters"):
         Speculator(two, InTurns(stops()), settings)
     assert Speculator(two, InTurns(stops(), (1, 2)), settings).mode.name == "block"
+    with pytest.raises(InputError, match=r"at least 1 for each of 2 drafters, got 0"):
+        Speculator(two, InTurns(stops(), (1, 2)), Settings(0.0, NEW, max_depth=0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Speculator(two, InTurns(stops()), Settings(0.7, NEW, DEPTH)).mode.name == "match"

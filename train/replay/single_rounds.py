@@ -43,8 +43,8 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
             on the same rounds; None = the depth of this policy.
 
     Returns:
-        The rounds with expected `committed` tokens in float64, and `caveats` that must be shown with figures of them. Prompts
-        and first tokens are not counted.
+        The rounds with expected `committed` tokens in float64, and `caveats` that must be shown with figures of them. They
+        are sorted by their number within a text, then by text. Prompts and first tokens are not counted.
 
     Raises:
         TraceError: the trace is dense, or censored: no round was drafted as deep as the policy may want to; or the policy is
