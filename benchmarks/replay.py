@@ -44,7 +44,7 @@ def rounds(run: Run) -> None:
 
 def _live(run: Run, temperature: float, tree: str | None) -> None:
     where, new = f"{tree or 'chain'}, T={temperature:g}", run.choose(128, 8)
-    counts = run.choose({"test": 10, "train": 64}, {"test": 2, "train": 5})
+    counts = run.choose({"test": 16, "train": 64}, {"test": 2, "train": 5})
     traces = run.traces(where, counts, temperature=temperature, max_new_tokens=new, depth=DEPTH, tree=tree)
     calibration = CalibrationRun(
         run.pair, run.ids("train", counts["train"]), depth=DEPTH, temperature=temperature, new_tokens=run.choose(96, 8),
