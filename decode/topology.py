@@ -192,15 +192,9 @@ class Topology:
 
 
 def fork(trees: Sequence[Topology]) -> Topology:
-    """Return the tree of several drafters, given the tree of each.
-
-    Raises:
-        InputError: the tree of one of several drafters has depth 0, or there are more than `MAX_ROWS` rows.
-    """
+    """Return the tree of several drafters, given the tree of each. Each has one row at least below the anchor."""
     if len(trees) == 1:
         return trees[0]
-    if not all(tree.nodes for tree in trees):
-        raise InputError(f"tree: expected a depth of at least 1 for each of {len(trees)} drafters, got 0")
     rows = [[0] * len(tree) for tree in trees]  # by tree and row, the row of the result
     parent, drafter = [-1], []
     for depth in range(1, max(tree.deepest for tree in trees) + 1):

@@ -23,7 +23,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
 from specstop.policies.contract import Array, State, StopPolicy
-from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
+from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import Conditions, TrainingMetadata, warn_other_conditions
 from specstop.policies.routing import RoutingPolicy, ThresholdRoute, agreement, match
@@ -156,6 +156,8 @@ def test_texts_are_those_of_plain_decoding_and_the_longest_path_is_taken(
             next((at for at, (a, b) in enumerate(zip(part, following, strict=False)) if a != b), len(part)) for part in sent
         ]  # fmt: skip
         assert accepted == max(agreed) and all(on or not part for on, part in zip(drafting, sent, strict=True))
+    undrafted = Speculator(two, ROUTES[name](), dataclasses.replace(settings, max_depth=0), batch=batch).run(requests)
+    assert [list(text.tokens) for text in undrafted] == plain
     used = {tuple(one[3]) for one in paths.rounds}
     assert len(used) > 1 and (name != "in turns" or len(used) == 4), "the route changes"
 
@@ -216,13 +218,11 @@ def test_a_route_that_fails_is_replaced_by_a_fixed_length_of_the_first_drafter(t
     assert any(one[3] == [True, False] for one in last)
 
 
-def test_policies_of_several_drafters_are_refused_if_block_joins_them_or_at_depth_0(two):
+def test_block_refuses_policies_that_join_drafters(two):
     settings = Settings(0.7, NEW, DEPTH, verification="block")
     with pytest.raises(PolicyError, match=r"in-turns.*several drafters"):
         Speculator(two, InTurns(stops()), settings)
     assert Speculator(two, InTurns(stops(), (1, 2)), settings).mode.name == "block"
-    with pytest.raises(InputError, match=r"at least 1 for each of 2 drafters, got 0"):
-        Speculator(two, InTurns(stops(), (1, 2)), Settings(0.0, NEW, max_depth=0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Speculator(two, InTurns(stops()), Settings(0.7, NEW, DEPTH)).mode.name == "match"
