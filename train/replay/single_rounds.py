@@ -43,8 +43,8 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
             on the same rounds; None = the depth of this policy.
 
     Returns:
-        The rounds with expected `committed` tokens in float64, and `caveats` that must be shown with figures of them. They
-        are sorted by their number within a text, then by text. Prompts and first tokens are not counted.
+        The rounds with expected `committed` tokens in float64, and `caveats` that must be shown with figures of them. Prompts
+        and first tokens are not counted.
 
     Raises:
         TraceError: the trace is dense, or censored: no round was drafted as deep as the policy may want to; or the policy is
@@ -89,12 +89,13 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
     table = torch.from_numpy(np.concatenate(turns, 1))
     if not table.shape[1]:
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
+    order = torch.argsort(table[0], stable=True)  # by text; the turns are in the order of decoding
     caveats = (*CAVEATS, _IN_EXPECTATION if in_expectation else _AS_DRAWN)
     none = torch.zeros_like(arrays.prompt_tokens)
-    counts: dict[str, Any] = dict(zip((*COUNTS, "steps"), table, strict=True))
-    counts["committed"] = torch.from_numpy(np.concatenate(expected))
+    counts: dict[str, Any] = dict(zip((*COUNTS, "steps"), table[:, order], strict=True))
+    counts["committed"] = torch.from_numpy(np.concatenate(expected))[order]
     counts["history"] = torch.zeros(len(counts["steps"]), len(HISTORY_FEATURES))
-    fed_by_step = torch.from_numpy(np.concatenate(feeds)) if feeds else None
+    fed_by_step = torch.from_numpy(np.concatenate(feeds))[order] if feeds else None
     return Rounds(policy, profile, none, none, fed=fed_by_step, caveats=caveats, **counts)
 
 
