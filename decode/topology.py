@@ -161,7 +161,7 @@ class Topology:
     def name(self) -> str:
         """The text that `parse_tree` reads: widths if they suffice, a published name, or the parent list.
 
-        The trees of several drafters are separated by `|`.
+        The trees of several drafters are separated by `|`. A tree without candidates has the name `0`, which is not read.
         """
         if self.drafters > 1:
             return "|".join(tree.name for tree in self.trees)
@@ -192,7 +192,10 @@ class Topology:
 
 
 def fork(trees: Sequence[Topology]) -> Topology:
-    """Return the tree of several drafters, given the tree of each. Each has one row at least below the anchor."""
+    """Return the tree of several drafters, given the tree of each.
+
+    If none of them has a candidate, the result is a tree of one drafter.
+    """
     if len(trees) == 1:
         return trees[0]
     rows = [[0] * len(tree) for tree in trees]  # by tree and row, the row of the result
